@@ -1,0 +1,87 @@
+"""The records that travel between rooms: one small frozen dataclass per arrow of the data flow.
+
+Correctness ``R``, confidence ``c`` and the block boundary are separate fields all the way. They are never folded into
+one reward tensor: that is how the public reference code came to train each block with the other's advantage.
+Grouping is by ``prompt_id``, never by position in a batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+BLOCK_NONE, BLOCK_REASONING, BLOCK_CONFIDENCE = 0, 1, 2
+
+ConfidenceStatus = Literal[
+    "ok",  # exactly one marker, after the last box, one number in [0, 1], nothing behind it
+    "missing",  # no marker, but the response ended by itself
+    "multiple",  # more than one marker
+    "unparsable",  # a marker without one decimal number behind it
+    "out_of_range",  # a number outside [0, 1]
+    "trailing_text",  # text behind the number
+    "before_box",  # the answer is boxed after the confidence
+    "truncated",  # the response hit the length limit before its confidence was complete
+]
+MALFORMED: tuple[ConfidenceStatus, ...] = (
+    "missing",
+    "multiple",
+    "unparsable",
+    "out_of_range",
+    "trailing_text",
+    "before_box",
+    "truncated",
+)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One problem, rendered and tokenised. ``prompt_id`` is unique within a rollout and names the group."""
+
+    prompt_id: str
+    messages: tuple[dict[str, str], ...]
+    token_ids: tuple[int, ...]
+    ground_truth: str
+    task: str
+
+
+@dataclass(frozen=True)
+class Response:
+    """One sampled response: exactly the ids the engine sampled (EOS included) and its log-probs of them.
+
+    ``token_ids``: int64 [T]; ``logprobs``: float32 [T], natural log, at the sampling temperature, by the weights
+    ``weights_version``. ``finish_reason`` is ``length`` when the response was cut off before EOS.
+    """
+
+    prompt_id: str
+    sample_index: int
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    finish_reason: Literal["stop", "length"]
+    weights_version: int
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What a response is worth: correctness R in {0, 1}, the stated confidence or why there is none, the boundary.
+
+    Tokens ``[0, boundary)`` of the response are the reasoning block, ``[boundary, length)`` the confidence block.
+    ``confidence`` is ``None`` exactly when ``status`` is not ``ok``.
+    """
+
+    prompt_id: str
+    correct: float
+    confidence: float | None
+    status: ConfidenceStatus
+    boundary: int
+    length: int
+
+
+@dataclass(frozen=True)
+class TokenAdvantages:
+    """Per response token: its advantage (float64 [T]) and the block it belongs to (int8 [T], ``BLOCK_*``)."""
+
+    prompt_id: str
+    advantages: np.ndarray
+    block_ids: np.ndarray
