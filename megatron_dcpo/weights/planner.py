@@ -102,6 +102,12 @@ def plan(arch: Architecture, layout: Layout, at: Coordinates) -> tuple[Copy, ...
     return tuple(copy for row, primary in _chunk_rows(arch, layout, at) for copy in _copies(arch, layout, at, row, primary))
 
 
+def sharded_dimensions(arch: Architecture, layout: Layout, at: Coordinates) -> dict[str, int | None]:
+    """For every parameter of the chunk, the dimension split over tensor-parallel ranks; ``None``: replicated."""
+    dims = {"replicated": None, "row": 1}
+    return {row.megatron: dims.get(row.interleaving, 0) for row, _ in _chunk_rows(arch, layout, at)}
+
+
 def checksum(copies: tuple[Copy, ...]) -> str:
     """A short fingerprint of a plan: equal on all ranks that should agree, and across releases that move bytes alike."""
     return hashlib.sha256(repr(copies).encode()).hexdigest()[:16]
