@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_dcpo import runtime
+
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from megatron_dcpo.policy.batching import MicroBatch, Sample, collate
 from megatron_dcpo.policy.logprobs import vocab_parallel_logprobs
 from megatron_dcpo.policy.model import Policy
+
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
 
 # (micro-batch, log-probs [N], entropy [N]) -> (sum of weighted token losses, statistics that add up)

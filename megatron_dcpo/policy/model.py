@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,9 +25,9 @@ from megatron_dcpo.weights.planner import (
     sharded_dimensions,
 )
 from megatron_dcpo.weights.safetensors_io import HFReader, load_into
+
 from megatron.core import tensor_parallel  # isort: skip
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.distributed import finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import Float16Module

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_dcpo.config import Config
 from megatron_dcpo.policy.model import DTYPES, Policy
+
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # isort: skip
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 

@@ -13,8 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_dcpo import runtime
+
 from megatron.core.models.backends import LocalSpecProvider  # isort: skip
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec

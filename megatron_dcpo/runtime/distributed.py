@@ -17,7 +17,7 @@ from megatron_dcpo.runtime.device import backend, device, has_cuda, set_threads
 from megatron_dcpo.runtime.megatron_on_cpu import ensure
 
 ensure()
-from megatron.core import parallel_state, tensor_parallel  # noqa: E402
+from megatron.core import parallel_state, tensor_parallel  # noqa: E402 - after ensure()
 
 
 @dataclass(frozen=True)
