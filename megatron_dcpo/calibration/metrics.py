@@ -239,6 +239,14 @@ def worst_case(
 # ------------------------------------------------------------------------------------------------ intervals
 
 
+def wilson_interval(successes: np.ndarray, count: np.ndarray, z: float = 1.959963984540054) -> tuple[np.ndarray, ...]:
+    """Wilson score interval (low [M], high [M]) of shares; 95 % by default. Takes the samples as independent."""
+    share = successes / count
+    center = (share + z**2 / (2 * count)) / (1 + z**2 / count)
+    half = z / (1 + z**2 / count) * np.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
+    return center - half, center + half
+
+
 def bootstrap_ci(
     metric: Metric,
     confidences: Confidences,

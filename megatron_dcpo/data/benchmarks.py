@@ -54,8 +54,8 @@ _AMC24_CORRECTIONS: Mapping[str, Mapping[str, str]] = {
     "2024-amc12b-25": {"answer": "243"},
     "2024-amc12b-10": {
         "question": "A list of $9$ real numbers consists of $1$, $2.2$, $3.2$, $5.2$, $6.2$, and $7$, as well as "
-        r"$x, y, z$ with $x \leq y \leq z$. The range of the list is $7$, and the mean and median are both positive integers. "
-        "How many ordered triples $(x, y, z)$ are possible?"
+        r"$x, y, z$ with $x \leq y \leq z$. The range of the list is $7$, and the mean and median are both positive "
+        "integers. How many ordered triples $(x, y, z)$ are possible?"
     },
     "2024-amc12b-11": {
         "question": r"Let $x_n = \sin^2 (n^{\circ})$. What is the mean of $x_1, x_2, x_3, \cdots, x_{90}$?"
@@ -63,8 +63,8 @@ _AMC24_CORRECTIONS: Mapping[str, Mapping[str, str]] = {
     "2024-amc12b-20": {
         "question": "Suppose $A, B$, and $C$ are points in the plane with $AB = 40$ and $AC = 42$, and let $x$ be "
         r"the length of the line segment from $A$ to the midpoint of $\overline{BC}$. Define a function $f$ by letting "
-        r"$f(x)$ be the area of $\triangle ABC$. Then the domain of $f$ is an open interval $(p, q)$, and the maximum value $r$ of "
-        "$f(x)$ occurs at $x = s$. What is $p + q + r + s$?"
+        r"$f(x)$ be the area of $\triangle ABC$. Then the domain of $f$ is an open interval $(p, q)$, and the maximum "
+        "value $r$ of $f(x)$ occurs at $x = s$. What is $p + q + r + s$?"
     },
 }
 
