@@ -18,6 +18,7 @@ import torch
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.policy.model import Policy
 from megatron_dcpo.runtime.distributed import barrier, broadcast_object
+
 from megatron.core import dist_checkpointing  # isort: skip
 from megatron.core.dist_checkpointing.core import CheckpointingException
 
@@ -37,7 +38,9 @@ def latest_iteration(directory: Path) -> int | None:
         return None
     text = tracker.read_text().strip()
     if not text.isdigit() or not iteration_dir(directory, int(text)).is_dir():
-        raise UserError(f"{tracker} names iteration {text!r}, but there is no such checkpoint; delete the file to restart")
+        raise UserError(
+            f"{tracker} names iteration {text!r}, but there is no such checkpoint; delete the file to restart"
+        )
     return int(text)
 
 
@@ -60,7 +63,9 @@ def save_checkpoint(
     error = broadcast_object(error)
     if error is None:
         try:
-            state = _sharded_state(policy, optimizer, scheduler, is_loading=False) | {"run": {"iteration": iteration} | extra}
+            state = _sharded_state(policy, optimizer, scheduler, is_loading=False) | {
+                "run": {"iteration": iteration} | extra
+            }
             dist_checkpointing.save(state, str(temporary), content_metadata=_SHARDING)
         except (OSError, CheckpointingException, RuntimeError) as failed:
             error = f"{type(failed).__name__}: {failed}"
@@ -98,7 +103,9 @@ def load_checkpoint(directory: Path, iteration: int, policy: Policy, optimizer: 
         scheduler.load_state_dict(loaded["opt_param_scheduler"])
         return dict(loaded["run"])
     except (OSError, KeyError, CheckpointingException, RuntimeError) as error:
-        raise UserError(f"checkpoint {path} cannot be read ({type(error).__name__}: {' '.join(str(error).split())})") from None
+        raise UserError(
+            f"checkpoint {path} cannot be read ({type(error).__name__}: {' '.join(str(error).split())})"
+        ) from None
 
 
 def _model_key(policy: Policy, index: int) -> str:
