@@ -1,7 +1,7 @@
-"""Errors that are the user's to fix."""
+"""The one error that is the user's to mend."""
 
 from __future__ import annotations
 
 
 class UserError(Exception):
-    """Bad input: one clear line naming the thing and the fix; the command line prints it and exits with status 2."""
+    """Bad input: one clear line naming the thing and the fix. The command line prints it and exits with status 2."""
