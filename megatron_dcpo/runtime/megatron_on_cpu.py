@@ -1,0 +1,180 @@
+"""Megatron-core 0.16 on the CPU over gloo: everything that assumes CUDA, answered in one place.
+
+What is covered, and why nothing more is needed:
+
+1. ``torch.cuda`` queries (current device, streams, synchronisation, RNG state) answer for the CPU.
+2. Factory calls with a literal ``device="cuda"`` sit in a handful of Megatron modules. Those modules get a ``torch`` whose
+   factories put "cuda" tensors on the CPU. (A ``TorchFunctionMode`` would do it too, at a cost on *every* torch call.)
+3. The optimizers compare ``Tensor.type()`` with ``torch.cuda.*Tensor``; within those calls, and only there, the CPU types
+   carry that name.
+4. Apex's ``FusedAdam`` is replaced by :mod:`megatron_dcpo.runtime.adam`.
+
+On a machine with CUDA, :func:`ensure` does nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import logging
+import random
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from megatron_dcpo.runtime.adam import FusedAdam
+from megatron_dcpo.runtime.device import has_cuda
+
+_LITERAL_CUDA_MODULES = (
+    "pipeline_parallel.schedules",
+    "optimizer.clip_grads",
+    "optimizer.grad_scaler",
+    "optimizer.optimizer",
+    "optimizer.distrib_optimizer",
+    "distributed.finalize_model_grads",
+    "tensor_parallel.data",
+    "utils",
+    "dist_checkpointing.exchange_utils",
+    "dist_checkpointing.strategies.state_dict_saver",
+)
+_FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "empty_like", "zeros_like")
+_installed = False
+
+
+def ensure() -> None:
+    """Make Megatron-core importable and runnable here. Idempotent; a no-op with CUDA."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    # Megatron and torch say at import what is missing on a machine without CUDA; `dcpo doctor` says it better.
+    warnings.filterwarnings("ignore", module=r"megatron\.core.*")
+    warnings.filterwarnings("ignore", message=r".*(Transformer Engine|Apex|apex|modelopt).*")
+    logging.getLogger("megatron.core").setLevel(logging.ERROR)
+    if has_cuda():
+        return
+    _patch_torch_cuda()
+    _patch_megatron()
+
+
+class _InertStream:
+    """Stands for a CUDA stream or event where there is nothing to order."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_stream(self, *args: Any) -> None:
+        pass
+
+    wait_event = record = synchronize = record_event = wait = wait_stream
+
+
+def _patch_torch_cuda() -> None:
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: torch.device("cpu")
+    # One function object per name: torch's compiler refuses an object that it finds under two of its names.
+    for owner, name in ((cuda, "synchronize"), (cuda, "empty_cache"), (cuda, "set_device")):
+        setattr(owner, name, lambda *args, **kwargs: None)
+    for name in ("range_push", "range_pop"):
+        setattr(cuda.nvtx, name, lambda *args, **kwargs: None)
+    cuda.Stream = cuda.Event = _InertStream
+    cuda.stream = lambda stream: contextlib.nullcontext()
+    cuda.current_stream = lambda *args, **kwargs: _InertStream()
+    cuda.default_stream = lambda *args, **kwargs: _InertStream()
+    cuda.manual_seed = lambda seed: torch.manual_seed(seed)
+    for owner in (cuda, cuda.random):
+        owner.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+        owner.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign, assignment]
+    torch.nn.Module.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign, assignment]
+
+
+def _patch_megatron() -> None:
+    core = "megatron.core."
+    # Megatron wraps small fused operators in torch.compile at import; eager is faster to start and exact on the CPU.
+    compile_, torch.compile = torch.compile, _eager  # type: ignore[assignment]
+    try:
+        for name in (*_LITERAL_CUDA_MODULES, "models.gpt", "optimizer", "tensor_parallel.random"):
+            importlib.import_module(core + name)
+    finally:
+        torch.compile = compile_
+    rng: Any = importlib.import_module(core + "tensor_parallel.random")
+    rng._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    rng._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+
+    torch_on_cpu = _TorchOnCpu()
+    for name in _LITERAL_CUDA_MODULES:
+        importlib.import_module(core + name).torch = torch_on_cpu  # type: ignore[attr-defined]
+
+    optimizer: Any = importlib.import_module(core + "optimizer")
+    optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
+    distributed: Any = importlib.import_module(core + "optimizer.distrib_optimizer")
+    distributed.Adam, distributed.HAVE_APEX_OR_TE, distributed.USING_APEX_OPTIMIZER = FusedAdam, True, True
+    mixed: Any = importlib.import_module(core + "optimizer.optimizer")
+    for cls in (distributed.DistributedOptimizer, mixed.Float16OptimizerWithFloat16Params):
+        cls.__init__ = _with_cuda_type_names(cls.__init__)
+    mixed.clip_grad_by_total_norm_fp32 = _with_cuda_type_names(mixed.clip_grad_by_total_norm_fp32)
+
+
+def _eager(function: Callable[..., Any] | None = None, **_: Any) -> Any:
+    return function if function is not None else _eager
+
+
+class _TorchOnCpu(types.ModuleType):
+    """The ``torch`` that Megatron modules with literal ``device="cuda"`` see: the same, but "cuda" means the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        for name in _FACTORIES:
+            setattr(self, name, _on_cpu(getattr(torch, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def call(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return call
+
+
+@contextlib.contextmanager
+def _cuda_type_names() -> Iterator[None]:
+    original = torch.Tensor.type
+
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = original(self, *args, **kwargs)
+        # Parameter.type dispatches here twice, hence the second condition.
+        if isinstance(answer, str) and not answer.startswith("torch.cuda."):
+            return answer.replace("torch.", "torch.cuda.", 1)
+        return answer
+
+    torch.Tensor.type = type_  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.Tensor.type = original  # type: ignore[method-assign]
+
+
+def _with_cuda_type_names(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _cuda_type_names():
+            return function(*args, **kwargs)
+
+    return call
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python and torch. Sampling does not use these: its random numbers are counted per response."""
+    random.seed(seed)
+    torch.manual_seed(seed)

@@ -1,0 +1,121 @@
+"""What a Hugging Face ``config.json`` says about a decoder-only model: the facts both the table and the policy need.
+
+Adding an architecture: one entry in :data:`ARCHITECTURES` (what is special about it) and, where the tensor names differ
+from Llama's, rows in :mod:`megatron_dcpo.weights.table`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_dcpo.errors import UserError
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama-3.1's frequency scaling (``rope_type: llama3``). Every number is the checkpoint's own."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A dense decoder-only transformer in Hugging Face terms. Sizes are counts, not bytes."""
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    vocab_size: int
+    max_position_embeddings: int
+    layernorm_epsilon: float
+    rotary_base: float
+    rope_scaling: RopeScaling | None
+    tied_embeddings: bool
+    qk_layernorm: bool
+    qkv_bias: bool
+
+
+@dataclass(frozen=True)
+class _Traits:
+    name: str
+    qk_layernorm: bool = False
+    qkv_bias: bool = False
+
+
+ARCHITECTURES: dict[str, _Traits] = {
+    "Qwen3ForCausalLM": _Traits("qwen3", qk_layernorm=True),
+    "LlamaForCausalLM": _Traits("llama"),
+    "Qwen2ForCausalLM": _Traits("qwen2", qkv_bias=True),
+}
+
+
+def read_architecture(model_dir: str | Path) -> Architecture:
+    """Read ``model_dir/config.json``. Raises :class:`UserError` naming what is missing or unknown."""
+    model_dir = Path(model_dir)
+    path = model_dir / "config.json"
+    if not model_dir.is_dir():
+        raise UserError(f"model directory {model_dir} does not exist; pass a Hugging Face checkpoint directory")
+    if not path.is_file():
+        raise UserError(f"{path} is missing; {model_dir} is not a Hugging Face checkpoint directory")
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON ({error})") from None
+    return parse_architecture(config, str(path))
+
+
+def parse_architecture(config: dict[str, Any], source: str = "config.json") -> Architecture:
+    """Translate the dictionary of a ``config.json``; ``source`` names it in errors."""
+    names = config.get("architectures") or ["(none)"]
+    traits = ARCHITECTURES.get(names[0])
+    if traits is None:
+        raise UserError(f"{source}: architecture {names[0]} is not supported; known: {', '.join(ARCHITECTURES)}")
+    try:
+        heads = config["num_attention_heads"]
+        base, scaling = _rope(config, source)
+        return Architecture(
+            name=traits.name,
+            num_layers=config["num_hidden_layers"],
+            hidden_size=config["hidden_size"],
+            ffn_hidden_size=config["intermediate_size"],
+            num_attention_heads=heads,
+            num_query_groups=config.get("num_key_value_heads") or heads,
+            kv_channels=config.get("head_dim") or config["hidden_size"] // heads,
+            vocab_size=config["vocab_size"],
+            max_position_embeddings=config["max_position_embeddings"],
+            layernorm_epsilon=config["rms_norm_eps"],
+            rotary_base=base,
+            rope_scaling=scaling,
+            tied_embeddings=config.get("tie_word_embeddings", False),
+            qk_layernorm=traits.qk_layernorm,
+            qkv_bias=traits.qkv_bias or bool(config.get("attention_bias", False)),
+        )
+    except KeyError as error:
+        raise UserError(f"{source}: {names[0]} needs the key {error}") from None
+
+
+def _rope(config: dict[str, Any], source: str) -> tuple[float, RopeScaling | None]:
+    # transformers 5 writes rope_parameters; older checkpoints have rope_theta and rope_scaling side by side.
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    base = float(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return base, None
+    if kind != "llama3":
+        raise UserError(f"{source}: rope type {kind!r} is not supported; known: default, llama3")
+    return base, RopeScaling(
+        float(rope["factor"]),
+        float(rope["low_freq_factor"]),
+        float(rope["high_freq_factor"]),
+        int(rope["original_max_position_embeddings"]),
+    )

@@ -1,0 +1,171 @@
+"""The copy planner: table + parallel layout -> the slice copies of one rank. Pure: no tensors, no collectives.
+
+Every Megatron parameter is cut along one dimension, and so is every Hugging Face tensor in it; a plan is therefore a
+list of interval pairs along that dimension. Import runs the pairs from Hugging Face to Megatron, export and
+resharding run the same pairs the other way.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.weights.architecture import Architecture
+from megatron_dcpo.weights.table import (
+    EMBEDDING_ROW,
+    FINAL_NORM_ROW,
+    TRANSFORMER_ENGINE_NAMES,
+    Row,
+    hf_shapes,
+    layer_rows,
+    output_row,
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How Megatron cuts the model. Names are Megatron's options."""
+
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    virtual_pipeline_model_parallel_size: int = 1
+    make_vocab_size_divisible_by: int = 128
+    transformer_engine: bool = False
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Which piece of the layout: tensor rank, pipeline rank, virtual pipeline stage."""
+
+    tensor: int = 0
+    pipeline: int = 0
+    virtual: int = 0
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Along ``dim``: Hugging Face ``hf[hf_start:hf_stop]`` is Megatron ``megatron[start:start + hf_stop - hf_start]``.
+
+    ``primary`` marks one owner among the ranks that hold the same values (replicated tensors, tied embeddings):
+    export sends primary copies only, import fills all.
+    """
+
+    hf: str
+    hf_start: int
+    hf_stop: int
+    megatron: str
+    start: int
+    dim: int
+    primary: bool
+
+    @property
+    def length(self) -> int:
+        return self.hf_stop - self.hf_start
+
+
+def padded_vocab_size(arch: Architecture, layout: Layout) -> int:
+    """Vocabulary rows of the embedding after padding: a multiple of ``make_vocab_size_divisible_by`` x TP."""
+    multiple = layout.make_vocab_size_divisible_by * layout.tensor_model_parallel_size
+    return -(-arch.vocab_size // multiple) * multiple
+
+
+def check_layout(arch: Architecture, layout: Layout) -> None:
+    """Raise :class:`UserError` for a layout that does not divide the model."""
+    tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
+    stages = pp * layout.virtual_pipeline_model_parallel_size
+    for what, size in (
+        ("attention heads", arch.num_attention_heads),
+        ("query groups (key/value heads)", arch.num_query_groups),
+        ("ffn_hidden_size", arch.ffn_hidden_size),
+    ):
+        if size % tp:
+            raise UserError(
+                f"parallel.tensor_model_parallel_size={tp} does not divide the model's {size} {what}; "
+                f"choose a divisor of {size}"
+            )
+    if arch.num_layers % stages:
+        raise UserError(
+            f"parallel.pipeline_model_parallel_size={pp} (x virtual stages = {stages}) does not divide the model's "
+            f"{arch.num_layers} layers; choose a divisor of {arch.num_layers}"
+        )
+    if layout.virtual_pipeline_model_parallel_size > 1 and pp == 1:
+        raise UserError("parallel.virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size > 1")
+
+
+@functools.lru_cache(maxsize=1024)
+def plan(arch: Architecture, layout: Layout, at: Coordinates) -> tuple[Copy, ...]:
+    """All copies of the model chunk at ``at``, in parameter order. Deterministic; cached."""
+    check_layout(arch, layout)
+    return tuple(
+        copy for row, primary in _chunk_rows(arch, layout, at) for copy in _copies(arch, layout, at, row, primary)
+    )
+
+
+def sharded_dimensions(arch: Architecture, layout: Layout, at: Coordinates) -> dict[str, int | None]:
+    """For every parameter of the chunk, the dimension split over tensor-parallel ranks; ``None``: replicated."""
+    dims = {"replicated": None, "row": 1}
+    return {row.megatron: dims.get(row.interleaving, 0) for row, _ in _chunk_rows(arch, layout, at)}
+
+
+def checksum(copies: tuple[Copy, ...]) -> str:
+    """A short fingerprint of a plan: equal on all ranks that should agree, and across releases that move bytes alike."""
+    return hashlib.sha256(repr(copies).encode()).hexdigest()[:16]
+
+
+def _chunk_rows(arch: Architecture, layout: Layout, at: Coordinates) -> Iterator[tuple[Row, bool]]:
+    """The rows of one model chunk with the global layer number filled in on the Hugging Face side."""
+    pp, vp = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
+    first, last = at.pipeline == at.virtual == 0, at.pipeline == pp - 1 and at.virtual == vp - 1
+    per_chunk = arch.num_layers // (pp * vp)
+    offset = (at.virtual * pp + at.pipeline) * per_chunk
+    if first:
+        yield EMBEDDING_ROW, True
+    for local in range(per_chunk):
+        for row in layer_rows(arch):
+            megatron = row.megatron.format(layer=local)
+            if layout.transformer_engine:
+                prefix = f"decoder.layers.{local}."
+                megatron = prefix + TRANSFORMER_ENGINE_NAMES.get(
+                    megatron.removeprefix(prefix), megatron.removeprefix(prefix)
+                )
+            yield Row(megatron, tuple(name.format(layer=offset + local) for name in row.hf), row.interleaving), True
+    if last:
+        yield FINAL_NORM_ROW, True
+        if not (arch.tied_embeddings and first):  # tied and on the embedding's own stage: Megatron shares the tensor
+            yield output_row(arch), not arch.tied_embeddings
+
+
+def _copies(arch: Architecture, layout: Layout, at: Coordinates, row: Row, primary: bool) -> Iterator[Copy]:
+    tp, rank, shapes = layout.tensor_model_parallel_size, at.tensor, hf_shapes(arch)
+    if row.interleaving == "replicated":
+        yield Copy(row.hf[0], 0, shapes[row.hf[0]][0], row.megatron, 0, 0, primary and rank == 0)
+        return
+    if row.interleaving in ("column", "row"):
+        dim = 0 if row.interleaving == "column" else 1
+        size = shapes[row.hf[0]][dim] // tp
+        yield Copy(row.hf[0], rank * size, (rank + 1) * size, row.megatron, 0, dim, primary)
+    elif row.interleaving == "vocab":
+        size = padded_vocab_size(arch, layout) // tp
+        start, stop = rank * size, min((rank + 1) * size, arch.vocab_size)
+        if start < stop:
+            yield Copy(row.hf[0], start, stop, row.megatron, 0, 0, primary)
+    elif row.interleaving == "gate_up":
+        size = shapes[row.hf[0]][0] // tp
+        for half, name in enumerate(row.hf):
+            yield Copy(name, rank * size, (rank + 1) * size, row.megatron, half * size, 0, primary)
+    else:
+        yield from _qkv_copies(arch, tp, rank, row, primary)
+
+
+def _qkv_copies(arch: Architecture, tp: int, rank: int, row: Row, primary: bool) -> Iterator[Copy]:
+    """Query group g holds ``heads/groups`` query heads, one key head, one value head, in that order."""
+    d = arch.kv_channels
+    queries = arch.num_attention_heads // arch.num_query_groups * d
+    groups = arch.num_query_groups // tp
+    for local in range(groups):
+        group, start = rank * groups + local, local * (queries + 2 * d)
+        for name, size, offset in zip(row.hf, (queries, d, d), (0, queries, queries + d), strict=True):
+            yield Copy(name, group * size, (group + 1) * size, row.megatron, start + offset, 0, primary)

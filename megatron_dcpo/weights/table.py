@@ -1,0 +1,96 @@
+"""The weight table: for every Megatron parameter, the Hugging Face tensors it is made of and how they interleave.
+
+One table serves import, export and resharding. ``{layer}`` stands for the layer's number: global in Hugging Face names,
+local to the pipeline stage in Megatron's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_dcpo.weights.architecture import Architecture
+
+Interleaving = Literal[
+    "replicated",  # every tensor-parallel rank holds the whole tensor
+    "column",  # output rows are split over tensor-parallel ranks (dim 0)
+    "row",  # input columns are split (dim 1)
+    "qkv",  # per query group: its query heads, then its key head, then its value head (dim 0)
+    "gate_up",  # per rank: its rows of the gate projection, then its rows of the up projection (dim 0)
+    "vocab",  # vocabulary rows, padded at the end to a multiple that divides (dim 0)
+]
+
+
+@dataclass(frozen=True)
+class Row:
+    """``megatron``: parameter name in the local layer spec. ``hf``: its tensors, in interleaving order."""
+
+    megatron: str
+    hf: tuple[str, ...]
+    interleaving: Interleaving
+
+
+# Transformer Engine's fused linears hold the norm before them. Everything else is named alike in both layer specs.
+TRANSFORMER_ENGINE_NAMES = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+
+_M, _H = "decoder.layers.{layer}.", "model.layers.{layer}."
+_EMBEDDING = "model.embed_tokens.weight"
+
+
+def layer_rows(arch: Architecture) -> tuple[Row, ...]:
+    """The rows of one decoder layer (Llama's names, which Qwen2 and Qwen3 share)."""
+    qkv = tuple(f"{_H}self_attn.{p}_proj" for p in "qkv")
+    rows = [
+        Row(f"{_M}input_layernorm.weight", (f"{_H}input_layernorm.weight",), "replicated"),
+        Row(f"{_M}self_attention.linear_qkv.weight", tuple(f"{name}.weight" for name in qkv), "qkv"),
+        Row(f"{_M}self_attention.linear_proj.weight", (f"{_H}self_attn.o_proj.weight",), "row"),
+        Row(f"{_M}pre_mlp_layernorm.weight", (f"{_H}post_attention_layernorm.weight",), "replicated"),
+        Row(f"{_M}mlp.linear_fc1.weight", (f"{_H}mlp.gate_proj.weight", f"{_H}mlp.up_proj.weight"), "gate_up"),
+        Row(f"{_M}mlp.linear_fc2.weight", (f"{_H}mlp.down_proj.weight",), "row"),
+    ]
+    if arch.qkv_bias:
+        rows.append(Row(f"{_M}self_attention.linear_qkv.bias", tuple(f"{name}.bias" for name in qkv), "qkv"))
+    if arch.qk_layernorm:
+        rows.append(Row(f"{_M}self_attention.q_layernorm.weight", (f"{_H}self_attn.q_norm.weight",), "replicated"))
+        rows.append(Row(f"{_M}self_attention.k_layernorm.weight", (f"{_H}self_attn.k_norm.weight",), "replicated"))
+    return tuple(rows)
+
+
+EMBEDDING_ROW = Row("embedding.word_embeddings.weight", (_EMBEDDING,), "vocab")
+FINAL_NORM_ROW = Row("decoder.final_layernorm.weight", ("model.norm.weight",), "replicated")
+
+
+def output_row(arch: Architecture) -> Row:
+    """The output layer: its own tensor, or (tied) a copy of the embedding on the last pipeline stage."""
+    return Row("output_layer.weight", (_EMBEDDING if arch.tied_embeddings else "lm_head.weight",), "vocab")
+
+
+def hf_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
+    """Every Hugging Face tensor of the architecture with its shape, in checkpoint order."""
+    h, f, d = arch.hidden_size, arch.ffn_hidden_size, arch.kv_channels
+    q, kv = arch.num_attention_heads * d, arch.num_query_groups * d
+    shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (arch.vocab_size, h)}
+    per_layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (h,),
+        "self_attn.q_proj.weight": (q, h),
+        "self_attn.k_proj.weight": (kv, h),
+        "self_attn.v_proj.weight": (kv, h),
+        "self_attn.o_proj.weight": (h, q),
+        "post_attention_layernorm.weight": (h,),
+        "mlp.gate_proj.weight": (f, h),
+        "mlp.up_proj.weight": (f, h),
+        "mlp.down_proj.weight": (h, f),
+    }
+    if arch.qkv_bias:
+        per_layer |= {f"self_attn.{p}_proj.bias": (n,) for p, n in (("q", q), ("k", kv), ("v", kv))}
+    if arch.qk_layernorm:
+        per_layer |= {"self_attn.q_norm.weight": (d,), "self_attn.k_norm.weight": (d,)}
+    for layer in range(arch.num_layers):
+        shapes |= {_H.format(layer=layer) + name: shape for name, shape in per_layer.items()}
+    shapes["model.norm.weight"] = (h,)
+    if not arch.tied_embeddings:
+        shapes["lm_head.weight"] = (arch.vocab_size, h)
+    return shapes
