@@ -255,8 +255,8 @@ def _reliability(runs: Sequence[Run]) -> str:
         return ""
     caption = (
         "Bars: accuracy of the samples in a confidence bin, darker with a larger share of all samples, with 95 % "
-        "Wilson intervals. Dots: the bin's mean confidence; an orange gap down to the bar is over-confidence, a blue one "
-        "under-confidence. Below: samples per bin (logarithmic), green the correct ones."
+        "Wilson intervals. Dots: the bin's mean confidence; an orange gap down to the bar is over-confidence, a blue "
+        "one under-confidence. Below: samples per bin (logarithmic), green the correct ones."
     )
     return f'<section><h2>Reliability</h2><p class="hint">{caption}</p>{"".join(parts)}</section>'
 

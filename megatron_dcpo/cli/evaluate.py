@@ -46,7 +46,7 @@ def add_parser(subparsers: Any) -> None:
     sampling.add_argument("--max-tokens", type=_positive, default=3000, help="longest response in tokens")
     sampling.add_argument("--seed", type=int, default=0)
     sampling.add_argument("--batch-size", type=_positive, default=64, help="responses sampled at a time")
-    sampling.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    sampling.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--resamples", type=int, default=1000, help="bootstrap resamples for 95%% intervals (0: none)")
     parser.add_argument("--json", action="store_true", help="print evaluation.json instead of a table")
     parser.set_defaults(run=run)
@@ -121,14 +121,15 @@ def _new_samples(args: argparse.Namespace) -> tuple[list[Sample], str]:
 
 def _load_engine(args: argparse.Namespace) -> tuple[Any, Generate]:
     """The tokenizer, and a function that samples ``repeats`` responses per prompt."""
-    if not (Path(args.model) / "config.json").exists():
-        raise UserError(f"{args.model}: no Hugging Face checkpoint (config.json) there")
     from transformers import AutoTokenizer
 
     from megatron_dcpo.rollout import SamplingConfig, TransformersEngine
 
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    engine = TransformersEngine.from_pretrained(args.model, dtype=args.dtype)
+    engine = TransformersEngine.from_pretrained(args.model, dtype=args.dtype, max_num_seqs=args.batch_size)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot load a tokenizer from {args.model}: {' '.join(str(error).split())}") from None
     config = SamplingConfig(
         n=args.repeats,
         temperature=args.temperature,
@@ -137,8 +138,7 @@ def _load_engine(args: argparse.Namespace) -> tuple[Any, Generate]:
         max_tokens=args.max_tokens,
         seed=args.seed,
     )
-    batches = iter(range(sys.maxsize))  # a new number per batch, so that batches draw differently
-    return tokenizer, lambda prompts: engine.generate(prompts, config, step=next(batches))
+    return tokenizer, lambda prompts: engine.generate(prompts, config)
 
 
 @contextmanager
