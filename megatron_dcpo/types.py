@@ -67,7 +67,8 @@ class Judgement:
     """What a response is worth: correctness R in {0, 1}, the stated confidence or why there is none, the boundary.
 
     Tokens ``[0, boundary)`` of the response are the reasoning block, ``[boundary, length)`` the confidence block.
-    ``confidence`` is ``None`` exactly when ``status`` is not ``ok``.
+    ``confidence`` is ``None`` exactly when ``status`` is not ``ok``. ``stated`` is the number as written when it is no
+    valid confidence (``1.2``): the released code of the paper used it raw, so the preset ``verl_compat`` asks for it.
     """
 
     prompt_id: str
@@ -76,6 +77,7 @@ class Judgement:
     status: ConfidenceStatus
     boundary: int
     length: int
+    stated: float | None = None
 
 
 @dataclass(frozen=True)

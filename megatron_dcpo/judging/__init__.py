@@ -1,1 +1,11 @@
+"""From sampled token ids to correctness, confidence and the boundary between the two blocks.
 
+| file | what it holds |
+|---|---|
+| `judge.py` | the three together: `Response` to `Judgement` |
+| `confidence.py` | strict parser of the stated confidence |
+| `blocks.py` | reasoning and confidence block on sampled ids |
+| `token_bytes.py` | token id to bytes, byte-level BPE and sentencepiece |
+| `boxes.py` | brace-matched boxes |
+| `math.py` | is the boxed answer right |
+"""

@@ -1,0 +1,65 @@
+"""Reasoning block and confidence block of a response, on its sampled token ids by cumulative byte offsets.
+
+The confidence block is every token whose first byte lies at or after the first byte of the marker, EOS included. A
+token that straddles the marker (``}<`` of ``\\boxed{5}<conf>``) stays with the reasoning: it carries answer text.
+The two blocks always partition the response (algorithms 1.3, recommended).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_dcpo.judging.boxes import last_box
+from megatron_dcpo.judging.token_bytes import TokenBytes
+
+
+@dataclass(frozen=True)
+class Split:
+    """Tokens ``[0, boundary)`` reason, ``[boundary, T)`` state the confidence.
+
+    ``content`` are the bytes of the response without its final EOS; ``marker`` is the byte offset of the marker in
+    it, None when there is none. ``ended`` says whether the response closes with an EOS.
+    """
+
+    boundary: int
+    content: bytes
+    marker: int | None
+    ended: bool
+
+    @property
+    def reasoning(self) -> bytes:
+        """The bytes before the marker, all of them when there is none."""
+        return self.content if self.marker is None else self.content[: self.marker]
+
+
+def split_blocks(
+    token_ids: Sequence[int] | np.ndarray, tokens: TokenBytes, eos_ids: Collection[int], marker: str
+) -> Split:
+    """Split a response of T tokens.
+
+    Without a marker the block is the EOS alone: ending there was the wrong decision, and so it carries the penalty.
+    A truncated response without a marker has an empty confidence block.
+    """
+    ended = len(token_ids) > 0 and int(token_ids[-1]) in eos_ids
+    pieces = tokens.pieces(token_ids[: len(token_ids) - ended])
+    content = b"".join(pieces)
+    at = find_marker(content, marker.encode())
+    if at is None:
+        return Split(len(pieces), content, None, ended)
+    starts = np.cumsum([0, *map(len, pieces)])[:-1]
+    return Split(int(np.searchsorted(starts, at)), content, at, ended)
+
+
+def find_marker(content: bytes, marker: bytes) -> int | None:
+    """Offset of the marker that opens the confidence block, None when there is none.
+
+    With several, the first one behind the last complete box: the answer and everything before it is reasoning even
+    where the marker was only talked about. When no marker follows the last box, the last marker.
+    """
+    box = last_box(content)
+    after = content.find(marker, box.end if box else 0)
+    at = after if after >= 0 else content.rfind(marker)
+    return at if at >= 0 else None

@@ -1,0 +1,62 @@
+"""The strict parser of the stated confidence: ``<conf> Confidence: 0.83`` at the very end of a finished response.
+
+Exactly one marker, after the last ``\\boxed``; the word ``Confidence:`` is optional and case-insensitive; one plain
+decimal in [0, 1]; only white space behind it. Everything else is malformed, each kind under its own name
+(algorithms 1.2, recommended parser). Linear in the length of the text, and total: no input raises.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from megatron_dcpo.types import ConfidenceStatus
+
+MARKER = "<conf>"
+
+_SPACE = r"[ \t\r\n\f\v]*"
+_DECIMAL = r"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
+# ASCII classes on purpose: \d and \s also match digits and spaces of other scripts.
+_LINE = re.compile(rf"{_SPACE}(?:[Cc][Oo][Nn][Ff][Ii][Dd][Ee][Nn][Cc][Ee]{_SPACE}:{_SPACE})?(-?{_DECIMAL})")
+_BLANK = re.compile(_SPACE)
+
+
+@dataclass(frozen=True)
+class ParsedConfidence:
+    """``confidence`` in [0, 1] exactly when ``status`` is ``ok``; ``stated`` is a finite number outside [0, 1]."""
+
+    confidence: float | None
+    status: ConfidenceStatus
+    stated: float | None = None
+
+
+def parse_confidence(text: str, *, marker: str = MARKER, finished: bool) -> ParsedConfidence:
+    """Read the confidence of a response, or why there is none.
+
+    Args:
+        text: the response without its EOS; bytes that are no UTF-8 may have been decoded with ``errors="replace"``.
+        finished: the model ended the response itself. An unfinished one is ``truncated`` whatever it holds: its
+            number may be cut (``0.8`` of ``0.83``).
+
+    The kinds are tried in the order truncated, missing, multiple, before_box, unparsable, trailing_text,
+    out_of_range; the first that applies is the status. A negative number is out of range, even ``-0``.
+    """
+    if not finished:
+        return ParsedConfidence(None, "truncated")
+    _, found, tail = text.partition(marker)
+    if not found:
+        return ParsedConfidence(None, "missing")
+    if marker in tail:
+        return ParsedConfidence(None, "multiple")
+    if "\\boxed" in tail:
+        return ParsedConfidence(None, "before_box")
+    number = _LINE.match(tail)
+    if number is None:
+        return ParsedConfidence(None, "unparsable")
+    if _BLANK.fullmatch(tail, number.end()) is None:
+        return ParsedConfidence(None, "trailing_text")
+    value = float(number[1])
+    if number[1].startswith("-") or value > 1:
+        return ParsedConfidence(None, "out_of_range", value if math.isfinite(value) else None)
+    return ParsedConfidence(value, "ok")

@@ -1,0 +1,95 @@
+"""Token id -> the bytes it stands for, so that offsets are counted on the sampled ids and nothing is re-encoded.
+
+Two kinds of tokenizer cover the models of the field: byte-level BPE (Qwen, Llama-3: every byte has a printable
+stand-in of the GPT-2 alphabet) and sentencepiece with byte fallback (a space is U+2581, a lone byte ``<0x0A>``).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron_dcpo.errors import UserError
+
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_WORD_START = "\u2581"
+
+
+@dataclass(frozen=True)
+class TokenBytes:
+    """``table[id]`` are the bytes of token ``id``; ids beyond the table (padding of the vocabulary) stand for none."""
+
+    table: tuple[bytes, ...]
+
+    def __getitem__(self, token_id: int) -> bytes:
+        return self.table[token_id] if 0 <= token_id < len(self.table) else b""
+
+    def pieces(self, token_ids: Iterable[int] | np.ndarray) -> list[bytes]:
+        """The bytes of each token."""
+        return [self[int(token_id)] for token_id in token_ids]
+
+
+def token_bytes(tokenizer: Any) -> TokenBytes:
+    """The table of a Hugging Face tokenizer (fast), read once from its JSON.
+
+    A special or added token stands for its own content. The first token of a sentencepiece response keeps its
+    leading space: a response continues a prompt. Raises :class:`UserError` for another kind of tokenizer.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    if not hasattr(backend, "to_str"):
+        raise UserError(
+            f"tokenizer {type(tokenizer).__name__} has no fast backend; save the model with its tokenizer.json"
+        )
+    spec = json.loads(backend.to_str())
+    to_bytes = {"byte_level": _byte_level, "sentencepiece": _sentencepiece}[_kind(spec)]
+    pieces = {index: to_bytes(piece) for piece, index in _vocabulary(spec["model"])}
+    pieces |= {token["id"]: token["content"].encode() for token in spec["added_tokens"]}
+    return TokenBytes(tuple(pieces.get(index, b"") for index in range(max(pieces, default=-1) + 1)))
+
+
+def _kind(spec: dict[str, Any]) -> str:
+    decoders = {step["type"]: step for step in _steps(spec.get("decoder"), "decoders")}
+    if "ByteLevel" in decoders:
+        return "byte_level"
+    if "ByteFallback" in decoders or "Metaspace" in decoders:
+        return "sentencepiece"
+    names = ", ".join(decoders) or "none"
+    raise UserError(f"tokenizer decoder ({names}) is neither byte-level BPE nor sentencepiece; other kinds are unknown")
+
+
+def _steps(node: dict[str, Any] | None, children: str) -> Sequence[dict[str, Any]]:
+    if node is None:
+        return ()
+    return node[children] if node["type"] == "Sequence" else (node,)
+
+
+def _vocabulary(model: dict[str, Any]) -> Iterable[tuple[str, int]]:
+    if isinstance(model["vocab"], dict):
+        return model["vocab"].items()
+    return ((piece, index) for index, (piece, _) in enumerate(model["vocab"]))  # unigram: [piece, score]
+
+
+def _byte_level(piece: str) -> bytes:
+    return b"".join(
+        bytes([_BYTE_OF[character]]) if character in _BYTE_OF else character.encode() for character in piece
+    )
+
+
+def _sentencepiece(piece: str) -> bytes:
+    byte = _BYTE_PIECE.fullmatch(piece)
+    return bytes([int(byte[1], 16)]) if byte else piece.replace(_WORD_START, " ").encode()
+
+
+def _gpt2_alphabet() -> dict[str, int]:
+    """GPT-2's stand-ins: printable Latin-1 bytes are themselves, the others follow from U+0100 in byte order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _gpt2_alphabet()

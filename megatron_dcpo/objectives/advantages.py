@@ -1,0 +1,97 @@
+"""One group of G responses to the same prompt: its records, the confidence target, the normalised advantage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.objectives.options import Normalization, Options
+from megatron_dcpo.types import Judgement
+
+IDENTICAL = 1e-6  # rewards closer than this are the same reward: rounding must not become an advantage
+
+
+@dataclass(frozen=True)
+class Group:
+    """The G responses of one prompt, float64 [G] each; NaN where there is nothing.
+
+    ``confidence`` of the well-formed responses; ``stated`` is the number a malformed one wrote all the same;
+    ``old_logprobs`` are the [T_i] log-probs by the policy that starts the update, where the method asks for them.
+    """
+
+    correct: np.ndarray
+    confidence: np.ndarray
+    stated: np.ndarray
+    old_logprobs: tuple[np.ndarray, ...] | None = None
+
+    @property
+    def well_formed(self) -> np.ndarray:
+        """bool [G]."""
+        return ~np.isnan(self.confidence)
+
+
+@dataclass(frozen=True)
+class GroupScore:
+    """What a method makes of a group, float64 [G] each.
+
+    ``R`` is the reward behind ``A_r`` (for scalar methods the whole reward), ``R_c`` the calibration reward (NaN
+    where the method has none), ``target`` what the confidence is compared with.
+    """
+
+    target: np.ndarray
+    R: np.ndarray
+    R_c: np.ndarray
+    A_r: np.ndarray
+    A_c: np.ndarray
+
+
+def make_group(judgements: Sequence[Judgement], old_logprobs: tuple[np.ndarray, ...] | None = None) -> Group:
+    """Collect one prompt's judgements. Raises :class:`UserError` for fewer than two or an impossible confidence."""
+    if len(judgements) < 2:
+        raise UserError(
+            f"prompt {judgements[0].prompt_id!r} has one response; a group needs at least 2 (rollout.group_size)"
+        )
+    for judgement in judgements:
+        c = judgement.confidence
+        if (judgement.status == "ok") != (c is not None) or (c is not None and not 0 <= c <= 1):
+            raise UserError(
+                f"prompt {judgement.prompt_id!r}: status {judgement.status!r} with confidence {c}; "
+                "a number in [0, 1] goes with 'ok', and only with it"
+            )
+    return Group(
+        correct=np.array([j.correct for j in judgements], dtype=np.float64),
+        confidence=np.array([np.nan if j.confidence is None else j.confidence for j in judgements]),
+        stated=np.array([np.nan if j.stated is None else j.stated for j in judgements]),
+        old_logprobs=old_logprobs,
+    )
+
+
+def hybrid_target(correct: np.ndarray, options: Options) -> np.ndarray:
+    """t_i = lam * Rt + (1 - lam) * R_i, Rt the group accuracy over all responses, malformed ones too (paper 1.4)."""
+    accuracy = correct.mean()
+    if options.leave_one_out:
+        accuracy = (correct.sum() - correct) / (len(correct) - 1)
+    return options.lam * accuracy + (1 - options.lam) * correct
+
+
+def normalize(rewards: np.ndarray, how: Normalization, options: Options) -> np.ndarray:
+    """A_i = (x_i - mean x) / (std x + eps), float64 [G] (paper 1.5); ``mean``: not divided; ``none``: x itself.
+
+    A group of identical rewards gives exactly 0: in float32 eight equal rewards can have a std of 3e-8.
+    """
+    x = np.asarray(rewards, dtype=np.float64)
+    if how == "none":
+        return x.copy()
+    if np.ptp(x) < IDENTICAL:
+        return np.zeros_like(x)
+    centred = x - x.mean()
+    return centred if how == "mean" else centred / (x.std(ddof=options.ddof) + options.eps)
+
+
+def shared_advantage(target: np.ndarray, rewards: np.ndarray, R_c: np.ndarray, options: Options) -> GroupScore:
+    """One scalar reward, one advantage on all tokens: GRPO and everything built on it."""
+    advantage = normalize(rewards, options.advantage_normalization.reasoning, options)
+    return GroupScore(target, rewards, R_c, advantage, advantage)

@@ -1,0 +1,164 @@
+"""An objective: a method with its options, in the four steps of the training loop.
+
+scored = objective.score(judgements, old_logprobs)      # rewards and advantages, grouped by prompt id
+counts = objective.counts(scored)                       # local denominators; summed over ranks by the trainer
+weights = objective.token_weights(scored, counts)       # each token's share of the loss
+losses, stats = objective.token_loss(batch)             # contributions whose plain sum is the loss
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from megatron_dcpo.objectives.advantages import Group, GroupScore, make_group
+from megatron_dcpo.objectives.options import ObjectiveConfig, Options
+from megatron_dcpo.objectives.policy_loss import Stats, TokenBatch, clipped_policy_loss
+from megatron_dcpo.types import BLOCK_CONFIDENCE, BLOCK_REASONING, Judgement, TokenAdvantages
+
+COUNT_NAMES = ("sequences", "reasoning_tokens", "confidence_tokens")
+
+
+def no_defaults(config: ObjectiveConfig) -> Mapping[str, Any]:
+    """The method leaves every option to the preset."""
+    return {}
+
+
+@dataclass(frozen=True)
+class Method:
+    """What a file of this package declares: how a group is scored, and where it differs from the common rest."""
+
+    score_group: Callable[[Group, Options], GroupScore]
+    token_loss: Callable[[TokenBatch, Options], tuple[Tensor, Stats]] = clipped_policy_loss
+    defaults: Callable[[ObjectiveConfig], Mapping[str, Any]] = no_defaults
+    needs_old_logprobs: bool = False
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Judged responses with rewards and advantages, all in input order; float64 [N] arrays as in ``GroupScore``.
+
+    ``trained`` bool [N] is False where a response takes no part in the loss (``mask_truncated``).
+    """
+
+    judgements: tuple[Judgement, ...]
+    targets: np.ndarray
+    R: np.ndarray
+    R_c: np.ndarray
+    A_r: np.ndarray
+    A_c: np.ndarray
+    trained: np.ndarray
+    tokens: tuple[TokenAdvantages, ...]
+
+    def __len__(self) -> int:
+        return len(self.judgements)
+
+    def select(self, indices: Sequence[int] | np.ndarray) -> Scored:
+        """The responses ``indices``, in that order: a mini-batch, or one rank's share."""
+        rows = np.asarray(indices, dtype=np.int64)
+        return Scored(
+            judgements=tuple(self.judgements[i] for i in rows),
+            targets=self.targets[rows],
+            R=self.R[rows],
+            R_c=self.R_c[rows],
+            A_r=self.A_r[rows],
+            A_c=self.A_c[rows],
+            trained=self.trained[rows],
+            tokens=tuple(self.tokens[i] for i in rows),
+        )
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A method with its options; ``objectives.build_objective`` makes one. Holds no state."""
+
+    options: Options
+    method: Method
+
+    def score(self, judgements: Sequence[Judgement], old_logprobs: Sequence[np.ndarray] | None = None) -> Scored:
+        """Rewards and advantages of whole groups, found by prompt id in any order.
+
+        ``old_logprobs`` ([T_i] each) are read only by methods with ``needs_old_logprobs``. Raises UserError for a
+        group of one, ValueError where the log-probs are missing or of another length than the response.
+        """
+        if self.method.needs_old_logprobs:
+            _check_lengths(self.options.name, judgements, old_logprobs)
+        groups: dict[str, list[int]] = {}
+        for row, judgement in enumerate(judgements):
+            groups.setdefault(judgement.prompt_id, []).append(row)
+        columns = np.full((5, len(judgements)), np.nan)
+        for rows in groups.values():
+            old = tuple(np.asarray(old_logprobs[i], dtype=np.float64) for i in rows) if old_logprobs else None
+            score = self.method.score_group(make_group([judgements[i] for i in rows], old), self.options)
+            columns[:, rows] = score.target, score.R, score.R_c, score.A_r, score.A_c
+        targets, R, R_c, A_r, A_c = columns
+        trained = [not (self.options.mask_truncated and j.status == "truncated") for j in judgements]
+        tokens = tuple(
+            spread_over_tokens(j, a_r, a_c, self.options) for j, a_r, a_c in zip(judgements, A_r, A_c, strict=True)
+        )
+        return Scored(tuple(judgements), targets, R, R_c, A_r, A_c, np.array(trained, dtype=bool), tokens)
+
+    def counts(self, scored: Scored) -> np.ndarray:
+        """Local denominators, float64 [3], in the order of ``COUNT_NAMES``. Sum them over the data-parallel ranks."""
+        blocks = [tokens.block_ids for tokens, trained in zip(scored.tokens, scored.trained, strict=True) if trained]
+        flat = np.concatenate(blocks) if blocks else np.empty(0, dtype=np.int8)
+        block_counts = [np.count_nonzero(flat == block) for block in (BLOCK_REASONING, BLOCK_CONFIDENCE)]
+        return np.array([len(blocks), *block_counts], dtype=np.float64)
+
+    def token_weights(self, scored: Scored, counts: np.ndarray) -> list[np.ndarray]:
+        """Each token's share of the loss, float64 [T_i] per response; ``counts`` are the global ones.
+
+        weight_b / (N_sequences |o_i|), weight_b / N_tokens or weight_b / N_b by ``loss_aggregation``; block weight
+        included; 0 on responses that are not trained.
+        """
+        sequences, *block_counts = np.maximum(counts, 1.0)
+        weight = np.array([0.0, *self.options.weight])  # indexed by block id
+        per_block = np.array([1.0, *block_counts])
+        total = max(float(counts[1] + counts[2]), 1.0)
+        weights = []
+        for tokens, trained in zip(scored.tokens, scored.trained, strict=True):
+            blocks = tokens.block_ids
+            if self.options.loss_aggregation == "sequence_mean":
+                denominator = np.full(len(blocks), sequences * max(len(blocks), 1))
+            elif self.options.loss_aggregation == "token_mean":
+                denominator = np.full(len(blocks), total)
+            else:
+                denominator = per_block[blocks]
+            weights.append(weight[blocks] / denominator * float(trained))
+        return weights
+
+    def token_loss(self, batch: TokenBatch) -> tuple[Tensor, Stats]:
+        """Per-token contributions [n] and summable per-block statistics of one micro-batch of whole sequences."""
+        return self.method.token_loss(batch, self.options)
+
+
+def spread_over_tokens(judgement: Judgement, A_r: float, A_c: float, options: Options) -> TokenAdvantages:
+    """A_r on the reasoning tokens, A_c on the confidence tokens (paper 1.5); constant inside a block."""
+    boundary = confidence_start(judgement, options)
+    in_confidence = np.arange(judgement.length) >= boundary
+    block_ids = np.where(in_confidence, BLOCK_CONFIDENCE, BLOCK_REASONING).astype(np.int8)
+    return TokenAdvantages(judgement.prompt_id, np.where(in_confidence, A_c, A_r), block_ids)
+
+
+def confidence_start(judgement: Judgement, options: Options) -> int:
+    """First token of the confidence block. Only a response without a marker depends on ``fallback``.
+
+    The splitter gives such a response its EOS as block (``eos``), and nothing when it was truncated.
+    """
+    no_marker = judgement.status == "missing" or judgement.boundary == judgement.length
+    if no_marker and options.fallback == "last_two":
+        return max(judgement.length - 2, 0)
+    if no_marker and options.fallback == "none":
+        return judgement.length
+    return judgement.boundary
+
+
+def _check_lengths(name: str, judgements: Sequence[Judgement], old: Sequence[np.ndarray] | None) -> None:
+    if old is None:
+        raise ValueError(f"objective {name} needs old_logprobs to score a group")
+    if [len(row) for row in old] != [j.length for j in judgements]:
+        raise ValueError(f"objective {name}: old_logprobs must have one value per response token")

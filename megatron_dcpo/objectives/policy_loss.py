@@ -1,0 +1,154 @@
+"""Per-token loss contributions of one micro-batch. Their plain sum over micro-batches and ranks is the loss.
+
+Every denominator is already folded into ``TokenBatch.weights``, so nothing here depends on how the responses were
+split, packed or accumulated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_dcpo.objectives.options import Blocks, Options
+from megatron_dcpo.types import BLOCK_CONFIDENCE, BLOCK_NONE, BLOCK_REASONING
+
+MAX_LOG_RATIO = 20.0  # exp() of more only overflows; every clip and cap lies far below
+MAX_KL = 10.0  # the released code's bound on one token's k3
+BLOCK_IDS = {"reasoning": BLOCK_REASONING, "confidence": BLOCK_CONFIDENCE}
+
+Stats = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """The tokens of one micro-batch, flat [n], whole sequences only; padding is allowed (block 0).
+
+    ``logprobs`` requires grad; ``old_logprobs`` by the policy that starts the update, ``engine_logprobs`` by the
+    engine that sampled, ``ref_logprobs`` by the frozen reference; ``entropy`` of the policy at each token.
+    ``weights`` from ``Objective.token_weights``; ``sequence_ids`` int64 in [0, S); ``correct`` [S] is R.
+    """
+
+    logprobs: Tensor
+    old_logprobs: Tensor
+    advantages: Tensor
+    block_ids: Tensor
+    weights: Tensor
+    sequence_ids: Tensor
+    engine_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    entropy: Tensor | None = None
+    correct: Tensor | None = None
+
+
+def clipped_policy_loss(batch: TokenBatch, options: Options) -> tuple[Tensor, Stats]:
+    """w_t * (-min(rho A, clip(rho, 1 - low, 1 + high) A) + kl_coef KL - entropy_coef H), [n] (paper 1.6).
+
+    rho = exp(logp - logp_old); each block has its own clip range and coefficients; dual clip bounds the loss of
+    negative advantages by -dual_clip * A; importance weights of the engine multiply the first term.
+    """
+    valid, log_ratio = _valid(batch), _log_ratio(batch)
+    A = _where(valid, batch.advantages.to(log_ratio))
+    rho = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    low, high = per_block(options.clip_low, batch, rho), per_block(options.clip_high, batch, rho)
+    unclipped, clipped = -A * rho, -A * torch.clamp(rho, 1 - low, 1 + high)
+    losses = torch.maximum(unclipped, clipped)
+    if options.dual_clip:
+        losses = torch.where(A < 0, torch.minimum(losses, -options.dual_clip * A), losses)
+    tis = importance_weights(batch, options)
+    losses = losses * tis
+    extra, stats = regularizers(batch, options)
+    losses = (losses + extra) * _where(valid, batch.weights.to(losses))
+    stats |= by_block("clipped", (clipped > unclipped).to(rho), batch) | by_block("ratio", rho, batch)
+    if options.tis_level != "none":
+        stats |= by_block("tis_weight", tis, batch)
+    return losses, stats | by_block("loss", losses, batch) | by_block("tokens", torch.ones_like(rho), batch)
+
+
+def regularizers(batch: TokenBatch, options: Options) -> tuple[Tensor, Stats]:
+    """kl_coef * KL(policy || reference) - entropy_coef * H per token [n], each block with its own coefficients.
+
+    With d = logp_ref - logp: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1, at most ``MAX_KL`` (Schulman 2020).
+    Raises ValueError when a coefficient asks for log-probs or entropies that the batch does not carry.
+    """
+    extra, stats = torch.zeros_like(batch.logprobs), {}
+    valid = _valid(batch)
+    if any(options.kl_coef):
+        d = _where(valid, _need(batch.ref_logprobs, "kl_coef", "ref_logprobs").to(extra) - batch.logprobs)
+        kl = kl_estimate(d, options.kl_estimator)
+        extra, stats = extra + per_block(options.kl_coef, batch, extra) * kl, by_block("kl", kl, batch)
+    if batch.entropy is not None or any(options.entropy_coef):
+        entropy = _where(valid, _need(batch.entropy, "entropy_coef", "entropy").to(extra))
+        if any(options.entropy_coef):
+            extra = extra - per_block(options.entropy_coef, batch, extra) * entropy
+        stats |= by_block("entropy", entropy, batch)
+    return extra, stats
+
+
+def kl_estimate(d: Tensor, estimator: str) -> Tensor:
+    """One token's estimate of KL(policy || reference) from d = logp_ref - logp."""
+    if estimator == "k1":
+        return -d
+    if estimator == "k2":
+        return d.square() / 2
+    d = d.clamp(max=MAX_LOG_RATIO)
+    return (d.exp() - d - 1).clamp(max=MAX_KL)
+
+
+def importance_weights(batch: TokenBatch, options: Options) -> Tensor:
+    """min(pi_old / pi_engine, tis_cap) per token, or of the whole sequence on each of its tokens; no gradient."""
+    if options.tis_level == "none":
+        return torch.ones((), dtype=batch.logprobs.dtype, device=batch.logprobs.device)
+    engine = _need(batch.engine_logprobs, "tis_level", "engine_logprobs").to(batch.logprobs)
+    log_weight = _where(_valid(batch), batch.old_logprobs.to(engine) - engine).detach()
+    if options.tis_level == "sequence":
+        log_weight = sequence_sums(log_weight, batch)[batch.sequence_ids]
+    return log_weight.clamp(max=MAX_LOG_RATIO).exp().clamp(max=options.tis_cap)
+
+
+def sequence_sums(values: Tensor, batch: TokenBatch) -> Tensor:
+    """Sum of ``values`` [n] over each sequence, [S]."""
+    if batch.correct is not None:
+        count = len(batch.correct)
+    else:
+        count = int(batch.sequence_ids.max()) + 1 if batch.sequence_ids.numel() else 0
+    return torch.zeros(count, dtype=values.dtype, device=values.device).index_add(0, batch.sequence_ids, values)
+
+
+def per_block(values: Blocks, batch: TokenBatch, like: Tensor) -> Tensor:
+    """The value of each token's block, [n]; 0 where there is no block."""
+    table = [0.0, 0.0, 0.0]
+    for name, block in BLOCK_IDS.items():
+        table[block] = float(getattr(values, name))
+    return torch.tensor(table, dtype=like.dtype, device=like.device)[batch.block_ids.long()]
+
+
+def by_block(name: str, values: Tensor, batch: TokenBatch) -> Stats:
+    """Sum of ``values`` over each block as ``name/block``; detached, so that sums over batches are plain additions."""
+    values = values.detach()
+    return {f"{name}/{block}": values[batch.block_ids == index].sum() for block, index in BLOCK_IDS.items()}
+
+
+def masked_logprobs(batch: TokenBatch) -> Tensor:
+    """``logprobs`` with 0 on padding, so that neither value nor gradient of padding survives (not even NaN)."""
+    return _where(_valid(batch), batch.logprobs)
+
+
+def _log_ratio(batch: TokenBatch) -> Tensor:
+    old = _where(_valid(batch), batch.old_logprobs.to(batch.logprobs))
+    return masked_logprobs(batch) - old.detach()
+
+
+def _valid(batch: TokenBatch) -> Tensor:
+    return batch.block_ids != BLOCK_NONE
+
+
+def _where(valid: Tensor, values: Tensor) -> Tensor:
+    return torch.where(valid, values, torch.zeros((), dtype=values.dtype, device=values.device))
+
+
+def _need(tensor: Tensor | None, option: str, field: str) -> Tensor:
+    if tensor is None:
+        raise ValueError(f"objective.{option} needs TokenBatch.{field}, which the batch does not carry")
+    return tensor
