@@ -6,6 +6,7 @@ response token, and every per-token array (advantage, block id, weight) is laid 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -138,7 +139,7 @@ def _packed(samples: Sequence[Sample], members: Sequence[int], multiple_of: int)
     if total > bounds[-1]:
         bounds = [*bounds, total]  # the filling is a sequence of its own, which nothing attends to
     cu = torch.tensor(bounds, dtype=torch.int32, device=runtime.device())
-    longest = max(stop - start for start, stop in zip(bounds[:-1], bounds[1:], strict=True))
+    longest = max(stop - start for start, stop in itertools.pairwise(bounds))
     params = PackedSeqParams("thd", cu, cu, None, None, longest, longest)
     return _micro_batch(samples, members, tokens, positions, offsets, params)
 

@@ -35,7 +35,6 @@ def accumulate_gradients(
     *,
     temperature: float,
     packing: bool,
-    with_entropy: bool = False,
 ) -> list[dict[str, float]]:
     """One forward-backward over all micro-batches: gradients are left in the DDP buffers, reduced over ranks.
 
@@ -44,7 +43,7 @@ def accumulate_gradients(
     scale = len(splits) * policy.topology.dp_size
 
     def loss_closure(batch: MicroBatch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, float]]:
-        logprobs, entropy = _response_logprobs(policy, batch, logits, temperature, with_entropy)
+        logprobs, entropy = _response_logprobs(policy, batch, logits, temperature, True)
         loss, stats = loss_function(batch, logprobs, entropy)
         # The empty product keeps a micro-batch without response tokens attached to the graph.
         return loss * scale + logits.sum() * 0.0, torch.ones((), dtype=torch.int, device=logits.device), stats

@@ -57,11 +57,12 @@ class _VocabParallel(torch.autograd.Function):
         logprobs = sums[1] - lse
         entropy = lse - sums[2] / sums[0] if with_entropy else torch.zeros_like(lse)
         ctx.save_for_backward(logits, index, mine, maximum + lse, entropy)
-        ctx.width, ctx.temperature, ctx.with_entropy = width, temperature, with_entropy
+        ctx.width, ctx.temperature = width, temperature
+        ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         logits, index, mine, lse, entropy = ctx.saved_tensors
         grad_logprob, grad_entropy = grads
         width, temperature = ctx.width, ctx.temperature
@@ -70,9 +71,11 @@ class _VocabParallel(torch.autograd.Function):
             logp = logits[rows, :width].float() / temperature - lse[rows, None]
             p = logp.exp()
             # d log p(y) / dz_v = [v = y] - p_v ;  d H / dz_v = -p_v (log p_v + H)
-            g = -p * grad_logprob[rows, None]
-            g.scatter_add_(-1, index[rows, None], (grad_logprob[rows] * mine[rows])[:, None])
-            if ctx.with_entropy:
+            g = torch.zeros_like(p)
+            if grad_logprob is not None:
+                g = -p * grad_logprob[rows, None]
+                g.scatter_add_(-1, index[rows, None], (grad_logprob[rows] * mine[rows])[:, None])
+            if grad_entropy is not None:
                 g -= p * (logp + entropy[rows, None]) * grad_entropy[rows, None]
             grad[rows, :width] = (g / temperature).to(grad.dtype)
         return grad, None, None, None, None, None, None

@@ -6,6 +6,7 @@ attention that takes padded batches and packed sequences alike and never materia
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, cast
 
 import torch
@@ -77,7 +78,7 @@ class CausalAttention(MegatronModule):
             return out.reshape(*out.shape[:2], -1)
         bounds = packed_seq_params.cu_seqlens_q.tolist()
         pieces = []
-        for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
+        for start, stop in itertools.pairwise(bounds):
             q, k, v = (x[start:stop].transpose(0, 1).unsqueeze(0) for x in (query, key, value))  # [1, heads, t_i, d]
             pieces.append(self._attend(q, k, v).squeeze(0).transpose(0, 1))
         out = torch.cat(pieces)
