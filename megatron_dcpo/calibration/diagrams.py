@@ -189,11 +189,11 @@ def logged_curves(
 def draw_reliability(axes: Axes, bins: Bins, title: str = "", note: str = "") -> None:
     """Bars of accuracy per bin, a tick at the bin's mean confidence, Wilson intervals, the diagonal."""
     filled = bins.count > 0
-    left, width = bins.edges[:-1][filled], np.diff(bins.edges)[filled]
-    center = left + width / 2
+    width = np.diff(bins.edges)[filled]
+    center = bins.edges[:-1][filled] + width / 2
     share = bins.count[filled] / max(int(bins.count.sum()), 1)
     accuracy, confidence = bins.accuracy[filled], bins.confidence[filled]
-    axes.bar(left, accuracy, width, align="edge", color=_SHADES(np.sqrt(share)), edgecolor="white", linewidth=0.6)
+    axes.bar(center, accuracy, 0.94 * width, color=_SHADES(np.sqrt(share)))
     low, high = wilson_interval(bins.correct_sum[filled], bins.count[filled])
     errors = np.clip([accuracy - low, high - accuracy], 0.0, None)
     axes.errorbar(center, accuracy, errors, fmt="none", ecolor=_INK, elinewidth=0.9, capsize=1.8, alpha=0.75)
@@ -213,11 +213,10 @@ def draw_reliability(axes: Axes, bins: Bins, title: str = "", note: str = "") ->
 
 def draw_histogram(axes: Axes, bins: Bins, title: str = "") -> None:
     """Counts per bin on a log axis: all samples, and in front of them the correct ones."""
-    left, width = bins.edges[:-1], np.diff(bins.edges)
-    axes.bar(left, bins.count, width, align="edge", color="#c3c8cf", edgecolor="white", linewidth=0.6, label="all")
-    axes.bar(
-        left, bins.correct_sum, width, align="edge", color=PALETTE[2], edgecolor="white", linewidth=0.6, label="correct"
-    )
+    width = np.diff(bins.edges)
+    center = bins.edges[:-1] + width / 2
+    axes.bar(center, bins.count, 0.94 * width, color="#b4bac2", label="all")
+    axes.bar(center, bins.correct_sum, 0.94 * width, color=PALETTE[2], label="correct")
     axes.set_yscale("log")
     axes.set(xlim=(0, 1), ylim=_count_range(int(bins.count.max(initial=1))), xlabel="Confidence")
     axes.yaxis.set_major_locator(LogLocator(numticks=5))

@@ -144,8 +144,8 @@ def load_benchmark(spec: str, data_dir: str | Path | None = None, corrections: b
     name, has_path, path = spec.partition("=")
     name = name.strip()
     if has_path:
-        if not name or not path:
-            raise UserError(f"bad benchmark {spec!r}; write NAME=PATH")
+        if not re.fullmatch(r"[\w.-]+", name) or not path:
+            raise UserError(f"bad benchmark {spec!r}; write NAME=PATH, NAME of letters, digits and . _ -")
         return LoadedBenchmark(name, path, tuple(load_records(path, task=name)), ())
     entry = find_benchmark(name)
     source = _find_source(entry, data_dir)

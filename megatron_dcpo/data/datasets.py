@@ -63,14 +63,16 @@ def load_prompts(
     max_prompt_length: int | None = None,
     limit: int | None = None,
     task: str | None = None,
+    marker: str = prompts.MARKER,
 ) -> list[Prompt]:
     """The prompts of a data set: rendered, tokenised, each with an id of its own (equal problems stay separate groups).
 
     ``path_or_name``: a file, a directory with one data file, or a hub name ``owner/name[:config][@split]``.
-    Prompts of more than ``max_prompt_length`` tokens are dropped, ``limit`` keeps the first ones that are left.
+    Prompts of more than ``max_prompt_length`` tokens are dropped, ``limit`` keeps the first ones that are left
+    (``None`` or 0: all). ``marker`` is what the ``paper`` template asks the confidence line to begin with.
     """
     records = load_records(path_or_name, task=task)
-    return render_prompts(records, tokenizer, template, max_prompt_length, limit, source=str(path_or_name))
+    return render_prompts(records, tokenizer, template, max_prompt_length, limit, marker, source=str(path_or_name))
 
 
 def render_prompts(
@@ -79,22 +81,23 @@ def render_prompts(
     template: str = "paper",
     max_prompt_length: int | None = None,
     limit: int | None = None,
+    marker: str = prompts.MARKER,
     source: str = "the data set",
 ) -> list[Prompt]:
     """Records through the prompt template. Stops reading at ``limit`` prompts."""
     kept: list[Prompt] = []
     too_long = 0
     for record in records:
-        if limit is not None and len(kept) >= limit:
+        if limit and len(kept) >= limit:
             break
-        messages, ids = prompts.render(tokenizer, record.messages, template)
+        messages, ids = prompts.render(tokenizer, record.messages, template, marker)
         if max_prompt_length is not None and len(ids) > max_prompt_length:
             too_long += 1
             continue
         kept.append(Prompt(record.prompt_id, messages, tuple(ids), record.answer, record.task))
     if too_long:
         logger.warning("%s: dropped %d prompts longer than %d tokens", source, too_long, max_prompt_length)
-    if records and not kept and limit != 0:
+    if records and not kept:
         raise UserError(f"{source}: every prompt is longer than {max_prompt_length} tokens; raise the limit")
     return kept
 

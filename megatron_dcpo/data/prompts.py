@@ -24,8 +24,8 @@ _BOX = r"Please reason step by step, and put your final answer within \boxed{}."
 # The newline before the marker matters: without it byte-level BPE merges the end of the answer with the marker ("}<").
 _CONFIDENCE = (
     "After the boxed answer, start a new line and say how sure you are that this answer is correct: the marker "
-    f"{MARKER} and a decimal number between 0 and 1, where 0 means that you have no idea and 1 means that you are "
-    f"certain. That line must have exactly this form:\n{MARKER} Confidence: 0.83\nWrite nothing after it."
+    "{marker} and a decimal number between 0 and 1, where 0 means that you have no idea and 1 means that you are "
+    "certain. That line must have exactly this form:\n{marker} Confidence: 0.83\nWrite nothing after it."
 )
 _ASKS_FOR_BOX = re.compile(r"\\boxed\{\s*\}[^\n]{0,40}\Z")
 # The suffix of the reference's ``..._with_confidence`` files asks for another marker; both would contradict each other.
@@ -38,29 +38,29 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Template:
-    """How a problem is put: ``instruct`` rewrites the last user turn, ``chat`` applies the chat template."""
+    """How a problem is put: ``instruct(problem, marker)`` writes the user turn, ``chat`` applies the chat template."""
 
     name: str
-    instruct: Callable[[str], str]
+    instruct: Callable[[str, str], str]
     chat: bool
 
 
-def box_instruction(problem: str) -> str:
+def box_instruction(problem: str, marker: str = MARKER) -> str:
     """Ask for a boxed answer, unless the problem ends by asking for one already."""
     problem = problem.rstrip()
     return problem if _ASKS_FOR_BOX.search(problem) else f"{problem}\n\n{_BOX}"
 
 
-def confidence_instruction(problem: str) -> str:
+def confidence_instruction(problem: str, marker: str = MARKER) -> str:
     """Ask for a boxed answer and for the confidence line behind it."""
-    return f"{box_instruction(problem)}\n\n{_CONFIDENCE}"
+    return f"{box_instruction(problem)}\n\n{_CONFIDENCE.format(marker=marker)}"
 
 
 TEMPLATES: Mapping[str, Template] = MappingProxyType(
     {
         "paper": Template("paper", confidence_instruction, chat=True),
         "grpo": Template("grpo", box_instruction, chat=True),
-        "raw": Template("raw", lambda problem: problem, chat=False),
+        "raw": Template("raw", lambda problem, marker: problem, chat=False),
     }
 )
 
@@ -76,7 +76,9 @@ def bare_problem(text: str) -> str:
     return _REFERENCE_SUFFIX.sub("", text)
 
 
-def render(tokenizer: Any, messages: tuple[Message, ...], template: str) -> tuple[tuple[Message, ...], list[int]]:
+def render(
+    tokenizer: Any, messages: tuple[Message, ...], template: str, marker: str = MARKER
+) -> tuple[tuple[Message, ...], list[int]]:
     """The messages as sent and their token ids, ready to be continued.
 
     ``messages``: what the data set holds, the problem being the last user turn.
@@ -84,7 +86,7 @@ def render(tokenizer: Any, messages: tuple[Message, ...], template: str) -> tupl
     style = find_template(template)
     if not messages or messages[-1]["role"] != "user":
         raise UserError("a prompt must end with a user message")
-    last = {**messages[-1], "content": style.instruct(bare_problem(messages[-1]["content"]))}
+    last = {**messages[-1], "content": style.instruct(bare_problem(messages[-1]["content"]), marker)}
     asked = (*messages[:-1], last)
     if not style.chat:
         return asked, list(tokenizer.encode("\n\n".join(m["content"] for m in asked)))
