@@ -106,33 +106,51 @@ def _pack(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 def collate(
-    samples: Sequence[Sample], splits: Sequence[Sequence[int]], *, packing: bool, multiple_of: int = 1
+    samples: Sequence[Sample],
+    splits: Sequence[Sequence[int]],
+    *,
+    packing: bool,
+    multiple_of: int = 1,
+    uniform: bool = False,
 ) -> Iterator[MicroBatch]:
-    """Build the micro-batches one at a time. ``multiple_of``: row length multiple (TP size under sequence parallel)."""
-    for members in splits:
-        chosen = [samples[i] for i in members] or [Sample(np.zeros(1, np.int64), np.zeros(0, np.int64))]
-        yield _packed(chosen, members, multiple_of) if packing else _padded(chosen, members, multiple_of)
+    """Build the micro-batches one at a time. ``multiple_of``: row length multiple (TP size under sequence parallel).
+
+    ``uniform`` gives all of them one shape: Megatron's interleaved schedule mixes up shapes that differ.
+    """
+    chosen = [
+        [samples[i] for i in members] or [Sample(np.zeros(1, np.int64), np.zeros(0, np.int64))] for members in splits
+    ]
+    sizes = [_packed_size(batch) if packing else _padded_size(batch) for batch in chosen]
+    largest = tuple(max(column) for column in zip(*sizes, strict=True))
+    for batch, size, members in zip(chosen, sizes, splits, strict=True):
+        rows, width = largest if uniform else size
+        width = -(-width // multiple_of) * multiple_of
+        yield _packed(batch, members, width) if packing else _padded(batch, members, rows, width)
 
 
-def _padded(samples: Sequence[Sample], members: Sequence[int], multiple_of: int) -> MicroBatch:
-    width = -(-max(sample.length for sample in samples) // multiple_of) * multiple_of
-    tokens = np.zeros((len(samples), width), np.int64)
-    offsets = []
+def _padded_size(samples: Sequence[Sample]) -> tuple[int, int]:
+    return len(samples), max(sample.length for sample in samples)
+
+
+def _packed_size(samples: Sequence[Sample]) -> tuple[int, int]:
+    return 1, sum(sample.length for sample in samples)
+
+
+def _padded(samples: Sequence[Sample], members: Sequence[int], rows: int, width: int) -> MicroBatch:
+    tokens = np.zeros((rows, width), np.int64)
     for row, sample in enumerate(samples):
         tokens[row, : sample.length] = np.concatenate([sample.prompt_ids, sample.response_ids])
-        offsets.append(row * width)
     positions = np.broadcast_to(np.arange(width), tokens.shape)
-    return _micro_batch(samples, members, tokens, positions, offsets, None)
+    return _micro_batch(samples, members, tokens, positions, [row * width for row in range(len(samples))], None)
 
 
-def _packed(samples: Sequence[Sample], members: Sequence[int], multiple_of: int) -> MicroBatch:
+def _packed(samples: Sequence[Sample], members: Sequence[int], total: int) -> MicroBatch:
     bounds = [0]
     for sample in samples:
         bounds.append(bounds[-1] + sample.length)
-    total = -(-bounds[-1] // multiple_of) * multiple_of
     tokens = np.zeros((1, total), np.int64)
     positions = np.zeros((1, total), np.int64)
-    for sample, start, stop in zip(samples, bounds[:-1], bounds[1:], strict=True):
+    for sample, (start, stop) in zip(samples, itertools.pairwise(bounds), strict=True):
         tokens[0, start:stop] = np.concatenate([sample.prompt_ids, sample.response_ids])
         positions[0, start:stop] = np.arange(stop - start)
     offsets = bounds[:-1]

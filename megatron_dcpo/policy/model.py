@@ -64,6 +64,7 @@ def transformer_config(arch: Architecture, parallel: ParallelConfig, dtype: torc
         recompute["recompute_granularity"] = parallel.recompute_granularity
     if parallel.recompute_granularity == "full":
         recompute |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+    interleaved = parallel.virtual_pipeline_model_parallel_size > 1
     return TransformerConfig(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,
@@ -82,9 +83,10 @@ def transformer_config(arch: Architecture, parallel: ParallelConfig, dtype: torc
         attention_dropout=0.0,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=(
-            parallel.virtual_pipeline_model_parallel_size if parallel.virtual_pipeline_model_parallel_size > 1 else None
-        ),
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size if interleaved else None,
+        # Of two interleaved stages each is the other's next and previous; only the overlapped transfers keep them apart.
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
         sequence_parallel=parallel.sequence_parallel,
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,

@@ -75,9 +75,7 @@ def build_run(config: Config) -> Run:
         scheduler=scheduler,
         engine=engine,
         objective=objective,
-        judge=partial(
-            judge, tokens=token_bytes(tokenizer), eos_ids=engine.eos_token_ids, marker=config.judging.marker
-        ),
+        judge=partial(judge, tokens=token_bytes(tokenizer), eos_ids=engine.eos_token_ids, marker=config.judging.marker),
     )
 
 
