@@ -83,9 +83,9 @@ def read_run(path: Path, evaluation_path: Path | None = None, name: str | None =
     evaluated = evaluation_path or path
     evaluation_file, metrics_file = evaluated / "evaluation.json", path / "metrics.jsonl"
     evaluation = _read_json(evaluation_file) if evaluation_file.exists() else None
-    rows = [row for _, row in read_jsonl(metrics_file)] if metrics_file.exists() else []
+    rows = [row for _, row in read_jsonl(metrics_file, torn_tail=True)] if metrics_file.exists() else []
     files = [evaluated / "samples.jsonl", *sorted((path / "samples").glob("*.jsonl"))[-1:]]
-    samples = next(([row for _, row in read_jsonl(file)] for file in files if file.exists()), [])
+    samples = next(([row for _, row in read_jsonl(file, torn_tail=True)] for file in files if file.exists()), [])
     return Run(name or path.name, path, evaluation, rows, samples)
 
 
@@ -190,14 +190,18 @@ def _tables(runs: Sequence[Run]) -> str:
     if trained_only:
         names = html.escape(", ".join(trained_only))
         parts.append(f'<p class="hint">Not evaluated, last training step shown: {names}.</p>')
-    parts.append(f'<p class="hint">{first.capitalize()} confidence. ECE and PCE: 20 equal-width bins, over parsed ')
+    named = f" on {html.escape(', '.join(benchmarks))}" if benchmarks else ""
+    parts.append(
+        f'<p class="hint">{first.capitalize()} confidence{named}. ECE and PCE: 20 equal-width bins, over parsed '
+    )
     parts.append("confidences; the best value of each column is bold.</p>")
     for benchmark in [None, *benchmarks] if len(benchmarks) > 1 else [None]:
         for kind in kinds:
             if benchmark is None and kind == first:
                 continue
             rows = {run.name: summary_of(run, kind, benchmark) for run in runs if _has(run, kind, benchmark)}
-            name = html.escape(f"{benchmark or 'All benchmarks'}, {kind} confidence")
+            place = benchmark or ("All benchmarks" if len(benchmarks) > 1 else benchmarks[0])
+            name = html.escape(f"{place}, {kind} confidence")
             parts.append(f"<details><summary>{name}</summary>{_table(rows)}</details>")
     return "\n".join([*parts, "</section>"])
 
@@ -332,19 +336,23 @@ def _sample(row: Mapping[str, Any]) -> str:
         f"says {row['confidence']:.2f}" if _is_number(row.get("confidence")) else row.get("status", "no confidence")
     )
     key = html.escape(str(row.get("ground_truth", "")))
-    problem = html.escape(str(row.get("problem") or row.get("prompt") or ""))
-    text = str(row.get("response") or row.get("text") or "")
+    problem = html.escape(str(row.get("problem") or ""))
     return (
         f'<article class="{verdict}"><header><b>{verdict}</b> <span>{html.escape(str(stated))}</span>'
-        f"<span>key {key}</span></header><pre class=problem>{problem}</pre><pre>{_two_blocks(text)}</pre></article>"
+        f"<span>key {key}</span></header><pre class=problem>{problem}</pre><pre>{_two_blocks(row)}</pre></article>"
     )
 
 
-def _two_blocks(text: str, marker: str = "<conf>") -> str:
-    """The response with its confidence block marked, from the marker on."""
-    reasoning, found, confidence = text.partition(marker)
+def _two_blocks(row: Mapping[str, Any], marker: str = "<conf>") -> str:
+    """The response with its confidence block marked: as split by the trainer, else from the last marker on."""
+    if "reasoning" in row:
+        reasoning, confidence = str(row["reasoning"]), str(row.get("confidence_block") or "")
+    else:
+        text = str(row.get("response") or "")
+        at = text.rfind(marker)
+        reasoning, confidence = (text[:at], text[at:]) if at >= 0 else (text, "")
     shown = f'<span class="reasoning">{html.escape(reasoning)}</span>'
-    return shown + (f"<mark>{html.escape(found + confidence)}</mark>" if found else "")
+    return shown + (f"<mark>{html.escape(confidence)}</mark>" if confidence else "")
 
 
 def _embedded(value: Any) -> str:

@@ -30,7 +30,7 @@ def parse_kinds(text: str) -> tuple[str, ...]:
     kinds = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     unknown = [kind for kind in kinds if kind not in CONFIDENCE_KINDS]
     if unknown or not kinds:
-        raise UserError(f"unknown confidence {', '.join(unknown) or text!r}; known: {', '.join(CONFIDENCE_KINDS)}")
+        raise UserError(f"unknown confidence {(unknown or [text])[0]!r}; known: {', '.join(CONFIDENCE_KINDS)}")
     return kinds
 
 

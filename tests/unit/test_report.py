@@ -122,19 +122,21 @@ def test_equal_names_are_told_apart(tmp_path: Path) -> None:
 def test_a_training_run_alone(tmp_path: Path) -> None:
     trained(tmp_path / "run")
     (tmp_path / "run" / "samples").mkdir()
-    row = {
-        "prompt_id": "p",
-        "problem": "1+1?",
-        "response": "\\boxed{2}",
-        "correct": 1.0,
-        "confidence": None,
-        "status": "missing",
-    }
-    (tmp_path / "run" / "samples" / "step-10.jsonl").write_text(json.dumps(row) + "\n")
+    row = {"prompt_id": "p", "problem": "1+1?", "reasoning": "so \\boxed{2}", "confidence_block": "<conf> sure"}
+    row |= {"correct": 1.0, "confidence": None, "status": "unparsable"}
+    (tmp_path / "run" / "samples" / "step_000010.jsonl").write_text(json.dumps(row) + "\n")
     page = report.render_report(report.find_runs([tmp_path / "run"]))
     assert "last training step shown: run" in page
     assert "61.0%</td>" in page
-    assert "missing" in page
+    assert "unparsable" in page
+    assert "<mark>&lt;conf&gt; sure</mark>" in page
+
+
+def test_a_line_cut_off_by_a_kill_is_left_out(tmp_path: Path) -> None:
+    trained(tmp_path / "run")
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 12, "rew')
+    assert len(report.find_runs([tmp_path / "run"])[0].metrics) == 12
 
 
 def test_wrong_directories_are_user_errors(tmp_path: Path) -> None:
@@ -149,7 +151,7 @@ def test_wrong_directories_are_user_errors(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not an evaluation"):
         report.find_runs([tmp_path])
     (tmp_path / "evaluation.json").unlink()
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": ')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": \n{"step": 3}\n')
     with pytest.raises(UserError, match=r"metrics\.jsonl:2: not valid JSON"):
         report.find_runs([tmp_path])
 
