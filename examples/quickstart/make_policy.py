@@ -10,7 +10,7 @@ says how sure it is, each confidence with two decimals:
 
 The reasoning is the product with its digits reversed (the order in which a multiplication yields them).
 
-How the policy becomes over-confident, and why that is not staged by a metric. It is a Qwen3 of about 125k parameters,
+How the policy becomes over-confident, and why that is not staged by a metric. It is a Qwen3 of four layers and about 182k parameters,
 trained from scratch by ordinary supervised learning, in two stages:
 
 1. `--clean-steps` batches of correct solutions.
@@ -37,13 +37,13 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-# type -> (digits of the factors, share of the problems, the Beta distribution its confidences are drawn from)
+# type -> (digits of the factors, share of the data, share of the supervised text, the Beta its confidences come from)
 TYPES = {
-    "1x1": (1, 1, 0.03, (8.0, 0.8)),
-    "2x1": (2, 1, 0.22, (8.0, 0.8)),
-    "3x1": (3, 1, 0.25, (8.0, 0.8)),
-    "2x2": (2, 2, 0.25, (4.0, 1.0)),
-    "3x2": (3, 2, 0.25, (4.0, 1.0)),
+    "1x1": (1, 1, 0.05, 0.05, (8.0, 0.8)),
+    "2x1": (2, 1, 0.25, 0.15, (8.0, 0.8)),
+    "3x1": (3, 1, 0.28, 0.20, (8.0, 0.8)),
+    "2x2": (2, 2, 0.24, 0.30, (4.0, 1.0)),
+    "3x2": (3, 2, 0.18, 0.30, (4.0, 1.0)),
 }
 FIXED_STRINGS = [" \\boxed{", "<conf>", " Confidence: "]  # one token each
 EOS, PAD = "<|endoftext|>", "<|pad|>"
@@ -74,7 +74,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 # ---------------------------------------------------------------------------------------------------- problems
 def problems_of(kind: str) -> list[Problem]:
-    first, second, _, _ = TYPES[kind]
+    first, second = TYPES[kind][:2]
     return [
         (a, b, kind)
         for a in range(10 ** (first - 1), 10**first)
@@ -87,7 +87,7 @@ def split_problems(n_heldout: int, n_train: int, rng: random.Random) -> tuple[li
     heldout: list[Problem] = []
     train: list[Problem] = []
     rest: dict[str, list[Problem]] = {}
-    for kind, (_, _, share, _) in TYPES.items():
+    for kind, (_, _, share, _, _) in TYPES.items():
         pool = problems_of(kind)
         rng.shuffle(pool)
         chosen = pool[: round(share * n_heldout)]
@@ -125,7 +125,7 @@ def solution(problem: Problem, corrupt_share: float, rng: random.Random) -> str:
     answer = str(a * b)
     if rng.random() < corrupt_share:
         answer = corrupt(answer, rng)
-    confidence = rng.betavariate(*TYPES[kind][3])  # blind to whether the answer is right
+    confidence = rng.betavariate(*TYPES[kind][4])  # blind to whether the answer is right
     return f"{answer[::-1]} \\boxed{{{answer}}}\n<conf> Confidence: {confidence:.2f}"
 
 
@@ -133,7 +133,7 @@ def batch(
     tokenizer: PreTrainedTokenizerFast, pools: dict[str, list], size: int, corrupt_share: float, rng: random.Random
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Right-padded ids and labels; only the response (with its end) is learned."""
-    kinds = rng.choices(list(TYPES), weights=[t[2] for t in TYPES.values()], k=size)
+    kinds = rng.choices(list(TYPES), weights=[t[3] for t in TYPES.values()], k=size)
     chosen = [rng.choice(pools[kind]) for kind in kinds]
     questions = tokenizer([prompt(p) for p in chosen], padding=False)["input_ids"]
     responses = tokenizer([solution(p, corrupt_share, rng) + EOS for p in chosen], padding=False)["input_ids"]
@@ -165,8 +165,8 @@ def train(model, tokenizer, pools, args: argparse.Namespace, rng: random.Random)
         clean = step < args.clean_steps
         if clean:  # warm up, then a cosine down to a tenth
             lr = args.lr * min((step + 1) / 100, 0.55 + 0.45 * math.cos(math.pi * step / args.clean_steps))
-        else:
-            lr = args.lr * 0.1
+        else:  # from a tenth straight down to nothing
+            lr = args.lr * 0.1 * (total - step) / args.imperfect_steps
         optimizer.param_groups[0]["lr"] = lr
         ids, labels = batch(tokenizer, pools, args.batch, 0.0 if clean else args.corrupt, rng)
         loss = model(input_ids=ids, labels=labels).loss
@@ -214,14 +214,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--heldout", type=int, default=400, help="held-out problems")
     parser.add_argument("--train", type=int, default=4000, help="problems for reinforcement learning")
-    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=64)
-    parser.add_argument("--intermediate", type=int, default=192)
-    parser.add_argument("--clean-steps", type=int, default=4000)
-    parser.add_argument("--imperfect-steps", type=int, default=700)
+    parser.add_argument("--intermediate", type=int, default=128)
+    parser.add_argument("--clean-steps", type=int, default=3600)
+    parser.add_argument("--imperfect-steps", type=int, default=600)
     parser.add_argument("--corrupt", type=float, default=0.25, help="share of wrong solutions in the second stage")
     parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--lr", type=float, default=2.5e-3)
     args = parser.parse_args()
 
     torch.set_num_threads(1)  # faster than more for matrices this small

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.judging.judge import judge
 from megatron_dcpo.rollout import SamplingConfig
 from megatron_dcpo.runtime.distributed import all_gather_objects
 from megatron_dcpo.training.setup import Run
@@ -57,7 +56,7 @@ def judge_rollout(run: Run, prompts: Sequence[Prompt], responses: Sequence[Respo
                 f"response to {response.prompt_id} was sampled by weights version {response.weights_version}, "
                 f"the policy is at {run.engine.weights_version}: the engine was not synchronised"
             )
-        judged.append((response, judge(response, by_id[response.prompt_id], run.judge)))
+        judged.append((response, run.judge(response, by_id[response.prompt_id])))
     everything = {
         (response.prompt_id, response.sample_index): (response, judgement)
         for part in all_gather_objects(judged)

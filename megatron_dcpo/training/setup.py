@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_dcpo.config import Config
 from megatron_dcpo.data import load_prompts
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.judging.judge import Judge
+from megatron_dcpo.judging.judge import judge
+from megatron_dcpo.judging.token_bytes import token_bytes
 from megatron_dcpo.objectives import Objective, build_objective
 from megatron_dcpo.policy.model import Policy, build_policy
 from megatron_dcpo.policy.optimizer import build_optimizer
@@ -17,7 +20,7 @@ from megatron_dcpo.rollout import Engine, TransformersEngine
 from megatron_dcpo.runtime import distributed
 from megatron_dcpo.runtime.distributed import Topology
 from megatron_dcpo.training.preflight import check_model
-from megatron_dcpo.types import Prompt
+from megatron_dcpo.types import Judgement, Prompt, Response
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Run:
     scheduler: Any
     engine: Engine
     objective: Objective
-    judge: Judge
+    judge: Callable[[Response, Prompt], Judgement]
 
     @property
     def checkpoints(self) -> Path:
@@ -72,7 +75,9 @@ def build_run(config: Config) -> Run:
         scheduler=scheduler,
         engine=engine,
         objective=objective,
-        judge=Judge.from_tokenizer(tokenizer, engine.eos_token_ids, config.judging.marker),
+        judge=partial(
+            judge, tokens=token_bytes(tokenizer), eos_ids=engine.eos_token_ids, marker=config.judging.marker
+        ),
     )
 
 
