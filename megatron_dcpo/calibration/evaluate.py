@@ -115,8 +115,9 @@ def rejudge(
 def write_evaluation(
     directory: str | Path, evaluation: Mapping[str, Any], samples: Sequence[Sample], title: str = ""
 ) -> None:
-    """``evaluation.json``, ``samples.jsonl``, diagrams per benchmark and kind of confidence, ``report.html``."""
+    """``evaluation.json``, ``samples.jsonl``, ``report.html``, and ``diagrams/`` per benchmark and kind of confidence."""
     root = Path(directory)
+    pictures = root / "diagrams"
     root.mkdir(parents=True, exist_ok=True)
     write_samples(samples, root / "samples.jsonl")
     text = json.dumps(evaluation, indent=1, allow_nan=False, ensure_ascii=False)
@@ -130,8 +131,8 @@ def write_evaluation(
             bins = bins_from_json(scores[kind]["bins"])
             note = "\n".join(f"{key.upper()} {values[key]:.3f}" for key in ("ece", "pce") if values[key] is not None)
             heading = f"{name}, {kind} confidence"
-            diagrams.save(diagrams.reliability_diagram(bins, heading, note), root / f"reliability_{name}_{kind}")
-            diagrams.save(diagrams.confidence_histogram(bins, heading), root / f"confidence_{name}_{kind}")
+            diagrams.save(diagrams.reliability_diagram(bins, heading, note), pictures / f"reliability_{name}_{kind}")
+            diagrams.save(diagrams.confidence_histogram(bins, heading), pictures / f"confidence_{name}_{kind}")
     write_report([run], root / "report.html", title or f"Evaluation of {evaluation['model'] or run.name}")
 
 

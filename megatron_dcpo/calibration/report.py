@@ -247,14 +247,12 @@ def _is_number(value: Any) -> bool:
 
 def _reliability(runs: Sequence[Run]) -> str:
     """One panel per run and kind of confidence, on shared axes."""
-    parts = []
-    for kind in kinds_of(runs):
-        bins = {run.name: bins_from_json(run.evaluation["overall"][kind]["bins"]) for run in _with_bins(runs, kind)}
-        if not bins:
-            continue
-        most = max(int(b.count.max(initial=1)) for b in bins.values())
-        cards = "".join(_panel(run, kind, bins[run.name], most) for run in _with_bins(runs, kind))
-        parts.append(f'<h3>{kind.capitalize()} confidence</h3><div class="grid panels">{cards}</div>')
+    kinds, benchmarks = kinds_of(runs), benchmarks_of(runs)
+    parts = [f"<h3>{kind.capitalize()} confidence</h3>{_panels(runs, kind)}" for kind in kinds]
+    if len(benchmarks) > 1:
+        for name in benchmarks:
+            heading = html.escape(f"{name}, {kinds[0]} confidence")
+            parts.append(f"<details><summary>{heading}</summary>{_panels(runs, kinds[0], name)}</details>")
     if not parts:
         return ""
     caption = (
@@ -265,15 +263,24 @@ def _reliability(runs: Sequence[Run]) -> str:
     return f'<section><h2>Reliability</h2><p class="hint">{caption}</p>{"".join(parts)}</section>'
 
 
-def _with_bins(runs: Sequence[Run], kind: str) -> list[Any]:
-    return [run for run in runs if run.evaluation and "bins" in run.evaluation["overall"].get(kind, {})]
-
-
-def _panel(run: Run, kind: str, bins: Bins, most: int) -> str:
-    values = summary_of(run, kind)
-    note = "\n".join(f"{LABELS[k]} {format_value(k, values[k])}" for k in _NOTED)
-    figure = diagrams.run_panel(bins, run.name, note, most)
-    return f"<figure>{diagrams.inline_svg(figure, f'{run.name} {kind} reliability')}</figure>"
+def _panels(runs: Sequence[Run], kind: str, benchmark: str | None = None) -> str:
+    """Reliability diagram over histogram of every run that has this kind of confidence, on shared axes."""
+    bins: dict[str, Bins] = {}
+    notes: dict[str, str] = {}
+    for run in runs:
+        if run.evaluation is None or not _has(run, kind, benchmark):
+            continue
+        scores = run.evaluation["benchmarks"][benchmark] if benchmark else run.evaluation["overall"]
+        bins[run.name] = bins_from_json(scores[kind]["bins"])
+        values = summary_of(run, kind, benchmark)
+        notes[run.name] = "\n".join(f"{LABELS[key]} {format_value(key, values[key])}" for key in _NOTED)
+    most = max((int(b.count.max(initial=1)) for b in bins.values()), default=1)
+    cards = []
+    for name, rows in bins.items():
+        figure = diagrams.run_panel(rows, name, notes[name], most)
+        label = f"{name} {benchmark or 'overall'} {kind} reliability"
+        cards.append(f"<figure>{diagrams.inline_svg(figure, label)}</figure>")
+    return f'<div class="grid panels">{"".join(cards)}</div>'
 
 
 def _curves(runs: Sequence[Run]) -> str:

@@ -151,13 +151,14 @@ def test_written_evaluation(tokenizer: Any, benchmark_file: Path, tmp_path: Path
     samples = evaluate_benchmark(loaded, tokenizer, scripted(tokenizer), [EOS], template="raw")
     evaluation = score_samples(samples, model="m", resamples=20)
     write_evaluation(tmp_path / "run", evaluation, samples)
-    written = {path.name for path in (tmp_path / "run").iterdir()}
+    written = {path.name for path in (tmp_path / "run").rglob("*")}
     assert {"evaluation.json", "samples.jsonl", "report.html", "reliability_toy_verbal.png"} <= written
     assert json.loads((tmp_path / "run" / "evaluation.json").read_text()) == evaluation
     assert read_samples(tmp_path / "run" / "samples.jsonl") == samples
     toy = evaluation["benchmarks"]["toy"]
     assert toy["accuracy"] == 0.5
-    assert toy["verbal"]["parse_rate"] == 0.75
+    assert toy["parse_rate"] == toy["verbal"]["parse_rate"] == 0.75
+    assert toy["violation_rate"] == toy["violations"]["missing"] == 0.25
     assert {"ece", "pce", "brier", "auroc", "mean", "parse_rate"} <= set(toy["verbal"])
     assert {"accuracy", "verbal", "token", "consistency"} <= set(toy["ci95"])
     assert "toy" in (tmp_path / "run" / "report.html").read_text()
