@@ -207,7 +207,18 @@ def draw_reliability(axes: Axes, bins: Bins, title: str = "", note: str = "") ->
     axes.set_aspect("equal")
     axes.set_title(title, loc="left")
     if note:
-        axes.text(0.035, 0.965, note, transform=axes.transAxes, va="top", fontsize=8.5, linespacing=1.35)
+        paper = {"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 2}
+        axes.text(
+            0.035,
+            0.965,
+            note,
+            transform=axes.transAxes,
+            va="top",
+            fontsize=8.5,
+            linespacing=1.35,
+            color="black",
+            bbox=paper,
+        )
     if not filled.any():
         axes.text(0.5, 0.5, "no parsed confidence", transform=axes.transAxes, ha="center", va="center", alpha=0.6)
 

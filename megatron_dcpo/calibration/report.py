@@ -195,11 +195,16 @@ def _tables(runs: Sequence[Run]) -> str:
         f'<p class="hint">{first.capitalize()} confidence{named}. ECE and PCE: 20 equal-width bins, over parsed '
     )
     parts.append("confidences; the best value of each column is bold.</p>")
+    sets = {frozenset(run.evaluation["benchmarks"]) for run in runs if run.evaluation}
+    if len(sets) > 1:
+        parts.append('<p class="hint">The runs were evaluated on different benchmarks: compare them per benchmark.</p>')
     for benchmark in [None, *benchmarks] if len(benchmarks) > 1 else [None]:
         for kind in kinds:
             if benchmark is None and kind == first:
                 continue
             rows = {run.name: summary_of(run, kind, benchmark) for run in runs if _has(run, kind, benchmark)}
+            if not rows:
+                continue
             place = benchmark or ("All benchmarks" if len(benchmarks) > 1 else benchmarks[0])
             name = html.escape(f"{place}, {kind} confidence")
             parts.append(f"<details><summary>{name}</summary>{_table(rows)}</details>")
@@ -273,13 +278,14 @@ def _panels(runs: Sequence[Run], kind: str, benchmark: str | None = None) -> str
         scores = run.evaluation["benchmarks"][benchmark] if benchmark else run.evaluation["overall"]
         bins[run.name] = bins_from_json(scores[kind]["bins"])
         values = summary_of(run, kind, benchmark)
-        notes[run.name] = "\n".join(f"{LABELS[key]} {format_value(key, values[key])}" for key in _NOTED)
+        notes[run.name] = ", ".join(f"{LABELS[key]} {format_value(key, values[key])}" for key in _NOTED)
     most = max((int(b.count.max(initial=1)) for b in bins.values()), default=1)
     cards = []
     for name, rows in bins.items():
-        figure = diagrams.run_panel(rows, name, notes[name], most)
-        label = f"{name} {benchmark or 'overall'} {kind} reliability"
-        cards.append(f"<figure>{diagrams.inline_svg(figure, label)}</figure>")
+        picture = diagrams.inline_svg(
+            diagrams.run_panel(rows, name, most=most), f"{name} {benchmark or 'overall'} {kind} reliability"
+        )
+        cards.append(f"<figure>{picture}<figcaption>{notes[name]}</figcaption></figure>")
     return f'<div class="grid panels">{"".join(cards)}</div>'
 
 

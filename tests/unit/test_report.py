@@ -84,6 +84,15 @@ def test_report_is_self_contained_and_holds_the_numbers(tmp_path: Path) -> None:
     assert embedded["dcpo"] == report.summary_of(report.find_runs([tmp_path / "dcpo"])[0])
 
 
+def test_runs_on_different_benchmarks_are_said_to_be_so(tmp_path: Path) -> None:
+    evaluated(tmp_path / "a", samples=make_samples(8, benchmark="one"))
+    evaluated(tmp_path / "b", samples=make_samples(8, benchmark="one") + make_samples(8, benchmark="two"))
+    page = report.render_report(report.find_runs([tmp_path]))
+    assert "evaluated on different benchmarks" in page
+    assert "<summary>two, verbal confidence</summary>" in page
+    assert "<tbody></tbody>" not in page.replace("\n", "")
+
+
 def test_responses_are_escaped_and_their_blocks_coloured(tmp_path: Path) -> None:
     nasty = [
         Sample("b", "b/0", 0, "<b>1 & 2</b>", "think </pre><script>x</script> \\boxed{1}\n<conf> Confidence: 0.9", "1", "2",
