@@ -8,6 +8,7 @@ A run is drawn from ``Bins`` (``metrics.bin_rows``), training curves from the ro
 
 from __future__ import annotations
 
+import html
 import io
 import math
 import re
@@ -206,7 +207,18 @@ def draw_reliability(axes: Axes, bins: Bins, title: str = "", note: str = "") ->
     axes.set_aspect("equal")
     axes.set_title(title, loc="left")
     if note:
-        axes.text(0.035, 0.965, note, transform=axes.transAxes, va="top", fontsize=8.5, linespacing=1.35)
+        paper = {"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 2}
+        axes.text(
+            0.035,
+            0.965,
+            note,
+            transform=axes.transAxes,
+            va="top",
+            fontsize=8.5,
+            linespacing=1.35,
+            color="black",
+            bbox=paper,
+        )
     if not filled.any():
         axes.text(0.5, 0.5, "no parsed confidence", transform=axes.transAxes, ha="center", va="center", alpha=0.6)
 
@@ -217,8 +229,8 @@ def draw_histogram(axes: Axes, bins: Bins, title: str = "") -> None:
     center = bins.edges[:-1] + width / 2
     axes.bar(center, bins.count, 0.94 * width, color="#b4bac2", label="all")
     axes.bar(center, bins.correct_sum, 0.94 * width, color=PALETTE[2], label="correct")
-    axes.set_yscale("log")
     axes.set(xlim=(0, 1), ylim=_count_range(int(bins.count.max(initial=1))), xlabel="Confidence")
+    axes.set_yscale("log", nonpositive="clip")  # after the limits: autoscaling would warn about empty histograms
     axes.yaxis.set_major_locator(LogLocator(numticks=5))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_title(title, loc="left")
@@ -267,7 +279,7 @@ def inline_svg(figure: Figure, label: str) -> str:
     svg = buffer.getvalue()[buffer.getvalue().index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL).replace(_INK, "currentColor")
     svg = re.sub(r' (?:width|height)="[\d.]+pt"', "", svg, count=2)
-    safe = label.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
+    safe = html.escape(label)
     prefix = re.sub(r"\W+", "-", label)
     svg = re.sub(r'\bid="', f'id="{prefix}-', svg)
     svg = re.sub(r'(xlink:href="#|url\(#)', rf"\1{prefix}-", svg)

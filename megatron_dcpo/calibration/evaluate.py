@@ -6,8 +6,7 @@ benchmarks --render--> prompts --generate--> responses --judge--> samples.jsonl 
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,11 @@ from megatron_dcpo.calibration.report import read_run, summary_of, write_report
 from megatron_dcpo.calibration.samples import Sample, geometric_mean_probability, with_consistency, write_samples
 from megatron_dcpo.calibration.scoring import bins_from_json
 from megatron_dcpo.data import LoadedBenchmark, render_prompts
-from megatron_dcpo.data.prompts import MARKER
+from megatron_dcpo.judging.blocks import find_marker
+from megatron_dcpo.judging.confidence import MARKER, parse_confidence
+from megatron_dcpo.judging.math import extract_boxed, verify_math
+from megatron_dcpo.judging.token_bytes import TokenBytes, token_bytes
 from megatron_dcpo.types import Prompt, Response
-
-logger = logging.getLogger(__name__)
 
 Generate = Callable[[Sequence[Prompt]], Sequence[Response]]
 Progress = Callable[[str, int, int], None]
@@ -36,22 +36,34 @@ class Verdict:
     status: str
 
 
-Judge = Callable[[str, str, str], Verdict]  # (response text, ground truth, finish reason)
+Judge = Callable[[str, str, str], Verdict]  # (response text without EOS, ground truth, finish reason)
 
 
 def judge_math(text: str, ground_truth: str, finish_reason: str, marker: str = MARKER) -> Verdict:
-    """The judging of training, on text: last complete box before the confidence line, strict confidence parser."""
-    raise NotImplementedError
+    """Judge a text exactly as training judges the sampled ids: the answer is read before the confidence line only."""
+    content = text.encode(errors="surrogatepass")
+    at = find_marker(content, marker.encode())
+    reasoning = content[:at].decode(errors="replace")
+    parsed = parse_confidence(text, marker=marker, finished=finish_reason == "stop")
+    answer = extract_boxed(reasoning)
+    return Verdict(answer, verify_math(reasoning, ground_truth), parsed.confidence, parsed.status)
+
+
+def equivalent_math(a: str, b: str) -> bool:
+    """Whether two boxed answers are the same number, set, expression ..."""
+    return verify_math(f"\\boxed{{{a}}}", b)
 
 
 def evaluate_benchmark(
     benchmark: LoadedBenchmark,
     tokenizer: Any,
     generate: Generate,
-    judge: Judge,
-    equivalent: Callable[[str, str], bool],
+    eos_ids: Collection[int],
     *,
+    judge: Judge = judge_math,
+    equivalent: Callable[[str, str], bool] = equivalent_math,
     template: str = "paper",
+    marker: str = MARKER,
     limit: int | None = None,
     batch_size: int = 64,
     progress: Progress | None = None,
@@ -59,15 +71,17 @@ def evaluate_benchmark(
     """Sample every problem of a benchmark and judge the responses, ``batch_size`` prompts per call of ``generate``.
 
     ``generate`` returns the repeats of every prompt in any order; they are matched by prompt id, never by position.
+    ``eos_ids``: the tokens that end a response, which are no part of its text.
     """
-    prompts = render_prompts(benchmark.records, tokenizer, template, limit=limit, source=benchmark.name)
+    tokens = token_bytes(tokenizer)
+    prompts = render_prompts(benchmark.records, tokenizer, template, limit=limit, marker=marker, source=benchmark.name)
     problems = {record.prompt_id: record.problem for record in benchmark.records}
     samples: list[Sample] = []
     for start in range(0, len(prompts), batch_size):
         batch = prompts[start : start + batch_size]
         truths = {prompt.prompt_id: prompt.ground_truth for prompt in batch}
         for response in generate(batch):
-            text = decode_response(tokenizer, response)
+            text = decode_response(tokens, response, eos_ids)
             truth = truths[response.prompt_id]
             verdict = judge(text, truth, response.finish_reason)
             samples.append(_sample(benchmark.name, problems[response.prompt_id], text, truth, response, verdict))
@@ -78,15 +92,18 @@ def evaluate_benchmark(
     return with_consistency(samples, equivalent)
 
 
-def decode_response(tokenizer: Any, response: Response) -> str:
-    """The text of a response without its end token. Other special tokens stay: a marker may be one."""
-    ids = [int(token) for token in response.token_ids]
-    if response.finish_reason == "stop":
-        ids = ids[:-1]
-    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+def decode_response(tokens: TokenBytes, response: Response, eos_ids: Collection[int]) -> str:
+    """The text of a response without its end token, byte by byte; special tokens stay, a marker may be one."""
+    ids = response.token_ids
+    ended = len(ids) > 0 and int(ids[-1]) in eos_ids
+    return b"".join(tokens.pieces(ids[: len(ids) - ended])).decode(errors="replace")
 
 
-def rejudge(samples: Sequence[Sample], judge: Judge, equivalent: Callable[[str, str], bool]) -> list[Sample]:
+def rejudge(
+    samples: Sequence[Sample],
+    judge: Judge = judge_math,
+    equivalent: Callable[[str, str], bool] = equivalent_math,
+) -> list[Sample]:
     """The same responses judged anew, for instance by a better verifier."""
     judged = []
     for sample in samples:
@@ -98,8 +115,9 @@ def rejudge(samples: Sequence[Sample], judge: Judge, equivalent: Callable[[str, 
 def write_evaluation(
     directory: str | Path, evaluation: Mapping[str, Any], samples: Sequence[Sample], title: str = ""
 ) -> None:
-    """``evaluation.json``, ``samples.jsonl``, diagrams per benchmark and kind of confidence, ``report.html``."""
+    """``evaluation.json``, ``samples.jsonl``, ``report.html``, and ``diagrams/`` per benchmark and kind of confidence."""
     root = Path(directory)
+    pictures = root / "diagrams"
     root.mkdir(parents=True, exist_ok=True)
     write_samples(samples, root / "samples.jsonl")
     text = json.dumps(evaluation, indent=1, allow_nan=False, ensure_ascii=False)
@@ -113,8 +131,8 @@ def write_evaluation(
             bins = bins_from_json(scores[kind]["bins"])
             note = "\n".join(f"{key.upper()} {values[key]:.3f}" for key in ("ece", "pce") if values[key] is not None)
             heading = f"{name}, {kind} confidence"
-            diagrams.save(diagrams.reliability_diagram(bins, heading, note), root / f"reliability_{name}_{kind}")
-            diagrams.save(diagrams.confidence_histogram(bins, heading), root / f"confidence_{name}_{kind}")
+            diagrams.save(diagrams.reliability_diagram(bins, heading, note), pictures / f"reliability_{name}_{kind}")
+            diagrams.save(diagrams.confidence_histogram(bins, heading), pictures / f"confidence_{name}_{kind}")
     write_report([run], root / "report.html", title or f"Evaluation of {evaluation['model'] or run.name}")
 
 

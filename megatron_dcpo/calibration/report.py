@@ -83,9 +83,9 @@ def read_run(path: Path, evaluation_path: Path | None = None, name: str | None =
     evaluated = evaluation_path or path
     evaluation_file, metrics_file = evaluated / "evaluation.json", path / "metrics.jsonl"
     evaluation = _read_json(evaluation_file) if evaluation_file.exists() else None
-    rows = [row for _, row in read_jsonl(metrics_file)] if metrics_file.exists() else []
+    rows = [row for _, row in read_jsonl(metrics_file, torn_tail=True)] if metrics_file.exists() else []
     files = [evaluated / "samples.jsonl", *sorted((path / "samples").glob("*.jsonl"))[-1:]]
-    samples = next(([row for _, row in read_jsonl(file)] for file in files if file.exists()), [])
+    samples = next(([row for _, row in read_jsonl(file, torn_tail=True)] for file in files if file.exists()), [])
     return Run(name or path.name, path, evaluation, rows, samples)
 
 
@@ -190,14 +190,23 @@ def _tables(runs: Sequence[Run]) -> str:
     if trained_only:
         names = html.escape(", ".join(trained_only))
         parts.append(f'<p class="hint">Not evaluated, last training step shown: {names}.</p>')
-    parts.append(f'<p class="hint">{first.capitalize()} confidence. ECE and PCE: 20 equal-width bins, over parsed ')
+    named = f" on {html.escape(', '.join(benchmarks))}" if benchmarks else ""
+    parts.append(
+        f'<p class="hint">{first.capitalize()} confidence{named}. ECE and PCE: 20 equal-width bins, over parsed '
+    )
     parts.append("confidences; the best value of each column is bold.</p>")
+    sets = {frozenset(run.evaluation["benchmarks"]) for run in runs if run.evaluation}
+    if len(sets) > 1:
+        parts.append('<p class="hint">The runs were evaluated on different benchmarks: compare them per benchmark.</p>')
     for benchmark in [None, *benchmarks] if len(benchmarks) > 1 else [None]:
         for kind in kinds:
             if benchmark is None and kind == first:
                 continue
             rows = {run.name: summary_of(run, kind, benchmark) for run in runs if _has(run, kind, benchmark)}
-            name = html.escape(f"{benchmark or 'All benchmarks'}, {kind} confidence")
+            if not rows:
+                continue
+            place = benchmark or ("All benchmarks" if len(benchmarks) > 1 else benchmarks[0])
+            name = html.escape(f"{place}, {kind} confidence")
             parts.append(f"<details><summary>{name}</summary>{_table(rows)}</details>")
     return "\n".join([*parts, "</section>"])
 
@@ -243,14 +252,12 @@ def _is_number(value: Any) -> bool:
 
 def _reliability(runs: Sequence[Run]) -> str:
     """One panel per run and kind of confidence, on shared axes."""
-    parts = []
-    for kind in kinds_of(runs):
-        bins = {run.name: bins_from_json(run.evaluation["overall"][kind]["bins"]) for run in _with_bins(runs, kind)}
-        if not bins:
-            continue
-        most = max(int(b.count.max(initial=1)) for b in bins.values())
-        cards = "".join(_panel(run, kind, bins[run.name], most) for run in _with_bins(runs, kind))
-        parts.append(f'<h3>{kind.capitalize()} confidence</h3><div class="grid panels">{cards}</div>')
+    kinds, benchmarks = kinds_of(runs), benchmarks_of(runs)
+    parts = [f"<h3>{kind.capitalize()} confidence</h3>{_panels(runs, kind)}" for kind in kinds]
+    if len(benchmarks) > 1:
+        for name in benchmarks:
+            heading = html.escape(f"{name}, {kinds[0]} confidence")
+            parts.append(f"<details><summary>{heading}</summary>{_panels(runs, kinds[0], name)}</details>")
     if not parts:
         return ""
     caption = (
@@ -261,15 +268,25 @@ def _reliability(runs: Sequence[Run]) -> str:
     return f'<section><h2>Reliability</h2><p class="hint">{caption}</p>{"".join(parts)}</section>'
 
 
-def _with_bins(runs: Sequence[Run], kind: str) -> list[Any]:
-    return [run for run in runs if run.evaluation and "bins" in run.evaluation["overall"].get(kind, {})]
-
-
-def _panel(run: Run, kind: str, bins: Bins, most: int) -> str:
-    values = summary_of(run, kind)
-    note = "\n".join(f"{LABELS[k]} {format_value(k, values[k])}" for k in _NOTED)
-    figure = diagrams.run_panel(bins, run.name, note, most)
-    return f"<figure>{diagrams.inline_svg(figure, f'{run.name} {kind} reliability')}</figure>"
+def _panels(runs: Sequence[Run], kind: str, benchmark: str | None = None) -> str:
+    """Reliability diagram over histogram of every run that has this kind of confidence, on shared axes."""
+    bins: dict[str, Bins] = {}
+    notes: dict[str, str] = {}
+    for run in runs:
+        if run.evaluation is None or not _has(run, kind, benchmark):
+            continue
+        scores = run.evaluation["benchmarks"][benchmark] if benchmark else run.evaluation["overall"]
+        bins[run.name] = bins_from_json(scores[kind]["bins"])
+        values = summary_of(run, kind, benchmark)
+        notes[run.name] = ", ".join(f"{LABELS[key]} {format_value(key, values[key])}" for key in _NOTED)
+    most = max((int(b.count.max(initial=1)) for b in bins.values()), default=1)
+    cards = []
+    for name, rows in bins.items():
+        picture = diagrams.inline_svg(
+            diagrams.run_panel(rows, name, most=most), f"{name} {benchmark or 'overall'} {kind} reliability"
+        )
+        cards.append(f"<figure>{picture}<figcaption>{notes[name]}</figcaption></figure>")
+    return f'<div class="grid panels">{"".join(cards)}</div>'
 
 
 def _curves(runs: Sequence[Run]) -> str:
@@ -332,19 +349,23 @@ def _sample(row: Mapping[str, Any]) -> str:
         f"says {row['confidence']:.2f}" if _is_number(row.get("confidence")) else row.get("status", "no confidence")
     )
     key = html.escape(str(row.get("ground_truth", "")))
-    problem = html.escape(str(row.get("problem") or row.get("prompt") or ""))
-    text = str(row.get("response") or row.get("text") or "")
+    problem = html.escape(str(row.get("problem") or ""))
     return (
         f'<article class="{verdict}"><header><b>{verdict}</b> <span>{html.escape(str(stated))}</span>'
-        f"<span>key {key}</span></header><pre class=problem>{problem}</pre><pre>{_two_blocks(text)}</pre></article>"
+        f"<span>key {key}</span></header><pre class=problem>{problem}</pre><pre>{_two_blocks(row)}</pre></article>"
     )
 
 
-def _two_blocks(text: str, marker: str = "<conf>") -> str:
-    """The response with its confidence block marked, from the marker on."""
-    reasoning, found, confidence = text.partition(marker)
+def _two_blocks(row: Mapping[str, Any], marker: str = "<conf>") -> str:
+    """The response with its confidence block marked: as split by the trainer, else from the last marker on."""
+    if "reasoning" in row:
+        reasoning, confidence = str(row["reasoning"]), str(row.get("confidence_block") or "")
+    else:
+        text = str(row.get("response") or "")
+        at = text.rfind(marker)
+        reasoning, confidence = (text[:at], text[at:]) if at >= 0 else (text, "")
     shown = f'<span class="reasoning">{html.escape(reasoning)}</span>'
-    return shown + (f"<mark>{html.escape(found + confidence)}</mark>" if found else "")
+    return shown + (f"<mark>{html.escape(confidence)}</mark>" if confidence else "")
 
 
 def _embedded(value: Any) -> str:

@@ -42,6 +42,9 @@ td.best { font-weight: 700; color: var(--good); }
 .curves { grid-template-columns: repeat(auto-fill, minmax(min(21rem, 100%), 1fr)); }
 figure { margin: 0; padding: 0.6rem; background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
 figure svg { display: block; width: 100%; height: auto; max-width: 30rem; margin: 0 auto; }
+figcaption {
+  color: var(--soft); font-size: 0.78rem; text-align: center; padding-top: 0.3rem; font-variant-numeric: tabular-nums;
+}
 .legend { display: flex; flex-wrap: wrap; gap: 0.3rem 1.2rem; margin: 0.3rem 0 0.8rem; font-size: 0.9rem; }
 .legend i {
   display: inline-block; width: 1.3rem; height: 0.22rem; border-radius: 2px; margin-right: 0.45rem;

@@ -88,8 +88,11 @@ def read_samples(path: str | Path) -> list[Sample]:
     return samples
 
 
-def read_jsonl(path: str | Path) -> list[tuple[str, dict[str, Any]]]:
-    """(FILE:LINE, object) of every line that is not blank. NaN and Infinity are read, as trainers write them."""
+def read_jsonl(path: str | Path, torn_tail: bool = False) -> list[tuple[str, dict[str, Any]]]:
+    """(FILE:LINE, object) of every line that is not blank. NaN and Infinity are read, as trainers write them.
+
+    ``torn_tail``: a last line without its newline is left out when it is broken, as a killed run leaves it.
+    """
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
     except FileNotFoundError:
@@ -101,6 +104,8 @@ def read_jsonl(path: str | Path) -> list[tuple[str, dict[str, Any]]]:
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
+            if torn_tail and number == len(lines):
+                break
             raise UserError(f"{path}:{number}: not valid JSON ({error.msg}); fix or remove the line") from None
         if not isinstance(row, dict):
             raise UserError(f"{path}:{number}: not a JSON object; fix or remove the line")

@@ -12,7 +12,7 @@ import numpy as np
 from megatron_dcpo.calibration import metrics
 from megatron_dcpo.calibration.metrics import DEFAULT_BINS, Bins
 from megatron_dcpo.calibration.samples import Sample
-from megatron_dcpo.calibration.summary import INTERVALS, json_ready, summarize
+from megatron_dcpo.calibration.summary import INTERVALS, json_ready, summarize, violation_rates
 from megatron_dcpo.errors import UserError
 
 CONFIDENCE_KINDS: Mapping[str, Callable[[Sample], float | None]] = MappingProxyType(
@@ -30,7 +30,7 @@ def parse_kinds(text: str) -> tuple[str, ...]:
     kinds = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     unknown = [kind for kind in kinds if kind not in CONFIDENCE_KINDS]
     if unknown or not kinds:
-        raise UserError(f"unknown confidence {', '.join(unknown) or text!r}; known: {', '.join(CONFIDENCE_KINDS)}")
+        raise UserError(f"unknown confidence {(unknown or [text])[0]!r}; known: {', '.join(CONFIDENCE_KINDS)}")
     return kinds
 
 
@@ -78,6 +78,8 @@ def _score(samples: Sequence[Sample], kinds: Sequence[str], bins: int, resamples
         "mean_length": _mean([sample.num_tokens for sample in samples]),
         "truncated_rate": _mean([sample.finish_reason == "length" for sample in samples]),
         "answer_rate": _mean([sample.answer is not None for sample in samples]),
+        "parse_rate": metrics.parse_rate([sample.confidence for sample in samples]),
+        **violation_rates([sample.status for sample in samples]),
     }
     intervals: dict[str, Any] = {}
     for kind in kinds:

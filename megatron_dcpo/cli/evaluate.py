@@ -75,14 +75,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _old_samples(args: argparse.Namespace) -> tuple[list[Sample], str]:
     """The responses of an earlier evaluation, and the name of the model that gave them if it is known."""
-    from megatron_dcpo.calibration.evaluate import equivalent_math, judge_math, rejudge
+    from megatron_dcpo.calibration.evaluate import rejudge
     from megatron_dcpo.calibration.samples import read_samples
 
     samples = read_samples(args.samples)
     if not samples:
         raise UserError(f"{args.samples}: no samples in it")
     if args.rejudge:
-        samples = rejudge(samples, judge_math, equivalent_math)
+        samples = rejudge(samples)
     beside = Path(args.samples).with_name("evaluation.json")
     model = json.loads(beside.read_text(encoding="utf-8")).get("model", "") if beside.exists() else ""
     return samples, model
@@ -90,7 +90,7 @@ def _old_samples(args: argparse.Namespace) -> tuple[list[Sample], str]:
 
 def _new_samples(args: argparse.Namespace) -> tuple[list[Sample], str]:
     """Sample the model on every benchmark and judge."""
-    from megatron_dcpo.calibration.evaluate import equivalent_math, evaluate_benchmark, judge_math
+    from megatron_dcpo.calibration.evaluate import evaluate_benchmark
     from megatron_dcpo.data.benchmarks import load_benchmark, parse_specs
     from megatron_dcpo.data.prompts import find_template
 
@@ -101,7 +101,7 @@ def _new_samples(args: argparse.Namespace) -> tuple[list[Sample], str]:
     loaded = [load_benchmark(spec, args.data_dir, args.corrections) for spec in parse_specs(args.benchmarks)]
     for warning in (text for benchmark in loaded for text in benchmark.warnings):
         logger.warning(warning)
-    tokenizer, generate = _load_engine(args)
+    tokenizer, generate, eos_ids = _load_engine(args)
     samples: list[Sample] = []
     with _progress() as progress:
         for benchmark in loaded:
@@ -109,8 +109,7 @@ def _new_samples(args: argparse.Namespace) -> tuple[list[Sample], str]:
                 benchmark,
                 tokenizer,
                 generate,
-                judge_math,
-                equivalent_math,
+                eos_ids,
                 template=args.template,
                 limit=args.limit,
                 batch_size=max(1, args.batch_size // args.repeats),
@@ -119,8 +118,8 @@ def _new_samples(args: argparse.Namespace) -> tuple[list[Sample], str]:
     return samples, args.model
 
 
-def _load_engine(args: argparse.Namespace) -> tuple[Any, Generate]:
-    """The tokenizer, and a function that samples ``repeats`` responses per prompt."""
+def _load_engine(args: argparse.Namespace) -> tuple[Any, Generate, tuple[int, ...]]:
+    """The tokenizer, a function that samples ``repeats`` responses per prompt, and the ids that end a response."""
     from transformers import AutoTokenizer
 
     from megatron_dcpo.rollout import SamplingConfig, TransformersEngine
@@ -138,7 +137,7 @@ def _load_engine(args: argparse.Namespace) -> tuple[Any, Generate]:
         max_tokens=args.max_tokens,
         seed=args.seed,
     )
-    return tokenizer, lambda prompts: engine.generate(prompts, config)
+    return tokenizer, lambda prompts: engine.generate(prompts, config), engine.eos_token_ids
 
 
 @contextmanager

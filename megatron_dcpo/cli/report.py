@@ -47,9 +47,10 @@ def print_table(numbers: Mapping[str, Mapping[str, Any]], first: str = "run") ->
     from megatron_dcpo.calibration.report import LABELS, format_value
 
     table = Table(box=None, pad_edge=False)
-    table.add_column(first)
+    table.add_column(first, no_wrap=True)
     for label in LABELS.values():
-        table.add_column(label, justify="right")
+        table.add_column(label, justify="right", no_wrap=True)
     for name, values in numbers.items():
         table.add_row(name, *[format_value(key, values.get(key)) for key in LABELS])
-    Console().print(table)
+    in_terminal = Console().is_terminal
+    Console(width=None if in_terminal else 140).print(table)  # in a file nothing has to fit a window

@@ -84,6 +84,15 @@ def test_report_is_self_contained_and_holds_the_numbers(tmp_path: Path) -> None:
     assert embedded["dcpo"] == report.summary_of(report.find_runs([tmp_path / "dcpo"])[0])
 
 
+def test_runs_on_different_benchmarks_are_said_to_be_so(tmp_path: Path) -> None:
+    evaluated(tmp_path / "a", samples=make_samples(8, benchmark="one"))
+    evaluated(tmp_path / "b", samples=make_samples(8, benchmark="one") + make_samples(8, benchmark="two"))
+    page = report.render_report(report.find_runs([tmp_path]))
+    assert "evaluated on different benchmarks" in page
+    assert "<summary>two, verbal confidence</summary>" in page
+    assert "<tbody></tbody>" not in page.replace("\n", "")
+
+
 def test_responses_are_escaped_and_their_blocks_coloured(tmp_path: Path) -> None:
     nasty = [
         Sample("b", "b/0", 0, "<b>1 & 2</b>", "think </pre><script>x</script> \\boxed{1}\n<conf> Confidence: 0.9", "1", "2",
@@ -122,19 +131,21 @@ def test_equal_names_are_told_apart(tmp_path: Path) -> None:
 def test_a_training_run_alone(tmp_path: Path) -> None:
     trained(tmp_path / "run")
     (tmp_path / "run" / "samples").mkdir()
-    row = {
-        "prompt_id": "p",
-        "problem": "1+1?",
-        "response": "\\boxed{2}",
-        "correct": 1.0,
-        "confidence": None,
-        "status": "missing",
-    }
-    (tmp_path / "run" / "samples" / "step-10.jsonl").write_text(json.dumps(row) + "\n")
+    row = {"prompt_id": "p", "problem": "1+1?", "reasoning": "so \\boxed{2}", "confidence_block": "<conf> sure"}
+    row |= {"correct": 1.0, "confidence": None, "status": "unparsable"}
+    (tmp_path / "run" / "samples" / "step_000010.jsonl").write_text(json.dumps(row) + "\n")
     page = report.render_report(report.find_runs([tmp_path / "run"]))
     assert "last training step shown: run" in page
     assert "61.0%</td>" in page
-    assert "missing" in page
+    assert "unparsable" in page
+    assert "<mark>&lt;conf&gt; sure</mark>" in page
+
+
+def test_a_line_cut_off_by_a_kill_is_left_out(tmp_path: Path) -> None:
+    trained(tmp_path / "run")
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 12, "rew')
+    assert len(report.find_runs([tmp_path / "run"])[0].metrics) == 12
 
 
 def test_wrong_directories_are_user_errors(tmp_path: Path) -> None:
@@ -149,7 +160,7 @@ def test_wrong_directories_are_user_errors(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not an evaluation"):
         report.find_runs([tmp_path])
     (tmp_path / "evaluation.json").unlink()
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": ')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": \n{"step": 3}\n')
     with pytest.raises(UserError, match=r"metrics\.jsonl:2: not valid JSON"):
         report.find_runs([tmp_path])
 
