@@ -92,7 +92,7 @@ def loss(objective: Objective, scored: Scored, responses: Sequence[Mapping[str, 
     try:
         losses, _ = objective.token_loss(batch)
     except ValueError as error:
-        raise UserError(f"{error}; give it for every response") from None
+        raise UserError(str(error)) from None
     return float(losses.sum())
 
 
@@ -107,8 +107,10 @@ def parse_options(method: Any, options: Any) -> ObjectiveConfig:
         return TypeAdapter(ObjectiveConfig).validate_python({**options, "name": method})
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "options"
-        raise UserError(f"options: {where}: {' '.join(first['msg'].split())} (found {first['input']!r})") from None
+        message = " ".join(first["msg"].split())
+        if not first["loc"]:  # a check of the options together, complete in itself
+            raise UserError(f"options: {message.removeprefix('Value error, ')}") from None
+        raise UserError(f"options: {first['loc'][0]}: {message} (found {first['input']!r})") from None
 
 
 def parse_judgement(response: Mapping[str, Any], index: int) -> Judgement:

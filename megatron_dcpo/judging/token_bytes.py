@@ -75,9 +75,10 @@ def _vocabulary(model: dict[str, Any]) -> Iterable[tuple[str, int]]:
 
 
 def _byte_level(piece: str) -> bytes:
-    return b"".join(
-        bytes([_BYTE_OF[character]]) if character in _BYTE_OF else character.encode() for character in piece
-    )
+    try:
+        return piece.translate(_TO_LATIN_1).encode("latin-1")
+    except UnicodeEncodeError:  # a piece that was added in plain text
+        return piece.encode()
 
 
 def _sentencepiece(piece: str) -> bytes:
@@ -85,11 +86,11 @@ def _sentencepiece(piece: str) -> bytes:
     return bytes([int(byte[1], 16)]) if byte else piece.replace(_WORD_START, " ").encode()
 
 
-def _gpt2_alphabet() -> dict[str, int]:
-    """GPT-2's stand-ins: printable Latin-1 bytes are themselves, the others follow from U+0100 in byte order."""
+def _gpt2_alphabet() -> dict[int, int]:
+    """GPT-2's stand-in of each byte: printable Latin-1 bytes are themselves, the others follow from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+    return {byte: byte for byte in printable} | {0x100 + i: byte for i, byte in enumerate(others)}
 
 
-_BYTE_OF = _gpt2_alphabet()
+_TO_LATIN_1 = _gpt2_alphabet()

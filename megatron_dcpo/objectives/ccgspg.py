@@ -45,7 +45,7 @@ def token_loss(batch: TokenBatch, options: Options) -> tuple[Tensor, Stats]:
     With sequence-mean weights 1 / (N |o_i|) the tokens of a sequence sum to 1/N of its loss.
     """
     if batch.correct is None:
-        raise ValueError("objective ccgspg needs TokenBatch.correct, which the batch does not carry")
+        raise ValueError("objective ccgspg needs TokenBatch.correct, and the batch has none")
     valid = batch.block_ids != BLOCK_NONE
     logprobs = masked_logprobs(batch)
     lengths = sequence_sums(valid.to(logprobs), batch).clamp(min=1)

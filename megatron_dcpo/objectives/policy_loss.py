@@ -150,5 +150,5 @@ def _where(valid: Tensor, values: Tensor) -> Tensor:
 
 def _need(tensor: Tensor | None, option: str, field: str) -> Tensor:
     if tensor is None:
-        raise ValueError(f"objective.{option} needs TokenBatch.{field}, which the batch does not carry")
+        raise ValueError(f"objective.{option} needs {field} for every response, and the batch has none")
     return tensor

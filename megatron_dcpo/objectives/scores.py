@@ -14,6 +14,7 @@ from megatron_dcpo.objectives.advantages import Group
 from megatron_dcpo.objectives.options import Options
 
 SENTINEL = -1.0  # the released code's confidence of a response that states none
+MAX_STATED = 1e6  # a raw number has no bound; its square must stay finite
 
 
 def l1(c: np.ndarray, target: np.ndarray, clamp: float = 0.0) -> np.ndarray:
@@ -54,7 +55,7 @@ def calibration_reward(group: Group, target: np.ndarray, options: Options) -> np
     """
     score = SCORES[options.calibration_loss]
     if options.malformed_placement == "sentinel":
-        stated = np.where(np.isnan(group.stated), SENTINEL, group.stated)
+        stated = np.where(np.isnan(group.stated), SENTINEL, np.clip(group.stated, -MAX_STATED, MAX_STATED))
         return score(np.where(group.well_formed, group.confidence, stated), target, options.score_clamp)
     rewards = score(np.where(group.well_formed, group.confidence, 0.5), target, options.score_clamp)
     penalty = options.malformed_penalty
