@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from distributed.launch import torchrun
-from distributed.policy_worker import samples_for_test
+from tests.distributed.launch import torchrun
+from tests.distributed.policy_worker import samples_for_test
 
 WORKER = Path(__file__).with_name("policy_worker.py")
 LAYOUTS = {
