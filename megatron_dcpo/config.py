@@ -11,7 +11,7 @@ import difflib
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
@@ -79,7 +79,7 @@ class JudgingConfig:
     """``marker`` opens the confidence block; ``verifier`` decides correctness R."""
 
     marker: Annotated[str, Field(min_length=1)] = "<conf>"
-    verifier: Literal["math"] = "math"
+    verifier: Literal["math", "code"] = "math"
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -139,19 +139,35 @@ class Config:
 
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
-    """Read ``path``, apply dotted ``overrides`` in order, validate. Raises :class:`UserError`, one line per call."""
-    path = Path(path)
-    if not path.is_file():
-        raise UserError(f"config file {path} does not exist")
+    """Read ``path``, apply dotted ``overrides`` in order, validate. Raises :class:`UserError`, one line per call.
+
+    A file may name another as ``base``, relative to itself: it then holds only what differs.
+    """
+    for override in overrides:
+        if "=" not in override:
+            raise UserError(f"override {override!r} is not of the form section.key=value")
     try:
-        for override in overrides:
-            if "=" not in override:
-                raise UserError(f"override {override!r} is not of the form section.key=value")
-        merged = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides)))
+        merged = OmegaConf.merge(_read(Path(path)), OmegaConf.from_dotlist(list(overrides)))
         values = OmegaConf.to_container(merged, resolve=True)
     except (OmegaConfBaseException, YAMLError, ValueError) as error:
         raise UserError(f"{path}: {_one_line(str(error))}") from None
     return validate(values, str(path))
+
+
+def _read(path: Path, including: tuple[Path, ...] = ()) -> DictConfig:
+    if not path.is_file():
+        raise UserError(f"config file {path} does not exist")
+    if path.resolve() in including:
+        raise UserError(f"config file {path} is its own base")
+    values = OmegaConf.load(path)
+    if not isinstance(values, DictConfig):
+        raise UserError(f"{path}: expected a mapping of sections, found a list")
+    base = values.pop("base", None)
+    if base is None:
+        return values
+    merged = OmegaConf.merge(_read(path.parent / base, (*including, path.resolve())), values)
+    assert isinstance(merged, DictConfig)
+    return merged
 
 
 def validate(values: Any, source: str = "config") -> Config:

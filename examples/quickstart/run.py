@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,16 +42,41 @@ class Quickstart:
     def train(self, method: str) -> None:
         run = self.out / method
         config = HERE / f"{method}.yaml"
-        self._call(run, "train", "--config", str(config), f"run_dir={run}", f"seed={self.seed}", "--resume", "auto", *self.overrides)
+        self._call(
+            run,
+            "train",
+            "--config",
+            str(config),
+            f"run_dir={run}",
+            f"seed={self.seed}",
+            "--resume",
+            "auto",
+            *self.overrides,
+        )
 
     def evaluate(self, name: str) -> None:
         run = self.out / name
         model = HERE / "policy" if name == "base" else run / "policy"
         heldout = f"heldout={HERE / 'data' / 'heldout.jsonl'}"
         # The policy is sampled as it was trained: temperature 1, nothing cut off.
-        sampling = ("--temperature", "1.0", "--top-p", "1.0", "--top-k", "0", "--max-tokens", "32", "--batch-size", "512")
+        sampling = (
+            "--temperature",
+            "1.0",
+            "--top-p",
+            "1.0",
+            "--top-k",
+            "0",
+            "--max-tokens",
+            "32",
+            "--batch-size",
+            "512",
+        )
         options = ("--repeats", "4", "--confidence", "verbal,token,consistency", "--template", "raw", *sampling)
         self._call(run, "evaluate", "--model", str(model), "--benchmarks", heldout, "--out", str(run), *options)
+
+    def report(self) -> None:
+        runs = (str(self.out / name) for name in ("base", *METHODS))
+        self._call(self.out / "base", "report", *runs, "--out", str(self.out / "report.html"))
 
     def _call(self, run: Path, *arguments: str) -> None:
         """``python -m megatron_dcpo ...`` in a process of its own, its output in ``run/log.txt``."""
@@ -60,7 +85,10 @@ class Quickstart:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         with (run / "log.txt").open("a") as log:
             process = subprocess.run(
-                [sys.executable, "-m", "megatron_dcpo", *arguments], stdout=log, stderr=subprocess.STDOUT, env=environment
+                [sys.executable, "-m", "megatron_dcpo", *arguments],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
             )
         if process.returncode:
             tail = "\n".join((run / "log.txt").read_text().splitlines()[-5:])
@@ -82,7 +110,13 @@ def main() -> None:
         jobs = [pool.submit(run_one, quickstart, name) for name in ("base", *METHODS)]
         wait(jobs, args.out)
     summary = summarise(args.out)
-    quickstart._call(args.out / "base", "report", *(str(args.out / n) for n in ("base", *METHODS)), "--out", str(args.out / "report.html"))
+    quickstart._call(
+        args.out / "base",
+        "report",
+        *(str(args.out / n) for n in ("base", *METHODS)),
+        "--out",
+        str(args.out / "report.html"),
+    )
     (args.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     show(summary)
     console.print(f"\n{time.monotonic() - started:.0f} s.  The picture: [bold]{args.out / 'report.html'}[/bold]")
@@ -105,7 +139,7 @@ def run_one(quickstart: Quickstart, name: str) -> None:
     quickstart.evaluate(name)
 
 
-def wait(jobs: list, out: Path) -> None:
+def wait(jobs: list[Future[None]], out: Path) -> None:
     """Show how far the trainings are until all jobs are done. The first failure ends everything."""
     shown = ""
     while not all(job.done() for job in jobs):
@@ -141,7 +175,7 @@ def summarise(out: Path) -> dict[str, dict[str, float]]:
 
 def show(summary: dict[str, dict[str, float]]) -> None:
     table = Table(title="Held-out problems, stated confidence")
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for column in (*COLUMNS, "n"):
         table.add_column(column.replace("_", " "), justify="right")
     for name, row in summary.items():

@@ -94,8 +94,8 @@ def _run(
     forward_only: bool,
 ) -> list[Any]:
     multiple = policy.topology.tp_size if policy.config.sequence_parallel else 1
-    options = {"packing": packing, "multiple_of": multiple, "uniform": len(policy.chunks) > 1}
-    batches = [collate(samples, splits, **options) for _ in policy.chunks]
+    shapes = partial(collate, packing=packing, multiple_of=multiple, uniform=len(policy.chunks) > 1)
+    batches = [shapes(samples, splits) for _ in policy.chunks]
     longest = max((sample.length for sample in samples), default=1)
     return get_forward_backward_func()(
         forward_step_func=partial(_forward_step, closure),

@@ -107,7 +107,8 @@ def transformer_config(arch: Architecture, parallel: ParallelConfig, dtype: torc
 
 
 def build_policy(model: ModelConfig, parallel: ParallelConfig, topology: Topology, training: bool = True) -> Policy:
-    """Build this rank's chunks and load their slices of ``model.path``, wrapped in Megatron's DDP when ``training``.
+    """Build this rank's chunks and load their slices of ``model.path``, wrapped in Megatron's DDP when ``training`` and
+    frozen otherwise.
 
     Raises :class:`UserError` when the checkpoint is missing or broken or the layout does not divide the model.
     """
@@ -131,7 +132,7 @@ def build_policy(model: ModelConfig, parallel: ParallelConfig, topology: Topolog
         copies.append(plan(arch, layout, at))
         load_into(reader, copies[-1], {name: p.data for name, p in gpt.named_parameters()})
         gpts.append(gpt)
-    wrapped = [_wrap(gpt, config, parallel, index) if training else gpt for index, gpt in enumerate(gpts)]
+    wrapped = [_wrap(gpt, config, parallel, index, training) for index, gpt in enumerate(gpts)]
     return Policy(arch, layout, config, tuple(wrapped), tuple(gpts), tuple(copies), topology)
 
 
@@ -191,9 +192,11 @@ def rotary_inverse_frequencies(arch: Architecture) -> Tensor:
     return (1 - keep) * inv_freq / scaling.factor + keep * inv_freq
 
 
-def _wrap(gpt: GPTModel, config: TransformerConfig, parallel: ParallelConfig, index: int) -> Any:
-    """DDP with fp32 gradients; mixed precision below it. The schedules read the hooks from ``config``."""
+def _wrap(gpt: GPTModel, config: TransformerConfig, parallel: ParallelConfig, index: int, training: bool) -> Any:
+    """Mixed precision, and for training DDP with fp32 gradients. The schedules read the hooks from ``config``."""
     module = Float16Module(config, gpt) if config.bf16 else gpt
+    if not training:
+        return module.requires_grad_(False)
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=parallel.use_distributed_optimizer
     )

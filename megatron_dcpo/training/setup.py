@@ -25,7 +25,7 @@ from megatron_dcpo.types import Judgement, Prompt, Response
 
 @dataclass(frozen=True)
 class Run:
-    """The parts of a training run on this rank."""
+    """The parts of a training run on this rank. ``reference``: the frozen starting policy, where a KL loss asks for it."""
 
     config: Config
     directory: Path
@@ -37,6 +37,7 @@ class Run:
     scheduler: Any
     engine: Engine
     objective: Objective
+    reference: Policy | None
     judge: Callable[[Response, Prompt], Judgement]
 
     @property
@@ -47,6 +48,8 @@ class Run:
 def build_run(config: Config) -> Run:
     """Build all parts, the cheap checks first. Collective. Raises :class:`UserError` on bad input."""
     objective = build_objective(config.objective)
+    if config.judging.verifier == "code":
+        raise UserError("judging.verifier=code: running model-written programs is not in this version; use math")
     check_model(config)
     tokenizer = load_tokenizer(config.model.path)
     prompts = load_prompts(
@@ -75,6 +78,9 @@ def build_run(config: Config) -> Run:
         scheduler=scheduler,
         engine=engine,
         objective=objective,
+        reference=build_policy(config.model, parallel, topology, training=False)
+        if any(objective.options.kl_coef)
+        else None,
         judge=partial(judge, tokens=token_bytes(tokenizer), eos_ids=engine.eos_token_ids, marker=config.judging.marker),
     )
 

@@ -6,6 +6,7 @@ the split over data-parallel ranks, and the denominators are global by construct
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from megatron_dcpo.errors import UserError
 from megatron_dcpo.objectives import Scored, TokenBatch
 from megatron_dcpo.policy.batching import MicroBatch, Sample, assign_to_ranks, split_micro_batches
 from megatron_dcpo.policy.forward_backward import accumulate_gradients, compute_logprobs
+from megatron_dcpo.policy.model import Policy
 from megatron_dcpo.policy.optimizer import probe_block_gradients, zero_gradients
 from megatron_dcpo.runtime.distributed import all_gather_objects
 from megatron_dcpo.training.rollouts import Rollout
@@ -55,6 +57,8 @@ def update_policy(run: Run, rollout: Rollout, step: int) -> UpdateStatistics:
     shares = [_Share.of(run, part) for part in mini_batches]
     if len(mini_batches) > 1 or run.objective.method.needs_old_logprobs:
         shares = [share.with_old_logprobs(run) for share in shares]
+    if run.reference is not None:
+        shares = [share.with_ref_logprobs(run, run.reference) for share in shares]
     for number, share in enumerate(shares):
         _update_once(run, share, statistics, probe=number == 0 and _probe_due(run, step), step=step)
     return statistics
@@ -62,13 +66,17 @@ def update_policy(run: Run, rollout: Rollout, step: int) -> UpdateStatistics:
 
 @dataclass(frozen=True)
 class _Share:
-    """One mini-batch and the part this data-parallel rank trains on. ``old_logprobs``: of all its responses."""
+    """One mini-batch and the part this data-parallel rank trains on.
+
+    ``old_logprobs``: of all its responses; ``ref_logprobs``: of this rank's, by the frozen reference policy.
+    """
 
     rollout: Rollout
     mine: list[int]
     samples: list[Sample]
     splits: list[list[int]]
     old_logprobs: list[np.ndarray] | None = None
+    ref_logprobs: dict[int, np.ndarray] | None = None
 
     @classmethod
     def of(cls, run: Run, rollout: Rollout) -> _Share:
@@ -96,7 +104,11 @@ class _Share:
         for part in all_gather_objects(dict(zip(self.mine, own, strict=True))):
             everyone |= part
         old = [everyone[i] for i in range(len(self.rollout.responses))]
-        return _Share(self.rollout, self.mine, self.samples, self.splits, old)
+        return dataclasses.replace(self, old_logprobs=old)
+
+    def with_ref_logprobs(self, run: Run, reference: Policy) -> _Share:
+        logprobs = compute_logprobs(reference, self.samples, self.splits, **_forward_options(run))
+        return dataclasses.replace(self, ref_logprobs=dict(zip(self.mine, logprobs, strict=True)))
 
 
 def _update_once(run: Run, share: _Share, statistics: UpdateStatistics, probe: bool, step: int) -> None:
@@ -160,7 +172,7 @@ def _token_batch(
     """The per-token arrays of a micro-batch's members, in the order of its rows."""
     members = [share.mine[i] for i in batch.members]
 
-    def tokens(arrays: Sequence[np.ndarray], dtype: torch.dtype) -> Tensor:
+    def tokens(arrays: Sequence[np.ndarray] | dict[int, np.ndarray], dtype: torch.dtype) -> Tensor:
         flat = np.concatenate([arrays[i] for i in members]) if members else np.zeros(0)
         return torch.as_tensor(flat, dtype=dtype, device=runtime.device())
 
@@ -176,7 +188,7 @@ def _token_batch(
         weights=tokens(weights, torch.float32),
         sequence_ids=batch.sequence_ids,
         engine_logprobs=tokens([r.logprobs for r in responses], torch.float32),
-        ref_logprobs=None,
+        ref_logprobs=tokens(share.ref_logprobs, torch.float32) if share.ref_logprobs is not None else None,
         entropy=entropy,
         correct=torch.as_tensor([scored.R[i] for i in members], dtype=torch.float32, device=runtime.device()),
     )
@@ -184,6 +196,7 @@ def _token_batch(
 
 def _mismatch(tokens: TokenBatch) -> dict[str, float]:
     """Engine against trainer on the sampled tokens: absolute differences, and the k3 estimate of the divergence."""
+    assert tokens.engine_logprobs is not None
     with torch.no_grad():
         difference = tokens.old_logprobs - tokens.engine_logprobs
         result = {

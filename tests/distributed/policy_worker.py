@@ -23,7 +23,9 @@ from megatron_dcpo.weights.reshard import export_pieces
 def samples_for_test() -> list[Sample]:
     """Twelve prompts and responses of odd lengths."""
     rng = np.random.default_rng(0)
-    return [Sample(rng.integers(1, 331, rng.integers(1, 9)), rng.integers(1, 331, rng.integers(1, 120))) for _ in range(12)]
+    return [
+        Sample(rng.integers(1, 331, rng.integers(1, 9)), rng.integers(1, 331, rng.integers(1, 120))) for _ in range(12)
+    ]
 
 
 def main() -> None:
@@ -92,7 +94,9 @@ def main() -> None:
 
     engine = TransformersEngine.from_pretrained(options["model"], options.get("dtype", "fp32"))
     engine.update_weights(export_pieces(policy, bucket_bytes=options.get("bucket_bytes", 2**29)), version=1)
-    weights = {name: hashlib.sha256(p.float().numpy().tobytes()).hexdigest() for name, p in engine.model.named_parameters()}
+    weights = {
+        name: hashlib.sha256(p.float().numpy().tobytes()).hexdigest() for name, p in engine.model.named_parameters()
+    }
     after = compute_logprobs(policy, mine, splits, temperature=1.0, packing=packing)
     difference = 0.0
     with torch.no_grad():

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from tests.distributed.launch import torchrun
 from tests.distributed.policy_worker import samples_for_test
 

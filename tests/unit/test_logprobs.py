@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from megatron_dcpo.policy import logprobs as module
 from megatron_dcpo.policy.logprobs import vocab_parallel_logprobs
 
