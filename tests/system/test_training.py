@@ -100,7 +100,7 @@ def test_two_ranks_equal_one(three_steps, tmp_path, option):
 
 
 def test_several_updates_per_rollout_clip_against_the_rollout_policy(tmp_path):
-    records = train(tmp_path / "run", "training.steps=2", "training.updates_per_rollout=4", "optimizer.lr=1e-2")
+    records = train(tmp_path / "run", "training.steps=2", "training.updates_per_rollout=4", "optimizer.lr=1e-3")
     assert records[1]["loss/clip_fraction"] > 0
     assert records[1]["engine/logprob_diff_max"] <= 1e-4, "old log-probs are those of the policy that sampled"
 

@@ -1,0 +1,77 @@
+"""One rank: the golden group through the trainer's own update (policy, schedule, denominators) for every method.
+
+The policy's log-probs are what they are; the old ones are set so that each token has the golden ratio. The loss of every
+method that reads log-probs through the ratio only is then the golden number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from megatron_dcpo.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from megatron_dcpo.objectives import ObjectiveConfig, build_objective
+from megatron_dcpo.policy.model import build_policy
+from megatron_dcpo.policy.optimizer import build_optimizer
+from megatron_dcpo.runtime.distributed import all_gather_objects, destroy, initialize
+from megatron_dcpo.training.rollouts import Rollout
+from megatron_dcpo.training.setup import Run
+from megatron_dcpo.training.update import UpdateStatistics, _Share, _update_once
+from megatron_dcpo.types import Prompt, Response
+from tests.unit.objective_cases import GOLDEN_OPTIONS, NEW, OLD, golden_judgements
+
+
+def rollout_for_test(order: list[int]) -> Rollout:
+    rng = np.random.default_rng(1)
+    ids = [rng.integers(1, 331, len(row)) for row in OLD]
+    judgements = golden_judgements()
+    prompt = Prompt("p0", (), (5, 6, 7), "", "math")
+    responses = [Response("p0", i, ids[i], np.zeros(len(ids[i]), np.float32), "stop", 0) for i in order]
+    return Rollout({"p0": prompt}, responses, [judgements[i] for i in order])
+
+
+def main() -> None:
+    options = json.loads(sys.argv[1])
+    parallel = ParallelConfig(**options["parallel"])
+    topology = initialize(parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
+    training = TrainingConfig(micro_batch_size=options["micro_batch_size"], max_tokens_per_micro_batch=40)
+    config = Config(
+        run_dir="unused",
+        model=ModelConfig(path=options["model"], params_dtype="fp32"),
+        data=DataConfig(path="unused"),
+        parallel=parallel,
+        training=training,
+        optimizer=OptimizerConfig(lr=0.0, weight_decay=0.0),  # many losses of one policy
+    )
+    policy = build_policy(config.model, parallel, topology)
+    optimizer, scheduler = build_optimizer(config, policy)
+    order = options["order"]
+    rollout = rollout_for_test(order)
+    result: dict[str, Any] = {"losses": {}, "norms": {}}
+    for name, method in GOLDEN_OPTIONS.items():
+        objective = build_objective(ObjectiveConfig(**method))
+        run = partial(Run, config, Path("unused"), topology, None, [], policy, optimizer, scheduler)
+        run = run(SimpleNamespace(weights_version=0), objective, None, None)
+        share = _Share.of(run, rollout).with_old_logprobs(run)
+        assert share.old_logprobs is not None
+        new = share.old_logprobs
+        old = [lp - (NEW[i] - OLD[i]) for lp, i in zip(new, order, strict=True)]
+        statistics = UpdateStatistics()
+        _update_once(run, dataclasses.replace(share, old_logprobs=old), statistics, probe=False, step=1)
+        result["losses"][name] = statistics.losses[0]
+        result["norms"][name] = statistics.grad_norms[0]
+        result["new"] = {str(i): lp.tolist() for lp, i in zip(new, order, strict=True)}
+    all_gather_objects(None)
+    Path(options["out"], f"rank{topology.rank}.json").write_text(json.dumps(result))
+    destroy()
+
+
+if __name__ == "__main__":
+    main()

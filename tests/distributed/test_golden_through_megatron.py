@@ -1,0 +1,66 @@
+"""The golden numbers of every method through the Megatron policy path in fp32, in every layout, order and micro-batch.
+
+The loss is the sum over tokens of weight x contribution, with global denominators folded in before the schedule
+(``forward_step_calc_loss`` divides by num_tokens = 1 and by the number of micro-batches, DDP by the data-parallel size;
+all are cancelled). So nothing below may change it: rows permuted, the group split over two ranks, packed or padded.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.distributed.launch import torchrun
+from tests.unit.objective_cases import EXPECTED, GOLDEN_OPTIONS, NEW, OLD, golden_judgements, objective, token_batch
+
+WORKER = Path(__file__).with_name("golden_worker.py")
+CASES = {
+    "one": (1, {}, 8, [0, 1, 2, 3, 4, 5, 6, 7]),
+    "permuted_micro1": (1, {}, 1, [5, 2, 7, 0, 3, 6, 1, 4]),
+    "packed_micro4": (1, {"sequence_packing": True}, 4, [0, 1, 2, 3, 4, 5, 6, 7]),
+    "dp2_micro2": (2, {"use_distributed_optimizer": True}, 2, [7, 6, 5, 4, 3, 2, 1, 0]),
+    "tp2_packed": (2, {"tensor_model_parallel_size": 2, "sequence_packing": True}, 4, [0, 1, 2, 3, 4, 5, 6, 7]),
+    "pp2_micro1": (2, {"pipeline_model_parallel_size": 2}, 1, [1, 0, 3, 2, 5, 4, 7, 6]),
+}
+RATIO_ONLY = [name for name in GOLDEN_OPTIONS if not name.startswith("ccgspg")]
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_models, tmp_path_factory):
+    made = {}
+
+    def get(case):
+        if case not in made:
+            processes, parallel, micro_batch_size, order = CASES[case]
+            options = {"model": str(tiny_models("qwen3", True)), "parallel": parallel, "order": order}
+            options["micro_batch_size"] = micro_batch_size
+            made[case] = torchrun(WORKER, processes, tmp_path_factory.mktemp(case), options)
+        return made[case]
+
+    return get
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_golden_losses(runs, case):
+    for rank in runs(case):
+        for name in RATIO_ONLY:
+            assert rank["losses"][name] == pytest.approx(EXPECTED[name]["loss"], abs=1e-5), name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ccgspg_equals_its_float64_formula(runs, case):
+    for rank in runs(case):
+        new = [np.array(rank["new"][str(i)]) for i in range(8)]
+        old = [lp - (n - o) for lp, n, o in zip(new, NEW, OLD, strict=True)]
+        method = objective(**GOLDEN_OPTIONS["ccgspg beta=0.01"])
+        scored = method.score(golden_judgements(), old)
+        weights = method.token_weights(scored, method.counts(scored))
+        losses, _ = method.token_loss(token_batch(scored, weights, old, new))
+        assert rank["losses"]["ccgspg beta=0.01"] == pytest.approx(float(losses.sum()), abs=1e-5)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case != "one"])
+def test_gradient_norms_do_not_depend_on_the_layout(runs, case):
+    expected = runs("one")[0]["norms"]
+    for name, norm in runs(case)[0]["norms"].items():
+        assert norm == pytest.approx(expected[name], rel=1e-4), name
