@@ -96,8 +96,14 @@ def test_micro_batches_ranks_and_padding_change_nothing(
 
 
 def pad(batch: TokenBatch, n: int) -> TokenBatch:
-    """Padding tokens as hostile as they come: NaN log-probs, huge advantages, no block."""
-    hostile = {"logprobs": float("nan"), "old_logprobs": -1e9, "advantages": 1e9, "weights": 1e9, "block_ids": 0}
+    """Padding tokens as hostile as they come: NaN log-probs and weights, huge advantages, no block."""
+    hostile = {
+        "logprobs": float("nan"),
+        "old_logprobs": -1e9,
+        "advantages": 1e9,
+        "weights": float("nan"),
+        "block_ids": 0,
+    }
     values: dict[str, Any] = {"sequence_ids": torch.cat([batch.sequence_ids, torch.zeros(n, dtype=torch.int64)])}
     for name, value in hostile.items():
         tensor = getattr(batch, name).detach()
@@ -291,6 +297,16 @@ def test_kl_estimators() -> None:
     assert bounded.max() <= 10
     assert far.grad is not None
     assert torch.isfinite(far.grad).all()
+
+
+@pytest.mark.parametrize(("estimator", "kl"), [("k1", 0.2), ("k2", 0.02), ("k3", np.exp(-0.2) + 0.2 - 1)])
+def test_kl_loss_pulls_towards_the_reference(estimator: str, kl: float) -> None:
+    """kills_kl_sign: the policy is 0.2 above the reference at every token; each token adds kl_coef * kl."""
+    base, gradient = loss_and_gradient(objective())
+    options = {"kl_coef": 0.5, "kl_estimator": estimator}
+    loss, pulled = loss_and_gradient(objective(**options), ref_logprobs=flat(NEW) - 0.2)
+    assert loss - base == pytest.approx(0.5 * kl, abs=1e-12)
+    assert all((b > a).all() for a, b in zip(gradient, pulled, strict=True))  # descent lowers logp
 
 
 @pytest.mark.parametrize("block", ["reasoning", "confidence"])
