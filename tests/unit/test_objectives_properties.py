@@ -45,6 +45,30 @@ def batches(draw: st.DrawFn) -> tuple[list[Judgement], list[np.ndarray], list[np
     return [rows[i] for i in order], old, new
 
 
+@settings(max_examples=50, deadline=None)
+@given(batch=batches(), lam=st.floats(0, 1))
+def test_dcpo_is_the_papers_equation_written_as_loops(batch: Any, lam: float) -> None:
+    """(1/N) sum_i (1/|o_i|) sum_t -min(rho A, clip(rho) A) with A_r before and A_c behind the boundary."""
+    rows, old, new = batch
+    total = 0.0
+    for row, old_row, new_row in zip(rows, old, new, strict=True):
+        group = [other for other in rows if other.prompt_id == row.prompt_id]
+        accuracy = sum(other.correct for other in group) / len(group)
+
+        def R_c(one: Judgement, accuracy: float = accuracy) -> float:
+            return -1.0 if one.confidence is None else -abs(one.confidence - lam * accuracy - (1 - lam) * one.correct)
+
+        for t in range(row.length):
+            reward = (lambda one: one.correct) if t < row.boundary else R_c
+            values = [reward(other) for other in group]
+            mean = sum(values) / len(values)
+            std = (sum((value - mean) ** 2 for value in values) / len(values)) ** 0.5
+            A = (reward(row) - mean) / (std + 1e-6) if max(values) - min(values) >= 1e-6 else 0.0
+            rho = float(np.exp(new_row[t] - old_row[t]))
+            total -= min(rho * A, min(max(rho, 0.8), 1.28) * A) / row.length / len(rows)
+    assert loss_and_gradient(objective(lam=lam), rows, old, new)[0] == pytest.approx(total, abs=1e-9)
+
+
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
 @settings(max_examples=15, deadline=None)
 @given(batch=batches(), data=st.data())
