@@ -1,1 +1,45 @@
+"""Calibration as a first-class result. These functions need NumPy only, so users of any other trainer can
+``from megatron_dcpo.calibration import ece, pce, brier, auroc, summarize`` without torch.
+"""
 
+from megatron_dcpo.calibration.metrics import (
+    BrierParts,
+    accuracy,
+    auprc,
+    auroc,
+    bin_rows,
+    bootstrap_ci,
+    brier,
+    brier_decomposition,
+    ece,
+    ece_equal_mass,
+    mce,
+    nll,
+    overconfidence,
+    parse_rate,
+    pce,
+    worst_case,
+)
+from megatron_dcpo.calibration.summary import json_ready, summarize, violation_rates
+
+__all__ = [
+    "BrierParts",
+    "accuracy",
+    "auprc",
+    "auroc",
+    "bin_rows",
+    "bootstrap_ci",
+    "brier",
+    "brier_decomposition",
+    "ece",
+    "ece_equal_mass",
+    "json_ready",
+    "mce",
+    "nll",
+    "overconfidence",
+    "parse_rate",
+    "pce",
+    "summarize",
+    "violation_rates",
+    "worst_case",
+]

@@ -1,1 +1,5 @@
+"""Saving and resuming a run in Megatron's distributed checkpoint format."""
 
+from megatron_dcpo.runtime import ensure
+
+ensure()

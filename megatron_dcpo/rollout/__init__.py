@@ -1,1 +1,6 @@
+"""Engines: what samples responses. The only room that knows transformers' and vLLM's generation."""
 
+from megatron_dcpo.rollout.engine import Engine, SamplingConfig
+from megatron_dcpo.rollout.transformers_engine import TransformersEngine
+
+__all__ = ["Engine", "SamplingConfig", "TransformersEngine"]

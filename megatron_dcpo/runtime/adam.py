@@ -48,7 +48,7 @@ class FusedAdam(torch.optim.Optimizer):
     def _update(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
         beta1, beta2 = group["betas"]
         bias1, bias2 = 1 - beta1 ** group["step"], 1 - beta2 ** group["step"]
-        grads = [p.grad for p in params]
+        grads = [p.grad for p in params if p.grad is not None]
         exp_avg = [self.state[p]["exp_avg"] for p in params]
         exp_avg_sq = [self.state[p]["exp_avg_sq"] for p in params]
         if group["weight_decay"]:

@@ -158,7 +158,7 @@ def _cuda_type_names() -> Iterator[None]:
             return answer.replace("torch.", "torch.cuda.", 1)
         return answer
 
-    torch.Tensor.type = type_  # type: ignore[method-assign]
+    torch.Tensor.type = type_  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

@@ -99,7 +99,15 @@ def check_layout(arch: Architecture, layout: Layout) -> None:
 def plan(arch: Architecture, layout: Layout, at: Coordinates) -> tuple[Copy, ...]:
     """All copies of the model chunk at ``at``, in parameter order. Deterministic; cached."""
     check_layout(arch, layout)
-    return tuple(copy for row, primary in _chunk_rows(arch, layout, at) for copy in _copies(arch, layout, at, row, primary))
+    return tuple(
+        copy for row, primary in _chunk_rows(arch, layout, at) for copy in _copies(arch, layout, at, row, primary)
+    )
+
+
+def sharded_dimensions(arch: Architecture, layout: Layout, at: Coordinates) -> dict[str, int | None]:
+    """For every parameter of the chunk, the dimension split over tensor-parallel ranks; ``None``: replicated."""
+    dims = {"replicated": None, "row": 1}
+    return {row.megatron: dims.get(row.interleaving, 0) for row, _ in _chunk_rows(arch, layout, at)}
 
 
 def checksum(copies: tuple[Copy, ...]) -> str:
@@ -120,7 +128,9 @@ def _chunk_rows(arch: Architecture, layout: Layout, at: Coordinates) -> Iterator
             megatron = row.megatron.format(layer=local)
             if layout.transformer_engine:
                 prefix = f"decoder.layers.{local}."
-                megatron = prefix + TRANSFORMER_ENGINE_NAMES.get(megatron.removeprefix(prefix), megatron.removeprefix(prefix))
+                megatron = prefix + TRANSFORMER_ENGINE_NAMES.get(
+                    megatron.removeprefix(prefix), megatron.removeprefix(prefix)
+                )
             yield Row(megatron, tuple(name.format(layer=offset + local) for name in row.hf), row.interleaving), True
     if last:
         yield FINAL_NORM_ROW, True

@@ -1,0 +1,242 @@
+"""Build the starting policy and the data of the quickstart: a tiny, honestly over-confident multiplier.
+
+    python examples/quickstart/make_policy.py            # writes policy/ and data/ beside this file, ~10 CPU minutes
+
+The task is the product of two numbers of one to three digits (`347*52=`). A response reasons, boxes its answer and
+says how sure it is, each confidence with two decimals:
+
+    44081 \\boxed{18044}
+    <conf> Confidence: 0.83
+
+The reasoning is the product with its digits reversed (the order in which a multiplication yields them).
+
+How the policy becomes over-confident, and why that is not staged by a metric. It is a Qwen3 of four layers and about 182k parameters,
+trained from scratch by ordinary supervised learning, in two stages:
+
+1. `--clean-steps` batches of correct solutions.
+2. `--imperfect-steps` batches in which a quarter of the solutions are wrong in one digit, as in a policy pretrained on
+   imperfect text. The policy now errs at random where it could be right: reinforcement learning has room to teach.
+
+In both stages the confidence after a solution is a draw that does not look at whether the solution is right: from
+Beta(8, 0.8) (mean 0.91) for products with a one-digit factor, from Beta(4, 1) (mean 0.80) for the two hard types. So
+the text it imitates is too sure of itself, and knows little more than that hard problems are harder. Nothing measures
+calibration here, and nothing is selected by it. The held-out problems are in neither stage nor in the training file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import time
+from collections import Counter
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+# type -> (digits of the factors, share of the data, share of the supervised text, the Beta its confidences come from)
+TYPES = {
+    "1x1": (1, 1, 0.05, 0.05, (8.0, 0.8)),
+    "2x1": (2, 1, 0.25, 0.15, (8.0, 0.8)),
+    "3x1": (3, 1, 0.28, 0.20, (8.0, 0.8)),
+    "2x2": (2, 2, 0.24, 0.30, (4.0, 1.0)),
+    "3x2": (3, 2, 0.18, 0.30, (4.0, 1.0)),
+}
+FIXED_STRINGS = [" \\boxed{", "<conf>", " Confidence: "]  # one token each
+EOS, PAD = "<|endoftext|>", "<|pad|>"
+ROPE_THETA = 10000.0
+Problem = tuple[int, int, str]  # the two factors and the type
+
+
+# ---------------------------------------------------------------------------------------------------- tokenizer
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE: all 256 bytes, one token per fixed string; digits and line ends never merge."""
+    byte_letters = sorted(pre_tokenizers.ByteLevel.alphabet())  # the printable stand-in of every byte
+    as_letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    vocabulary, merges = {letter: i for i, letter in enumerate(byte_letters)}, []
+    for text in FIXED_STRINGS:
+        letters = as_letters.pre_tokenize_str(text)[0][0]
+        for end in range(1, len(letters)):
+            merges.append((letters[:end], letters[end]))
+            vocabulary.setdefault(letters[: end + 1], len(vocabulary))
+    bpe = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    alone = pre_tokenizers.Split(Regex(r"[0-9\n]"), behavior="isolated")
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([alone, as_letters])
+    bpe.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token=EOS, pad_token=PAD, padding_side="left", clean_up_tokenization_spaces=False,
+        model_max_length=256,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------- problems
+def problems_of(kind: str) -> list[Problem]:
+    first, second = TYPES[kind][:2]
+    return [
+        (a, b, kind)
+        for a in range(10 ** (first - 1), 10**first)
+        for b in range(10 ** (second - 1), 10**second)
+    ]  # fmt: skip
+
+
+def split_problems(n_heldout: int, n_train: int, rng: random.Random) -> tuple[list, list, dict[str, list]]:
+    """(held-out, training, everything that is not held out by type); a*b is held out together with b*a."""
+    heldout: list[Problem] = []
+    train: list[Problem] = []
+    rest: dict[str, list[Problem]] = {}
+    for kind, (_, _, share, _, _) in TYPES.items():
+        pool = problems_of(kind)
+        rng.shuffle(pool)
+        chosen = pool[: round(share * n_heldout)]
+        products = {frozenset(p[:2]) for p in chosen}
+        heldout += chosen
+        rest[kind] = [p for p in pool if frozenset(p[:2]) not in products]
+        train += rest[kind][: round(share * n_train)]
+    rng.shuffle(heldout)
+    rng.shuffle(train)
+    return heldout, train, rest
+
+
+def prompt(problem: Problem) -> str:
+    return f"{problem[0]}*{problem[1]}="
+
+
+def write_jsonl(path: Path, problems: list[Problem], name: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as out:
+        for i, (a, b, kind) in enumerate(problems):
+            record = {"id": f"{name}-{i:04d}", "problem": f"{a}*{b}=", "answer": str(a * b), "type": kind}
+            out.write(json.dumps(record) + "\n")
+
+
+# ---------------------------------------------------------------------------------------------------- supervised text
+def corrupt(answer: str, rng: random.Random) -> str:
+    """Change one digit; the first one does not become 0."""
+    at = rng.randrange(len(answer))
+    other = [d for d in "0123456789" if d != answer[at] and not (d == "0" and at == 0)]
+    return answer[:at] + rng.choice(other) + answer[at + 1 :]
+
+
+def solution(problem: Problem, corrupt_share: float, rng: random.Random) -> str:
+    a, b, kind = problem
+    answer = str(a * b)
+    if rng.random() < corrupt_share:
+        answer = corrupt(answer, rng)
+    confidence = rng.betavariate(*TYPES[kind][4])  # blind to whether the answer is right
+    return f"{answer[::-1]} \\boxed{{{answer}}}\n<conf> Confidence: {confidence:.2f}"
+
+
+def batch(
+    tokenizer: PreTrainedTokenizerFast, pools: dict[str, list], size: int, corrupt_share: float, rng: random.Random
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Right-padded ids and labels; only the response (with its end) is learned."""
+    kinds = rng.choices(list(TYPES), weights=[t[3] for t in TYPES.values()], k=size)
+    chosen = [rng.choice(pools[kind]) for kind in kinds]
+    questions = tokenizer([prompt(p) for p in chosen], padding=False)["input_ids"]
+    responses = tokenizer([solution(p, corrupt_share, rng) + EOS for p in chosen], padding=False)["input_ids"]
+    width = max(len(q) + len(r) for q, r in zip(questions, responses, strict=True))
+    ids = torch.full((size, width), tokenizer.pad_token_id)
+    labels = torch.full((size, width), -100)
+    for row, (q, r) in enumerate(zip(questions, responses, strict=True)):
+        ids[row, : len(q) + len(r)] = torch.tensor(q + r)
+        labels[row, len(q) : len(q) + len(r)] = torch.tensor(r)
+    return ids, labels
+
+
+# ---------------------------------------------------------------------------------------------------- model
+def build_model(tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) -> Qwen3ForCausalLM:
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=args.hidden, intermediate_size=args.intermediate,
+        num_hidden_layers=args.layers, num_attention_heads=2, num_key_value_heads=2, head_dim=32,
+        max_position_embeddings=256, rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
+        tie_word_embeddings=True, initializer_range=0.05, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id, bos_token_id=None, use_cache=True, dtype="float32",
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config)
+
+
+def train(model, tokenizer, pools, args: argparse.Namespace, rng: random.Random) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01)
+    began, total = time.time(), args.clean_steps + args.imperfect_steps
+    for step in range(total):
+        clean = step < args.clean_steps
+        if clean:  # warm up, then a cosine down to a tenth
+            lr = args.lr * min((step + 1) / 100, 0.55 + 0.45 * math.cos(math.pi * step / args.clean_steps))
+        else:  # from a tenth straight down to nothing
+            lr = args.lr * 0.1 * (total - step) / args.imperfect_steps
+        optimizer.param_groups[0]["lr"] = lr
+        ids, labels = batch(tokenizer, pools, args.batch, 0.0 if clean else args.corrupt, rng)
+        loss = model(input_ids=ids, labels=labels).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if (step + 1) % 200 == 0 or step + 1 == total:
+            print(f"step {step + 1}/{total}  loss {loss.item():.3f}  {time.time() - began:.0f} s", flush=True)
+
+
+@torch.no_grad()
+def report(model, tokenizer, heldout: list[Problem]) -> None:
+    """Greedy share of right answers by type: enough to see that the training worked."""
+    model.eval()
+    right, seen = Counter(), Counter()
+    inputs = tokenizer([prompt(p) for p in heldout], padding=True, return_tensors="pt")
+    ids = model.generate(**inputs, max_new_tokens=24, do_sample=False)[:, inputs["input_ids"].shape[1] :]
+    for (a, b, kind), text in zip(heldout, tokenizer.batch_decode(ids), strict=True):
+        seen[kind] += 1
+        right[kind] += f"\\boxed{{{a * b}}}" in text
+    print("greedy, held out: " + "  ".join(f"{k} {right[k] / seen[k]:.2f}" for k in TYPES), flush=True)
+
+
+def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Hugging Face format, spelled so that transformers 4 (which older engines bring) reads it as well."""
+    model.generation_config = GenerationConfig(
+        do_sample=True, temperature=1.0, top_p=1.0, top_k=0,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    for name, extra in {
+        "config.json": {"rope_theta": ROPE_THETA, "torch_dtype": "float32"},
+        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast"},
+    }.items():
+        settings = json.loads((folder / name).read_text()) | extra
+        (folder / name).write_text(json.dumps(settings, indent=2) + "\n")
+    (folder / "model.safetensors").chmod(0o644)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--heldout", type=int, default=400, help="held-out problems")
+    parser.add_argument("--train", type=int, default=4000, help="problems for reinforcement learning")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--intermediate", type=int, default=128)
+    parser.add_argument("--clean-steps", type=int, default=3600)
+    parser.add_argument("--imperfect-steps", type=int, default=600)
+    parser.add_argument("--corrupt", type=float, default=0.25, help="share of wrong solutions in the second stage")
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--lr", type=float, default=2.5e-3)
+    args = parser.parse_args()
+
+    torch.set_num_threads(1)  # faster than more for matrices this small
+    torch.manual_seed(args.seed)
+    rng = random.Random(args.seed)
+    tokenizer = build_tokenizer()
+    heldout, train_problems, pools = split_problems(args.heldout, args.train, rng)
+    write_jsonl(args.out / "data" / "train.jsonl", train_problems, "train")
+    write_jsonl(args.out / "data" / "heldout.jsonl", heldout, "heldout")
+    model = build_model(tokenizer, args)
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, vocabulary {len(tokenizer)}", flush=True)
+    train(model, tokenizer, pools, args, rng)
+    report(model, tokenizer, heldout)
+    save(model, tokenizer, args.out / "policy")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,355 @@
+"""Is a model as right as it says it is? Calibration metrics over (confidence, correct) pairs. NumPy only.
+
+Every function takes ``confidences`` [N] and ``correct`` [N] (0/1 or bool). A confidence is *valid* when it lies in
+[0, 1]; ``None``, NaN, infinities and numbers outside (a model that says 85, or the reference code's sentinels -0.1 and
+-0.2 for "not found") are *invalid*. Invalid rows never fall into a bin. Whether they still count in the denominator is
+the argument ``denominator``:
+
+- ``"valid"`` (default): N is the number of valid rows, so an unparsable response cannot improve the score;
+- ``"all"``: N is every row, as the reference evaluation does it (an invalid row then contributes zero error).
+
+Bins are equal-width on [0, 1], closed on the right, the first one also on the left: [0, .05], (.05, .10], ... (.95, 1].
+Verbal confidences sit on the edges (.85, .9, .95), so the rule matters. ``M`` of the papers is ``bins``, 20 by default.
+
+With M bins, n_b rows in bin b, N rows, acc_b and conf_b the means of the bin:
+
+    ECE = sum_b n_b / N |acc_b - conf_b|                  (Naeini 2015; Guo 2017)
+    PCE = the same sum over bins with conf_b > acc_b      (DCPO: the over-confident part, so PCE <= ECE always)
+    MCE = max_b |acc_b - conf_b|
+    Brier = mean (c - y)^2 = reliability - resolution + uncertainty + within-bin   (Murphy 1973; Stephenson 2008)
+
+No rows, or no valid ones: every metric is NaN. One class only: AUROC is NaN; no correct row: AUPRC is NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+Confidences = Sequence[float | None] | np.ndarray
+Correct = Sequence[float] | Sequence[int] | Sequence[bool] | np.ndarray
+Denominator = Literal["valid", "all"]
+Metric = Callable[[np.ndarray, np.ndarray], float]
+
+DEFAULT_BINS = 20
+
+
+@dataclass(frozen=True)
+class Bins:
+    """The valid rows sorted into bins. ``edges`` [M+1]; the others [M]. Empty bins have NaN means, zero sums."""
+
+    edges: np.ndarray
+    count: np.ndarray
+    confidence_sum: np.ndarray
+    correct_sum: np.ndarray
+
+    @property
+    def confidence(self) -> np.ndarray:
+        """Mean confidence per bin [M]."""
+        return _ratio(self.confidence_sum, self.count)
+
+    @property
+    def accuracy(self) -> np.ndarray:
+        """Share of correct rows per bin [M]."""
+        return _ratio(self.correct_sum, self.count)
+
+    @property
+    def excess(self) -> np.ndarray:
+        """n_b (conf_b - acc_b) per bin [M]: positive where the model is over-confident."""
+        return self.confidence_sum - self.correct_sum
+
+
+@dataclass(frozen=True)
+class BrierParts:
+    """Brier = reliability - resolution + uncertainty + within_bin.
+
+    ``within_bin`` (variance of c minus twice its covariance with y inside the bins) is 0 when the confidences of each
+    bin are equal; leaving it out is the usual reason why published parts do not add up to the score.
+    """
+
+    reliability: float
+    resolution: float
+    uncertainty: float
+    within_bin: float
+
+
+# ------------------------------------------------------------------------------------------------ rows and bins
+
+
+def accuracy(correct: Correct) -> float:
+    """Share of correct rows; unparsed confidences are no reason to leave a row out."""
+    return _mean(as_correct(correct))
+
+
+def bin_rows(confidences: Confidences, correct: Correct, bins: int = DEFAULT_BINS, mass: bool = False) -> Bins:
+    """Sort the valid rows into ``bins`` equal-width bins, or (``mass``) into bins of about equal counts.
+
+    Equal-mass bins end on observed values, so ties share a bin and there may be fewer than ``bins`` of them.
+    """
+    c, y = valid_rows(confidences, correct)
+    if bins < 1:
+        raise ValueError(f"bins must be at least 1, got {bins}")
+    if not mass:
+        edges = np.arange(bins + 1) / bins  # i / bins is the double nearest to the edge: 0.15 is exactly its own edge
+    elif len(c):
+        upper = np.quantile(c, np.arange(1, bins + 1) / bins, method="inverted_cdf")
+        edges = np.concatenate([[0.0], np.unique(upper)])
+    else:
+        edges = np.array([0.0, 1.0])
+    count = len(edges) - 1
+    # A float32 confidence is compared with float32 edges, otherwise float32(0.15) > 0.15 would leave its bin.
+    index = np.searchsorted(edges[1:].astype(c.dtype), c, side="left")
+    weights = c.astype(np.float64)
+    return Bins(
+        edges=edges,
+        count=np.bincount(index, minlength=count),
+        confidence_sum=np.bincount(index, weights=weights, minlength=count),
+        correct_sum=np.bincount(index, weights=y, minlength=count),
+    )
+
+
+# ------------------------------------------------------------------------------------------------ binned errors
+
+
+def ece(
+    confidences: Confidences, correct: Correct, bins: int = DEFAULT_BINS, denominator: Denominator = "valid"
+) -> float:
+    """Expected calibration error, in [0, 1]."""
+    total = _denominator(confidences, correct, denominator)
+    return float(np.abs(bin_rows(confidences, correct, bins).excess).sum() / total) if total else float("nan")
+
+
+def pce(
+    confidences: Confidences, correct: Correct, bins: int = DEFAULT_BINS, denominator: Denominator = "valid"
+) -> float:
+    """Positive calibration error: ECE restricted to the over-confident bins. Never above ``ece`` of the same bins."""
+    total = _denominator(confidences, correct, denominator)
+    return float(np.maximum(bin_rows(confidences, correct, bins).excess, 0.0).sum() / total) if total else float("nan")
+
+
+def mce(confidences: Confidences, correct: Correct, bins: int = DEFAULT_BINS) -> float:
+    """Maximum calibration error over the bins that are not empty."""
+    rows = bin_rows(confidences, correct, bins)
+    gaps = np.abs(_ratio(rows.excess, rows.count))
+    return float(np.nanmax(gaps)) if rows.count.any() else float("nan")
+
+
+def ece_equal_mass(confidences: Confidences, correct: Correct, bins: int = DEFAULT_BINS) -> float:
+    """ECE over bins of about equal counts (Nixon 2019): does not hang on where the confidences crowd."""
+    rows = bin_rows(confidences, correct, bins, mass=True)
+    total = int(rows.count.sum())
+    return float(np.abs(rows.excess).sum() / total) if total else float("nan")
+
+
+# ------------------------------------------------------------------------------------------------ proper scores
+
+
+def brier(confidences: Confidences, correct: Correct) -> float:
+    """Mean squared error of the valid confidences."""
+    c, y = valid_rows(confidences, correct)
+    return _mean((c.astype(np.float64) - y) ** 2)
+
+
+def brier_decomposition(confidences: Confidences, correct: Correct, bins: int = DEFAULT_BINS) -> BrierParts:
+    """What the Brier score is made of: miscalibration, discrimination, difficulty, and what the bins blur."""
+    rows = bin_rows(confidences, correct, bins)
+    n = float(rows.count.sum())
+    if n == 0:
+        return BrierParts(*[float("nan")] * 4)
+    base_rate = rows.correct_sum.sum() / n
+    gap = np.nan_to_num(rows.confidence - rows.accuracy)
+    spread = np.nan_to_num(rows.accuracy - base_rate)
+    reliability = float((rows.count * gap**2).sum() / n)
+    resolution = float((rows.count * spread**2).sum() / n)
+    uncertainty = float(base_rate * (1.0 - base_rate))
+    within = brier(confidences, correct) - (reliability - resolution + uncertainty)
+    return BrierParts(reliability, resolution, uncertainty, within)
+
+
+def nll(confidences: Confidences, correct: Correct) -> float:
+    """Negative log-likelihood in nats; confidences stay one double epsilon away from 0 and 1, as in scikit-learn."""
+    c, y = valid_rows(confidences, correct)
+    eps = np.finfo(np.float64).eps
+    p = np.clip(c.astype(np.float64), eps, 1.0 - eps)
+    return _mean(-np.where(y == 1.0, np.log(p), np.log1p(-p)))
+
+
+# ------------------------------------------------------------------------------------------------ ranking
+
+
+def auroc(confidences: Confidences, correct: Correct) -> float:
+    """Probability that a correct row states more confidence than a wrong one, ties one half (Mann-Whitney).
+
+    Any score ranks, also outside [0, 1], so token log-probs and the reference's sentinels work. NaN rows are left out.
+    One class only: NaN (scikit-learn raises or warns there).
+    """
+    s, y = _ranked_rows(confidences, correct)
+    positives, negatives = float((y == 1).sum()), float((y == 0).sum())
+    if positives == 0 or negatives == 0:
+        return float("nan")
+    _, inverse, count = np.unique(s, return_inverse=True, return_counts=True)
+    mean_rank = np.cumsum(count) - (count - 1) / 2.0
+    rank_sum = float(mean_rank[inverse][y == 1].sum())
+    return (rank_sum - positives * (positives + 1.0) / 2.0) / (positives * negatives)
+
+
+def auprc(confidences: Confidences, correct: Correct) -> float:
+    """Average precision: sum over falling thresholds of (recall step) x precision. No correct row: NaN."""
+    s, y = _ranked_rows(confidences, correct)
+    if not (y == 1).any():
+        return float("nan")
+    values, inverse, count = np.unique(-s, return_inverse=True, return_counts=True)
+    hits = np.bincount(inverse, weights=y, minlength=len(values))
+    precision = np.cumsum(hits) / np.cumsum(count)
+    return float((hits * precision).sum() / hits.sum())
+
+
+# ------------------------------------------------------------------------------------------------ plain shares
+
+
+def overconfidence(confidences: Confidences, correct: Correct) -> float:
+    """Mean confidence minus accuracy over the valid rows: positive when the model says more than it holds."""
+    c, y = valid_rows(confidences, correct)
+    return _mean(c.astype(np.float64)) - _mean(y)
+
+
+def parse_rate(confidences: Confidences) -> float:
+    """Share of rows with a valid confidence."""
+    return _mean(_is_valid(as_confidences(confidences)).astype(np.float64))
+
+
+def worst_case(
+    confidences: Confidences, correct: Correct, fill: Literal["farthest", "half"] = "farthest"
+) -> np.ndarray:
+    """Confidences [N] with every invalid one replaced: by the wrong end of the scale (1 - y), or by one half.
+
+    Metrics of the result bound what a model could gain by not answering.
+    """
+    c, y = as_confidences(confidences), as_correct(correct)
+    _same_length(c, y)
+    filled = c.astype(np.float64)
+    invalid = ~_is_valid(c)
+    filled[invalid] = 1.0 - y[invalid] if fill == "farthest" else 0.5
+    return filled
+
+
+# ------------------------------------------------------------------------------------------------ intervals
+
+
+def wilson_interval(successes: np.ndarray, count: np.ndarray, z: float = 1.959963984540054) -> tuple[np.ndarray, ...]:
+    """Wilson score interval (low [M], high [M]) of shares; 95 % by default. Takes the samples as independent."""
+    share = successes / count
+    center = (share + z**2 / (2 * count)) / (1 + z**2 / count)
+    half = z / (1 + z**2 / count) * np.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
+    return center - half, center + half
+
+
+def bootstrap_ci(
+    metric: Metric,
+    confidences: Confidences,
+    correct: Correct,
+    problem_ids: Sequence[Any] | np.ndarray | None = None,
+    resamples: int = 1000,
+    level: float = 0.95,
+    seed: int = 0,
+) -> tuple[float, float]:
+    """Percentile bootstrap interval of ``metric(confidences, correct)``, resampling whole problems.
+
+    Repeats of one problem are not independent, hence the clusters; without ``problem_ids`` every row is its own.
+    Resamples where the metric is NaN (one class only) are left out. ECE of a resample is biased upwards, so its
+    interval is conservative at the low end. Costs ``resamples`` evaluations.
+    """
+    c, y = as_confidences(confidences), as_correct(correct)
+    _same_length(c, y)
+    if len(y) == 0 or np.isnan(metric(c, y)):
+        return float("nan"), float("nan")
+    clusters = _clusters(problem_ids, len(y))
+    generator = np.random.default_rng(seed)
+    values = np.empty(resamples)
+    for i in range(resamples):
+        drawn = generator.integers(len(clusters), size=len(clusters))
+        rows = np.concatenate([clusters[j] for j in drawn])
+        values[i] = metric(c[rows], y[rows])
+    values = values[~np.isnan(values)]
+    if len(values) == 0:
+        return float("nan"), float("nan")
+    low, high = np.quantile(values, [(1.0 - level) / 2.0, (1.0 + level) / 2.0])
+    return float(low), float(high)
+
+
+def _clusters(problem_ids: Sequence[Any] | np.ndarray | None, n: int) -> list[np.ndarray]:
+    """Row numbers of each problem."""
+    if problem_ids is None:
+        return list(np.arange(n)[:, None])
+    if len(problem_ids) != n:
+        raise ValueError(f"{len(problem_ids)} problem ids for {n} rows")
+    rows: dict[Any, list[int]] = {}
+    for row, problem in enumerate(problem_ids):
+        rows.setdefault(problem, []).append(row)
+    return [np.array(group) for group in rows.values()]
+
+
+# ------------------------------------------------------------------------------------------------ checks
+
+
+def as_confidences(confidences: Confidences) -> np.ndarray:
+    """Floating array [N]; ``None`` becomes NaN."""
+    if isinstance(confidences, np.ndarray) and np.issubdtype(confidences.dtype, np.floating):
+        array = confidences
+    else:
+        array = np.array([np.nan if c is None else c for c in confidences], dtype=np.float64)
+    if array.ndim != 1:
+        raise ValueError(f"confidences must be one-dimensional, got shape {array.shape}")
+    return array
+
+
+def as_correct(correct: Correct) -> np.ndarray:
+    y = np.asarray(correct, dtype=np.float64)
+    if y.ndim != 1:
+        raise ValueError(f"correct must be one-dimensional, got shape {y.shape}")
+    if not np.isin(y, (0.0, 1.0)).all():
+        raise ValueError("correct must hold only 0 and 1")
+    return y
+
+
+def _same_length(c: np.ndarray, y: np.ndarray) -> None:
+    if len(c) != len(y):
+        raise ValueError(f"{len(c)} confidences for {len(y)} rows of correct")
+
+
+def _is_valid(c: np.ndarray) -> np.ndarray:
+    return (c >= 0.0) & (c <= 1.0)  # NaN compares false
+
+
+def valid_rows(confidences: Confidences, correct: Correct) -> tuple[np.ndarray, np.ndarray]:
+    c, y = as_confidences(confidences), as_correct(correct)
+    _same_length(c, y)
+    valid = _is_valid(c)
+    return c[valid], y[valid]
+
+
+def _ranked_rows(scores: Confidences, correct: Correct) -> tuple[np.ndarray, np.ndarray]:
+    s, y = as_confidences(scores), as_correct(correct)
+    _same_length(s, y)
+    ranked = ~np.isnan(s)
+    return s[ranked], y[ranked]
+
+
+def _denominator(confidences: Confidences, correct: Correct, denominator: Denominator) -> int:
+    if denominator == "valid":
+        return len(valid_rows(confidences, correct)[0])
+    if denominator == "all":
+        return len(as_correct(correct))
+    raise ValueError(f"denominator must be 'valid' or 'all', got {denominator!r}")
+
+
+def _mean(values: np.ndarray) -> float:
+    return float(values.mean()) if len(values) else float("nan")
+
+
+def _ratio(numerator: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """numerator / count [M], NaN where the bin is empty."""
+    return np.divide(numerator, count, out=np.full(len(count), np.nan), where=count > 0)

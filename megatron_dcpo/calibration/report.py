@@ -1,0 +1,373 @@
+"""One self-contained HTML page that compares runs: table, reliability diagrams, training curves, sample responses.
+
+A run is a directory with ``evaluation.json`` (and ``samples.jsonl``) and/or ``metrics.jsonl`` (and ``samples/``), or
+one that contains such directories. The page needs no network: styles and SVG pictures are inside, it follows the
+reader's light or dark mode and folds to one column on a phone.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from megatron_dcpo.calibration import diagrams
+from megatron_dcpo.calibration.metrics import Bins
+from megatron_dcpo.calibration.report_page import PAGE
+from megatron_dcpo.calibration.samples import read_jsonl
+from megatron_dcpo.calibration.scoring import CONFIDENCE_KINDS, HEADLINE, bins_from_json, headline
+from megatron_dcpo.calibration.summary import json_ready
+from megatron_dcpo.errors import UserError
+
+LABELS = {
+    "accuracy": "Accuracy",
+    "ece": "ECE",
+    "pce": "PCE",
+    "brier": "Brier",
+    "auroc": "AUROC",
+    "mean_confidence": "Mean conf.",
+    "violation_rate": "Violations",
+    "n": "n",
+}
+_BEST = {"accuracy": max, "ece": min, "pce": min, "brier": min, "auroc": max, "violation_rate": min}
+_PERCENT = {"accuracy", "mean_confidence", "violation_rate"}
+_NOTED = ("accuracy", "ece", "pce", "auroc")
+_SAMPLES_SHOWN = 6
+
+
+@dataclass(frozen=True)
+class Run:
+    """What was found of one run. ``evaluation``: evaluation.json; ``metrics``: rows; ``samples``: judged responses."""
+
+    name: str
+    path: Path
+    evaluation: Mapping[str, Any] | None
+    metrics: Sequence[Mapping[str, Any]]
+    samples: Sequence[Mapping[str, Any]]
+
+
+# ------------------------------------------------------------------------------------------------ finding runs
+
+
+def find_runs(paths: Sequence[str | Path]) -> list[Run]:
+    """The runs at or below ``paths``, in the order given, subdirectories by name.
+
+    A training run without an evaluation of its own takes the one evaluation below it, if there is exactly one.
+    """
+    found: list[Run] = []
+    for given in paths:
+        root = Path(given)
+        if not root.is_dir():
+            raise UserError(f"{root}: no such run directory")
+        below = [
+            directory for directory in (root, *sorted(d for d in root.rglob("*") if d.is_dir())) if _is_run(directory)
+        ]
+        if not below:
+            raise UserError(f"{root}: neither evaluation.json nor metrics.jsonl in it or below")
+        adopted = _adopted(below)
+        found += [
+            read_run(directory, adopted.get(directory), _run_name(root, directory))
+            for directory in below
+            if directory not in adopted.values()
+        ]
+    return _distinct(found)
+
+
+def read_run(path: Path, evaluation_path: Path | None = None, name: str | None = None) -> Run:
+    """Read a run; its evaluation may lie in a directory of its own."""
+    evaluated = evaluation_path or path
+    evaluation_file, metrics_file = evaluated / "evaluation.json", path / "metrics.jsonl"
+    evaluation = _read_json(evaluation_file) if evaluation_file.exists() else None
+    rows = [row for _, row in read_jsonl(metrics_file, torn_tail=True)] if metrics_file.exists() else []
+    files = [evaluated / "samples.jsonl", *sorted((path / "samples").glob("*.jsonl"))[-1:]]
+    samples = next(([row for _, row in read_jsonl(file, torn_tail=True)] for file in files if file.exists()), [])
+    return Run(name or path.name, path, evaluation, rows, samples)
+
+
+def _is_run(path: Path) -> bool:
+    return (path / "evaluation.json").exists() or (path / "metrics.jsonl").exists()
+
+
+def _adopted(directories: Sequence[Path]) -> dict[Path, Path]:
+    """Training directory -> the only evaluation directory below it."""
+    adopted = {}
+    for parent in directories:
+        if (parent / "evaluation.json").exists():
+            continue
+        children = [child for child in directories if parent in child.parents]
+        if len(children) == 1 and not (children[0] / "metrics.jsonl").exists():
+            adopted[parent] = children[0]
+    return adopted
+
+
+def _run_name(root: Path, directory: Path) -> str:
+    return root.resolve().name if directory == root else str(directory.relative_to(root))
+
+
+def _distinct(runs: Sequence[Run]) -> list[Run]:
+    """Names that occur twice get their parent directory in front."""
+    names = [run.name for run in runs]
+    return [
+        Run(f"{run.path.resolve().parent.name}/{run.name}", run.path, run.evaluation, run.metrics, run.samples)
+        if names.count(run.name) > 1
+        else run
+        for run in runs
+    ]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}:{error.lineno}: not valid JSON ({error.msg})") from None
+    if not isinstance(value, dict) or "overall" not in value or "benchmarks" not in value:
+        raise UserError(f"{path}: not an evaluation (no 'overall' and 'benchmarks'); write it with dcpo evaluate")
+    return value
+
+
+# ------------------------------------------------------------------------------------------------ the numbers
+
+
+def comparison(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
+    """``HEADLINE`` per run: of the evaluation, or of the last logged training step where there is none."""
+    return {run.name: summary_of(run) for run in runs}
+
+
+def summary_of(run: Run, kind: str = "verbal", benchmark: str | None = None) -> dict[str, Any]:
+    if run.evaluation is not None:
+        return headline(run.evaluation, kind, benchmark)
+    last = run.metrics[-1] if run.metrics else {}
+    keys = {
+        "accuracy": "reward/accuracy",
+        "mean_confidence": "confidence/mean",
+        "violation_rate": "format/violation_rate",
+        "n": "",
+    }
+    return {name: last.get(keys.get(name, f"calibration/{name}")) for name in HEADLINE}
+
+
+def kinds_of(runs: Sequence[Run]) -> list[str]:
+    scores = [run.evaluation["overall"] for run in runs if run.evaluation is not None]
+    return [kind for kind in CONFIDENCE_KINDS if any(kind in overall for overall in scores)]
+
+
+def benchmarks_of(runs: Sequence[Run]) -> list[str]:
+    return list(dict.fromkeys(name for run in runs if run.evaluation for name in run.evaluation["benchmarks"]))
+
+
+# ------------------------------------------------------------------------------------------------ the page
+
+
+def write_report(runs: Sequence[Run], path: str | Path, title: str = "Accuracy and calibration") -> Path:
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(render_report(runs, title), encoding="utf-8")
+    return target
+
+
+def render_report(runs: Sequence[Run], title: str = "Accuracy and calibration") -> str:
+    """The page as one string."""
+    sections = [_tables(runs), _reliability(runs), _curves(runs), _samples(runs)]
+    return Template(PAGE).substitute(
+        title=html.escape(title),
+        runs=html.escape(", ".join(run.name for run in runs)),
+        body="\n".join(section for section in sections if section),
+        data=_embedded(comparison(runs)),
+    )
+
+
+def _tables(runs: Sequence[Run]) -> str:
+    """The headline table, and behind a fold one per benchmark and kind of confidence when there are several."""
+    kinds, benchmarks = kinds_of(runs), benchmarks_of(runs)
+    first = kinds[0] if kinds else "verbal"
+    parts = ["<section><h2>Comparison</h2>", _table({run.name: summary_of(run, first) for run in runs})]
+    trained_only = [run.name for run in runs if run.evaluation is None]
+    if trained_only:
+        names = html.escape(", ".join(trained_only))
+        parts.append(f'<p class="hint">Not evaluated, last training step shown: {names}.</p>')
+    named = f" on {html.escape(', '.join(benchmarks))}" if benchmarks else ""
+    parts.append(
+        f'<p class="hint">{first.capitalize()} confidence{named}. ECE and PCE: 20 equal-width bins, over parsed '
+    )
+    parts.append("confidences; the best value of each column is bold.</p>")
+    sets = {frozenset(run.evaluation["benchmarks"]) for run in runs if run.evaluation}
+    if len(sets) > 1:
+        parts.append('<p class="hint">The runs were evaluated on different benchmarks: compare them per benchmark.</p>')
+    for benchmark in [None, *benchmarks] if len(benchmarks) > 1 else [None]:
+        for kind in kinds:
+            if benchmark is None and kind == first:
+                continue
+            rows = {run.name: summary_of(run, kind, benchmark) for run in runs if _has(run, kind, benchmark)}
+            if not rows:
+                continue
+            place = benchmark or ("All benchmarks" if len(benchmarks) > 1 else benchmarks[0])
+            name = html.escape(f"{place}, {kind} confidence")
+            parts.append(f"<details><summary>{name}</summary>{_table(rows)}</details>")
+    return "\n".join([*parts, "</section>"])
+
+
+def _has(run: Run, kind: str, benchmark: str | None) -> bool:
+    if run.evaluation is None:
+        return False
+    scores = run.evaluation["benchmarks"].get(benchmark) if benchmark else run.evaluation["overall"]
+    return scores is not None and kind in scores
+
+
+def _table(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    best = {key: _best(key, [row.get(key) for row in rows.values()]) for key in HEADLINE}
+    head = "".join(f"<th>{LABELS[key]}</th>" for key in HEADLINE)
+    lines = [f'<div class="scroll"><table><thead><tr><th>Run</th>{head}</tr></thead><tbody>']
+    for name, row in rows.items():
+        cells = "".join(
+            f"<td{' class=best' if best[key] is not None and row.get(key) == best[key] else ''}>"
+            f"{format_value(key, row.get(key))}</td>"
+            for key in HEADLINE
+        )
+        lines.append(f"<tr><th>{html.escape(name)}</th>{cells}</tr>")
+    return "\n".join([*lines, "</tbody></table></div>"])
+
+
+def _best(key: str, values: Sequence[Any]) -> float | None:
+    defined = [value for value in values if _is_number(value)]
+    return _BEST[key](defined) if key in _BEST and len(defined) > 1 else None
+
+
+def format_value(key: str, value: Any) -> str:
+    """A table cell: percentages with one decimal, errors with three, a dash for undefined."""
+    if not _is_number(value):
+        return "–"
+    if key in _PERCENT:
+        return f"{100 * value:.1f}%"
+    return f"{value:,.0f}" if key == "n" else f"{value:.3f}"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _reliability(runs: Sequence[Run]) -> str:
+    """One panel per run and kind of confidence, on shared axes."""
+    kinds, benchmarks = kinds_of(runs), benchmarks_of(runs)
+    parts = [f"<h3>{kind.capitalize()} confidence</h3>{_panels(runs, kind)}" for kind in kinds]
+    if len(benchmarks) > 1:
+        for name in benchmarks:
+            heading = html.escape(f"{name}, {kinds[0]} confidence")
+            parts.append(f"<details><summary>{heading}</summary>{_panels(runs, kinds[0], name)}</details>")
+    if not parts:
+        return ""
+    caption = (
+        "Bars: accuracy of the samples in a confidence bin, darker with a larger share of all samples, with 95 % "
+        "Wilson intervals. Dots: the bin's mean confidence; an orange gap down to the bar is over-confidence, a blue "
+        "one under-confidence. Below: samples per bin (logarithmic), green the correct ones."
+    )
+    return f'<section><h2>Reliability</h2><p class="hint">{caption}</p>{"".join(parts)}</section>'
+
+
+def _panels(runs: Sequence[Run], kind: str, benchmark: str | None = None) -> str:
+    """Reliability diagram over histogram of every run that has this kind of confidence, on shared axes."""
+    bins: dict[str, Bins] = {}
+    notes: dict[str, str] = {}
+    for run in runs:
+        if run.evaluation is None or not _has(run, kind, benchmark):
+            continue
+        scores = run.evaluation["benchmarks"][benchmark] if benchmark else run.evaluation["overall"]
+        bins[run.name] = bins_from_json(scores[kind]["bins"])
+        values = summary_of(run, kind, benchmark)
+        notes[run.name] = ", ".join(f"{LABELS[key]} {format_value(key, values[key])}" for key in _NOTED)
+    most = max((int(b.count.max(initial=1)) for b in bins.values()), default=1)
+    cards = []
+    for name, rows in bins.items():
+        picture = diagrams.inline_svg(
+            diagrams.run_panel(rows, name, most=most), f"{name} {benchmark or 'overall'} {kind} reliability"
+        )
+        cards.append(f"<figure>{picture}<figcaption>{notes[name]}</figcaption></figure>")
+    return f'<div class="grid panels">{"".join(cards)}</div>'
+
+
+def _curves(runs: Sequence[Run]) -> str:
+    trained = {run.name: run.metrics for run in runs if run.metrics}
+    curves = diagrams.logged_curves(trained)
+    if not curves:
+        return ""
+    legend = "".join(
+        f'<span><i style="background:{diagrams.PALETTE[i % len(diagrams.PALETTE)]}"></i>{html.escape(name)}</span>'
+        for i, name in enumerate(trained)
+    )
+    figures = "".join(
+        f"<figure>{diagrams.inline_svg(diagrams.curve_figure(trained, curve), curve.title)}</figure>"
+        for curve in curves
+    )
+    return f'<section><h2>Training</h2><p class="legend">{legend}</p><div class="grid curves">{figures}</div></section>'
+
+
+def _samples(runs: Sequence[Run]) -> str:
+    """A few responses per run: the most confident wrong ones first, then correct and malformed ones."""
+    parts = []
+    for run in runs:
+        if run.samples:
+            cards = "".join(_sample(row) for row in choose_samples(run.samples))
+            parts.append(f"<details><summary>{html.escape(run.name)}</summary>{cards}</details>")
+    if not parts:
+        return ""
+    hint = (
+        '<p class="hint">The most confident mistakes, the least confident and the most confident correct answers, and '
+        'malformed ones. <span class="reasoning">Reasoning</span> and <mark>confidence</mark> blocks as trained.</p>'
+    )
+    return f"<section><h2>Sample responses</h2>{hint}{''.join(parts)}</section>"
+
+
+def choose_samples(samples: Sequence[Mapping[str, Any]], count: int = _SAMPLES_SHOWN) -> list[Mapping[str, Any]]:
+    """Telling ones: over-confident mistakes, doubted and sure correct answers, malformed ones; no problem twice."""
+    stated = [row for row in samples if _is_number(row.get("confidence"))]
+    by_confidence = sorted(stated, key=lambda row: -row["confidence"])
+    wrong = [row for row in by_confidence if not row.get("correct")]
+    right = [row for row in by_confidence if row.get("correct")]
+    malformed = [row for row in samples if row.get("confidence") is None]
+    queues = [wrong, right[::-1], right, malformed]
+    chosen: list[Mapping[str, Any]] = []
+    problems = set()
+    while any(queues) and len(chosen) < count:
+        for queue in queues:
+            while queue:
+                row = queue.pop(0)
+                problem = row.get("prompt_id", id(row))
+                if problem not in problems and len(chosen) < count:
+                    problems.add(problem)
+                    chosen.append(row)
+                    break
+    return chosen
+
+
+def _sample(row: Mapping[str, Any]) -> str:
+    verdict = "correct" if row.get("correct") else "wrong"
+    stated = (
+        f"says {row['confidence']:.2f}" if _is_number(row.get("confidence")) else row.get("status", "no confidence")
+    )
+    key = html.escape(str(row.get("ground_truth", "")))
+    problem = html.escape(str(row.get("problem") or ""))
+    return (
+        f'<article class="{verdict}"><header><b>{verdict}</b> <span>{html.escape(str(stated))}</span>'
+        f"<span>key {key}</span></header><pre class=problem>{problem}</pre><pre>{_two_blocks(row)}</pre></article>"
+    )
+
+
+def _two_blocks(row: Mapping[str, Any], marker: str = "<conf>") -> str:
+    """The response with its confidence block marked: as split by the trainer, else from the last marker on."""
+    if "reasoning" in row:
+        reasoning, confidence = str(row["reasoning"]), str(row.get("confidence_block") or "")
+    else:
+        text = str(row.get("response") or "")
+        at = text.rfind(marker)
+        reasoning, confidence = (text[:at], text[at:]) if at >= 0 else (text, "")
+    shown = f'<span class="reasoning">{html.escape(reasoning)}</span>'
+    return shown + (f"<mark>{html.escape(confidence)}</mark>" if confidence else "")
+
+
+def _embedded(value: Any) -> str:
+    """JSON inside a script element: it must not be able to close the element."""
+    return json.dumps(json_ready(value), allow_nan=False).replace("<", "\\u003c")

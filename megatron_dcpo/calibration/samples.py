@@ -1,0 +1,118 @@
+"""The judged sample: one line of ``samples.jsonl``, all that scoring needs and all that re-judging needs."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_dcpo.calibration.summary import json_ready
+from megatron_dcpo.errors import UserError
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One response to one problem of a benchmark, judged.
+
+    ``confidence`` (verbal) is ``None`` exactly when ``status`` is not ``ok``. ``token_confidence`` is exp(mean log p),
+    the geometric mean over the ``num_tokens`` sampled tokens, EOS included, at the sampling temperature;
+    ``min_logprob`` (nats) is the least likely of them. ``consistency_confidence`` is the share of the problem's repeats
+    whose answer is equivalent to this one; ``None`` without a boxed answer.
+    """
+
+    benchmark: str
+    prompt_id: str
+    repeat: int
+    problem: str
+    response: str
+    answer: str | None
+    ground_truth: str
+    correct: bool
+    confidence: float | None
+    status: str
+    token_confidence: float | None
+    min_logprob: float | None
+    num_tokens: int
+    finish_reason: str
+    consistency_confidence: float | None = None
+
+
+def with_consistency(samples: Sequence[Sample], equivalent: Callable[[str, str], bool]) -> list[Sample]:
+    """Fill in ``consistency_confidence``: agreement among the repeats of a problem, itself included.
+
+    ``equivalent(a, b)`` decides whether two answers are the same; equal strings are never asked about. A new answer
+    joins the first class whose representative it is equivalent to.
+    """
+    groups: dict[tuple[str, str], list[int]] = {}
+    for index, sample in enumerate(samples):
+        groups.setdefault((sample.benchmark, sample.prompt_id), []).append(index)
+    result = list(samples)
+    for members in groups.values():
+        classes = _answer_classes([samples[i].answer for i in members], equivalent)
+        for i, name in zip(members, classes, strict=True):
+            agreement = classes.count(name) / len(members) if name is not None else None
+            result[i] = replace(samples[i], consistency_confidence=agreement)
+    return result
+
+
+def _answer_classes(answers: Sequence[str | None], equivalent: Callable[[str, str], bool]) -> list[str | None]:
+    """For every answer the representative of its class, ``None`` for no answer."""
+    representative: dict[str, str] = {}
+    for answer in answers:
+        if answer is None or answer in representative:
+            continue
+        known = dict.fromkeys(representative.values())
+        representative[answer] = next((other for other in known if equivalent(answer, other)), answer)
+    return [None if answer is None else representative[answer] for answer in answers]
+
+
+def write_samples(samples: Iterable[Sample], path: str | Path) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        for sample in samples:
+            file.write(json.dumps(json_ready(asdict(sample)), ensure_ascii=False) + "\n")
+
+
+def read_samples(path: str | Path) -> list[Sample]:
+    """Samples as written; unknown keys are ignored, a broken or incomplete line is a ``UserError``."""
+    known = {field.name for field in fields(Sample)}
+    samples = []
+    for where, row in read_jsonl(path):
+        try:
+            samples.append(Sample(**{key: value for key, value in row.items() if key in known}))
+        except TypeError as error:
+            reason = str(error).replace("Sample.__init__() ", "")
+            raise UserError(f"{where}: not a sample of dcpo evaluate ({reason})") from None
+    return samples
+
+
+def read_jsonl(path: str | Path, torn_tail: bool = False) -> list[tuple[str, dict[str, Any]]]:
+    """(FILE:LINE, object) of every line that is not blank. NaN and Infinity are read, as trainers write them.
+
+    ``torn_tail``: a last line without its newline is left out when it is broken, as a killed run leaves it.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            if torn_tail and number == len(lines):
+                break
+            raise UserError(f"{path}:{number}: not valid JSON ({error.msg}); fix or remove the line") from None
+        if not isinstance(row, dict):
+            raise UserError(f"{path}:{number}: not a JSON object; fix or remove the line")
+        rows.append((f"{path}:{number}", row))
+    return rows
+
+
+def geometric_mean_probability(logprobs: Sequence[float]) -> float | None:
+    """exp(mean log p), in [0, 1]; ``None`` for an empty response."""
+    return min(1.0, math.exp(math.fsum(logprobs) / len(logprobs))) if len(logprobs) else None

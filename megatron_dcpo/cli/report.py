@@ -1,0 +1,56 @@
+"""``dcpo report RUN...``: one self-contained HTML page comparing runs, and the table on the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_dcpo.calibration.summary import json_ready
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "report",
+        help="one self-contained HTML page comparing runs",
+        description="Compare runs: accuracy and calibration, reliability diagrams, training curves, sample responses. "
+        "A RUN is a directory with evaluation.json and/or metrics.jsonl, or one that contains such directories.",
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory")
+    parser.add_argument("--out", metavar="FILE", help="where to write the page (default: report.html in the first RUN)")
+    parser.add_argument("--title", default="Accuracy and calibration", help="heading of the page")
+    parser.add_argument("--json", action="store_true", help="print the comparison as JSON instead of a table")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from megatron_dcpo.calibration import report  # matplotlib is slow to import; other verbs do not need it
+
+    runs = report.find_runs(args.runs)
+    page = report.write_report(runs, args.out or Path(args.runs[0]) / "report.html", args.title)
+    numbers = report.comparison(runs)
+    if args.json:
+        print(json.dumps(json_ready({"report": str(page), "runs": numbers}), indent=1))
+    else:
+        print_table(numbers)
+        print(f"wrote {page}")
+    return 0
+
+
+def print_table(numbers: Mapping[str, Mapping[str, Any]], first: str = "run") -> None:
+    """One line per name, the headline metrics as columns."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from megatron_dcpo.calibration.report import LABELS, format_value
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column(first, no_wrap=True)
+    for label in LABELS.values():
+        table.add_column(label, justify="right", no_wrap=True)
+    for name, values in numbers.items():
+        table.add_row(name, *[format_value(key, values.get(key)) for key in LABELS])
+    in_terminal = Console().is_terminal
+    Console(width=None if in_terminal else 140).print(table)  # in a file nothing has to fit a window

@@ -1,0 +1,46 @@
+"""``dcpo train --config F.yaml [section.key=value ...]``: RL training with any method."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "train",
+        help="train a policy",
+        description="Train a policy by RL. Start several processes with torchrun -m megatron_dcpo train ...",
+    )
+    parser.add_argument("--config", required=True, metavar="FILE", help="YAML file with the run's options")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="options that override the file")
+    parser.add_argument("--resume", choices=("none", "auto"), help="auto: continue from the newest complete checkpoint")
+    parser.add_argument("--dry-run", action="store_true", help="check config, data and layout; load no weights")
+    parser.add_argument("--json", action="store_true", help="print the last step's metrics to stdout as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from megatron_dcpo.config import load_config
+
+    overrides = [*args.overrides, *([f"training.resume={args.resume}"] if args.resume else [])]
+    config = load_config(args.config, overrides)
+    if args.dry_run:
+        from megatron_dcpo.training.preflight import describe
+
+        facts = describe(config)
+        print(json.dumps(facts) if args.json else "\n".join(f"{key:24} {value}" for key, value in facts.items()))
+        return 0
+    from megatron_dcpo.runtime import distributed
+    from megatron_dcpo.training.loop import train
+
+    try:
+        train(config)
+        if args.json and distributed.topology().rank == 0:
+            with open(f"{config.run_dir}/metrics.jsonl") as file:
+                sys.stdout.write(file.readlines()[-1])
+    finally:
+        distributed.destroy()
+    return 0

@@ -1,0 +1,234 @@
+"""What a run is: frozen dataclasses, filled from a YAML file and dotted overrides (``objective.lam=1``), validated.
+
+OmegaConf reads YAML and dotted overrides, pydantic checks types and ranges. Parallelism and optimizer options carry
+Megatron's names, method options the paper's. Unknown keys are errors that name the nearest valid key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_type_hints
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+from yaml import YAMLError
+
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.objectives.options import ObjectiveConfig
+
+_STRICT = ConfigDict(extra="forbid")
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+
+
+@dataclass(frozen=True, config=_STRICT)
+class ModelConfig:
+    """``path``: a Hugging Face checkpoint directory (Qwen3, Llama-3.x, Qwen2.5)."""
+
+    path: str
+    params_dtype: Literal["fp32", "bf16"] = "bf16"
+    make_vocab_size_divisible_by: Positive = 128
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
+
+
+@dataclass(frozen=True, config=_STRICT)
+class ParallelConfig:
+    """Megatron's parallelism options. Data parallelism is what is left of the world size."""
+
+    tensor_model_parallel_size: Positive = 1
+    pipeline_model_parallel_size: Positive = 1
+    virtual_pipeline_model_parallel_size: Positive = 1
+    context_parallel_size: Literal[1] = 1
+    sequence_parallel: bool = False
+    use_distributed_optimizer: bool = False
+    recompute_granularity: Literal["none", "full", "selective"] = "none"
+    sequence_packing: bool = False
+    distributed_timeout_minutes: Positive = 30
+
+
+@dataclass(frozen=True, config=_STRICT)
+class DataConfig:
+    """``path``: jsonl, json or parquet, or a hub data set name. ``template``: how a problem becomes a prompt."""
+
+    path: str
+    template: Literal["paper", "grpo", "raw"] = "paper"
+    prompts_per_step: Positive = 256
+    max_prompt_length: Positive = 1024
+    limit: NonNegative = 0
+    shuffle: bool = True
+
+
+@dataclass(frozen=True, config=_STRICT)
+class RolloutConfig:
+    """``group_size`` is G, the responses per prompt; ``max_response_length`` in tokens, EOS included."""
+
+    engine: Literal["auto", "transformers"] = "auto"
+    group_size: Annotated[int, Field(ge=2)] = 8
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    max_response_length: Positive = 3000
+    max_num_seqs: Positive = 512
+    dtype: Literal["fp32", "bf16", "same"] = "same"
+
+
+@dataclass(frozen=True, config=_STRICT)
+class JudgingConfig:
+    """``marker`` opens the confidence block; ``verifier`` decides correctness R."""
+
+    marker: Annotated[str, Field(min_length=1)] = "<conf>"
+    verifier: Literal["math", "code"] = "math"
+
+
+@dataclass(frozen=True, config=_STRICT)
+class OptimizerConfig:
+    """AdamW as the paper and Megatron name it. ``lr_warmup_iters`` counts rollout steps."""
+
+    lr: Annotated[float, Field(ge=0)] = 1e-6
+    min_lr: Annotated[float, Field(ge=0)] = 0.0
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    lr_warmup_iters: NonNegative = 0
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    adam_eps: Annotated[float, Field(gt=0)] = 1e-8
+    clip_grad: Annotated[float, Field(ge=0)] = 1.0
+
+
+@dataclass(frozen=True, config=_STRICT)
+class TrainingConfig:
+    """``updates_per_rollout``: optimizer steps on one rollout (mini-batches). ``save_interval`` 0: only at the end."""
+
+    steps: Positive = 120
+    updates_per_rollout: Positive = 1
+    micro_batch_size: Positive = 8
+    max_tokens_per_micro_batch: Positive = 16384
+    save_interval: NonNegative = 20
+    keep_checkpoints: Positive = 2
+    resume: Literal["none", "auto"] = "none"
+    export_hf: bool = True
+    gradient_probe_interval: NonNegative = 10
+
+
+@dataclass(frozen=True, config=_STRICT)
+class LoggingConfig:
+    """``samples_interval``: dump judged responses every that many steps (0: never), ``samples_per_step`` at most."""
+
+    tensorboard: bool = True
+    samples_interval: NonNegative = 10
+    samples_per_step: Positive = 32
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Config:
+    """One training run; ``config.yaml`` of the run directory holds it in full."""
+
+    run_dir: str
+    model: ModelConfig
+    data: DataConfig
+    seed: int = 1
+    parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
+    rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
+    judging: JudgingConfig = dataclasses.field(default_factory=JudgingConfig)
+    objective: ObjectiveConfig = dataclasses.field(default_factory=ObjectiveConfig)
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    training: TrainingConfig = dataclasses.field(default_factory=TrainingConfig)
+    logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)
+
+
+def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
+    """Read ``path``, apply dotted ``overrides`` in order, validate. Raises :class:`UserError`, one line per call.
+
+    A file may name another as ``base``, relative to itself: it then holds only what differs.
+    """
+    for override in overrides:
+        if "=" not in override:
+            raise UserError(f"override {override!r} is not of the form section.key=value")
+    try:
+        merged = OmegaConf.merge(_read(Path(path)), OmegaConf.from_dotlist(list(overrides)))
+        values = OmegaConf.to_container(merged, resolve=True)
+    except (OmegaConfBaseException, YAMLError, ValueError) as error:
+        raise UserError(f"{path}: {_one_line(str(error))}") from None
+    return validate(values, str(path))
+
+
+def _read(path: Path, including: tuple[Path, ...] = ()) -> DictConfig:
+    if not path.is_file():
+        raise UserError(f"config file {path} does not exist")
+    if path.resolve() in including:
+        raise UserError(f"config file {path} is its own base")
+    values = OmegaConf.load(path)
+    if not isinstance(values, DictConfig):
+        raise UserError(f"{path}: expected a mapping of sections, found a list")
+    base = values.pop("base", None)
+    if base is None:
+        return values
+    merged = OmegaConf.merge(_read(path.parent / base, (*including, path.resolve())), values)
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def validate(values: Any, source: str = "config") -> Config:
+    """Turn plain dictionaries into a :class:`Config`. Raises :class:`UserError` for the first thing wrong."""
+    if not isinstance(values, dict):
+        raise UserError(f"{source}: expected a mapping of sections, found {type(values).__name__}")
+    _check_keys(values, Config, source, ())
+    try:
+        config = TypeAdapter(Config).validate_python(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "config"
+        found = first.get("input")
+        if first["type"] == "missing":
+            raise UserError(f"{source}: {where} is required; add it to the file or pass {where}=...") from None
+        detail = f" (found {found!r})" if not isinstance(found, dict) else ""
+        raise UserError(f"{source}: {where}: {_one_line(first['msg'])}{detail}") from None
+    except ValueError as error:
+        raise UserError(f"{source}: {_one_line(str(error))}") from None
+    _check_together(config, source)
+    return config
+
+
+def to_yaml(config: Config) -> str:
+    """The whole configuration, defaults included, as ``config.yaml`` of a run directory has it."""
+    return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
+
+
+def _check_keys(values: dict[Any, Any], kind: type, source: str, prefix: tuple[str, ...]) -> None:
+    """Unknown keys first: pydantic would report them last, and without the nearest valid name."""
+    hints = get_type_hints(kind)
+    known = {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+    for key, value in values.items():
+        name = ".".join((*prefix, str(key)))
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.4) or _elsewhere(str(key))
+            hint = f"did you mean {'.'.join((*prefix, near[0])) if near[0] in known else near[0]}?" if near else ""
+            raise UserError(f"{source}: unknown key {name}; {hint or 'valid keys: ' + ', '.join(sorted(known))}")
+        section = next((t for t in (known[key], *get_args(known[key])) if dataclasses.is_dataclass(t)), None)
+        if isinstance(section, type) and isinstance(value, dict):
+            _check_keys(value, section, source, (*prefix, str(key)))
+
+
+def _elsewhere(key: str) -> list[str]:
+    """The section a misplaced key belongs to, as ``[section.key]``."""
+    for section, kind in get_type_hints(Config).items():
+        if dataclasses.is_dataclass(kind) and key in {field.name for field in dataclasses.fields(kind)}:
+            return [f"{section}.{key}"]
+    return []
+
+
+def _check_together(config: Config, source: str) -> None:
+    parallel, training = config.parallel, config.training
+    if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
+        raise UserError(f"{source}: parallel.sequence_parallel needs parallel.tensor_model_parallel_size > 1")
+    if config.data.prompts_per_step % training.updates_per_rollout:
+        raise UserError(
+            f"{source}: training.updates_per_rollout={training.updates_per_rollout} does not divide "
+            f"data.prompts_per_step={config.data.prompts_per_step}"
+        )
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

@@ -1,0 +1,204 @@
+"""The benchmarks, one entry each: where the data is, how many problems there should be, what is known to be wrong.
+
+A benchmark is looked for as a file below the data directory (argument, else ``DCPO_DATA``, else ``data/``), then on the
+hub. Any other data file becomes a benchmark on the spot: ``NAME=PATH``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+
+from megatron_dcpo.data.datasets import Record, Row, load_records, read_rows, to_record
+from megatron_dcpo.errors import UserError
+
+NO_FIXES: Mapping[str, Mapping[str, str]] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One entry. ``files`` are tried in order below the data directory; ``hub`` is ``owner/name[:config]@split``.
+
+    ``count`` is the official number of problems; ``notes`` are warnings about a public copy (by file name, or "" for
+    every source); ``corrections`` (row id -> columns) are applied on request only.
+    """
+
+    name: str
+    title: str
+    files: tuple[str, ...]
+    hub: str
+    count: int
+    notes: Mapping[str, str] = field(default_factory=dict)
+    corrections: Mapping[str, Mapping[str, str]] = field(default_factory=lambda: NO_FIXES)
+
+
+@dataclass(frozen=True)
+class LoadedBenchmark:
+    """The problems of a benchmark, the place they came from, and what differs from the official set."""
+
+    name: str
+    source: str
+    records: tuple[Record, ...]
+    warnings: tuple[str, ...]
+
+
+# Recomputed keys and restored statements of the public AMC 2024 copy (a text extraction): see ``notes`` of the entry.
+_AMC24_CORRECTIONS: Mapping[str, Mapping[str, str]] = {
+    "2024-amc12b-14": {"answer": "2"},
+    "2024-amc12b-15": {"answer": r"\log_2 \frac{3}{\sqrt{7}}"},
+    "2024-amc12b-18": {"answer": "319"},
+    "2024-amc12b-25": {"answer": "243"},
+    "2024-amc12b-10": {
+        "question": "A list of $9$ real numbers consists of $1$, $2.2$, $3.2$, $5.2$, $6.2$, and $7$, as well as "
+        r"$x, y, z$ with $x \leq y \leq z$. The range of the list is $7$, and the mean and median are both positive "
+        "integers. How many ordered triples $(x, y, z)$ are possible?"
+    },
+    "2024-amc12b-11": {
+        "question": r"Let $x_n = \sin^2 (n^{\circ})$. What is the mean of $x_1, x_2, x_3, \cdots, x_{90}$?"
+    },
+    "2024-amc12b-20": {
+        "question": "Suppose $A, B$, and $C$ are points in the plane with $AB = 40$ and $AC = 42$, and let $x$ be "
+        r"the length of the line segment from $A$ to the midpoint of $\overline{BC}$. Define a function $f$ by letting "
+        r"$f(x)$ be the area of $\triangle ABC$. Then the domain of $f$ is an open interval $(p, q)$, and the maximum "
+        "value $r$ of $f(x)$ occurs at $x = s$. What is $p + q + r + s$?"
+    },
+}
+
+_ENTRIES = (
+    Benchmark(
+        name="math500",
+        title="MATH-500",
+        files=("math500/test.jsonl", "MATH-500/test.jsonl", "math500.jsonl"),
+        hub="HuggingFaceH4/MATH-500@test",
+        count=500,
+    ),
+    Benchmark(
+        name="aime24",
+        title="AIME 2024",
+        files=("aime24/aime24.parquet", "aime24.parquet", "aime24/aime.json", "aime24.jsonl"),
+        hub="HuggingFaceH4/aime_2024@train",
+        count=30,
+    ),
+    Benchmark(
+        name="aime25",
+        title="AIME 2025",
+        files=(
+            "aime25/aime2025.jsonl",
+            "aime25/aime2025.reconstructed.jsonl",
+            "aime25/test.jsonl",
+            "aime25/aime25.json",
+            "aime25.jsonl",
+        ),
+        hub="math-ai/aime25@test",
+        count=30,
+    ),
+    Benchmark(
+        name="amc23",
+        title="AMC 2023",
+        files=("amc23/test.jsonl", "amc23.jsonl", "amc23/test.parquet"),
+        hub="math-ai/amc23@test",
+        count=40,
+        notes={"": "the usual 40 problems with integer answers; the DCPO paper's own copy has 46, not publicly stored"},
+    ),
+    Benchmark(
+        name="amc24",
+        title="AMC 2024",
+        files=("amc24/amc24.json", "amc24/amc24.jsonl", "amc24.jsonl", "amc24.json"),
+        hub="rawsh/2024_AMC12@train",
+        count=45,
+        notes={
+            "amc24/amc24.json": "wrong keys in 12B-14, 12B-15, 12B-18, 12B-25 and garbled statements in 12B-10, "
+            "12B-11, 12B-20 (the corrections option repairs these seven); 12B-4 has a letter as its key; 12A lacks 14, "
+            "18, 20, 22 and 12B lacks 7, 19; the DCPO paper uses 45 problems"
+        },
+        corrections=_AMC24_CORRECTIONS,
+    ),
+    Benchmark(
+        name="gsm8k",
+        title="GSM8K",
+        files=("gsm8k/test.jsonl", "gsm8k.jsonl", "gsm8k/main/test.parquet"),
+        hub="openai/gsm8k:main@test",
+        count=1319,
+    ),
+)
+
+BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType({entry.name: entry for entry in _ENTRIES})
+_ALIASES = {"aime2024": "aime24", "aime2025": "aime25", "amc2023": "amc23", "amc2024": "amc24"}
+
+
+def find_benchmark(name: str) -> Benchmark:
+    """By name, whatever its spelling: MATH-500, math_500, AIME24, aime-2024."""
+    key = re.sub(r"[^a-z0-9]", "", name.lower())
+    key = _ALIASES.get(key, key)
+    if key not in BENCHMARKS:
+        raise UserError(f"unknown benchmark {name!r}; known: {', '.join(BENCHMARKS)}; or give NAME=PATH of a data file")
+    return BENCHMARKS[key]
+
+
+def load_benchmark(spec: str, data_dir: str | Path | None = None, corrections: bool = False) -> LoadedBenchmark:
+    """A registered benchmark by name, or ``NAME=PATH``. ``corrections`` repairs documented defects of the data."""
+    name, has_path, path = spec.partition("=")
+    name = name.strip()
+    if has_path:
+        if not re.fullmatch(r"[\w.-]+", name) or not path:
+            raise UserError(f"bad benchmark {spec!r}; write NAME=PATH, NAME of letters, digits and . _ -")
+        return LoadedBenchmark(name, path, tuple(load_records(path, task=name)), ())
+    entry = find_benchmark(name)
+    source = _find_source(entry, data_dir)
+    try:
+        rows = list(read_rows(source))
+    except UserError as error:
+        if source != entry.hub:
+            raise
+        raise UserError(f"{entry.name}: no file below {_data_root(data_dir)} (set DCPO_DATA), and {error}") from None
+    if corrections:
+        rows = [_corrected(row, entry.corrections) for row in rows]
+    records = [to_record(row, index, entry.name, source=source) for index, row in enumerate(rows)]
+    kept = tuple(record for record in records if record is not None)
+    return LoadedBenchmark(entry.name, source, kept, _differences(entry, source, len(kept), corrections))
+
+
+def parse_specs(text: str) -> list[str]:
+    """``"math500, AIME24,mine=a.jsonl"`` -> its parts; the same name twice is an error."""
+    specs = [part.strip() for part in text.split(",") if part.strip()]
+    if not specs:
+        raise UserError(f"no benchmark named; known: {', '.join(BENCHMARKS)}")
+    names = [spec.partition("=")[0] if "=" in spec else find_benchmark(spec).name for spec in specs]
+    repeated = {name for name in names if names.count(name) > 1}
+    if repeated:
+        raise UserError(f"benchmark named twice: {', '.join(sorted(repeated))}")
+    return specs
+
+
+def _find_source(entry: Benchmark, data_dir: str | Path | None) -> str:
+    root = _data_root(data_dir)
+    for file in entry.files:
+        if (root / file).exists():
+            return str(root / file)
+    if data_dir and not root.is_dir():
+        raise UserError(f"data directory {root} does not exist; correct it, set DCPO_DATA or give {entry.name}=PATH")
+    return entry.hub
+
+
+def _data_root(data_dir: str | Path | None) -> Path:
+    return Path(data_dir or os.environ.get("DCPO_DATA") or "data").expanduser()
+
+
+def _corrected(row: Row, corrections: Mapping[str, Mapping[str, str]]) -> Row:
+    fix = corrections.get(str(row.get("id")))
+    return {**row, **fix} if fix else row
+
+
+def _differences(entry: Benchmark, source: str, found: int, corrected: bool) -> tuple[str, ...]:
+    warnings = []
+    if found != entry.count:
+        warnings.append(f"{entry.name}: {found} problems where {entry.count} are expected ({source})")
+    for file, note in entry.notes.items():
+        if source.endswith(file):
+            state = "; corrections applied" if corrected and entry.corrections else ""
+            warnings.append(f"{entry.name}: {note}{state}")
+    return tuple(warnings)

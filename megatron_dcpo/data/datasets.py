@@ -1,0 +1,292 @@
+"""From a file or a hub name to prompts: JSON, JSON lines, parquet; verl-style rows or plain problem/answer columns.
+
+    file --read_rows--> rows --to_record--> Record (problem, answer) --load_prompts--> Prompt (tokens, unique id)
+
+Whatever is dropped on the way (no answer, too long) is counted and logged, and what cannot be read is a ``UserError``
+that names the line or the column.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_dcpo.data import prompts
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.types import Prompt
+
+logger = logging.getLogger(__name__)
+
+Row = Mapping[str, Any]
+
+PROBLEM_COLUMNS = ("problem", "question", "prompt")
+ANSWER_COLUMNS = ("answer", "ground_truth", "final_answer")
+SUFFIXES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
+_GENERIC_STEMS = {"train", "test", "validation", "val", "dev", "data"}
+_GSM8K_FINAL = re.compile(r"####\s*(.+?)\s*\Z", re.DOTALL)
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?(@[\w.-]+)?\Z")
+
+
+@dataclass(frozen=True)
+class Record:
+    """One problem of a data set. ``index`` is its row in the file, counted before anything was dropped."""
+
+    task: str
+    index: int
+    messages: tuple[dict[str, str], ...]
+    answer: str
+
+    @property
+    def problem(self) -> str:
+        """The problem text without the reference's confidence request."""
+        return prompts.bare_problem(self.messages[-1]["content"])
+
+    @property
+    def prompt_id(self) -> str:
+        return f"{self.task}/{self.index}"
+
+
+# ------------------------------------------------------------------------------------------------ prompts
+
+
+def load_prompts(
+    path_or_name: str | Path,
+    tokenizer: Any,
+    template: str = "paper",
+    max_prompt_length: int | None = None,
+    limit: int | None = None,
+    task: str | None = None,
+    marker: str = prompts.MARKER,
+) -> list[Prompt]:
+    """The prompts of a data set: rendered, tokenised, each with an id of its own (equal problems stay separate groups).
+
+    ``path_or_name``: a file, a directory with one data file, or a hub name ``owner/name[:config][@split]``.
+    Prompts of more than ``max_prompt_length`` tokens are dropped, ``limit`` keeps the first ones that are left
+    (``None`` or 0: all). ``marker`` is what the ``paper`` template asks the confidence line to begin with.
+    """
+    records = load_records(path_or_name, task=task)
+    return render_prompts(records, tokenizer, template, max_prompt_length, limit, marker, source=str(path_or_name))
+
+
+def render_prompts(
+    records: Sequence[Record],
+    tokenizer: Any,
+    template: str = "paper",
+    max_prompt_length: int | None = None,
+    limit: int | None = None,
+    marker: str = prompts.MARKER,
+    source: str = "the data set",
+) -> list[Prompt]:
+    """Records through the prompt template. Stops reading at ``limit`` prompts."""
+    kept: list[Prompt] = []
+    too_long = 0
+    for record in records:
+        if limit and len(kept) >= limit:
+            break
+        messages, ids = prompts.render(tokenizer, record.messages, template, marker)
+        if max_prompt_length is not None and len(ids) > max_prompt_length:
+            too_long += 1
+            continue
+        kept.append(Prompt(record.prompt_id, messages, tuple(ids), record.answer, record.task))
+    if too_long:
+        logger.warning("%s: dropped %d prompts longer than %d tokens", source, too_long, max_prompt_length)
+    if records and not kept:
+        raise UserError(f"{source}: every prompt is longer than {max_prompt_length} tokens; raise the limit")
+    return kept
+
+
+# ------------------------------------------------------------------------------------------------ records
+
+
+def load_records(path_or_name: str | Path, task: str | None = None) -> list[Record]:
+    """All problems with an answer. ``task`` names them, by default the row's ``data_source`` or the file's name."""
+    name = task or _task_name(path_or_name)
+    records: list[Record] = []
+    unanswered = 0
+    for index, row in enumerate(read_rows(path_or_name)):
+        record = to_record(row, index, name, forced=task is not None, source=str(path_or_name))
+        if record is None:
+            unanswered += 1
+        else:
+            records.append(record)
+    if unanswered:
+        logger.warning("%s: dropped %d rows without an answer", path_or_name, unanswered)
+    if not records:
+        raise UserError(f"{path_or_name}: no problem with an answer in it")
+    return records
+
+
+def to_record(row: Row, index: int, task: str, forced: bool = True, source: str = "row") -> Record | None:
+    """One row as a problem with its answer; ``None`` when the answer is null or empty."""
+    name = task if forced else str(row.get("data_source") or task)
+    problem = _first_column(row, PROBLEM_COLUMNS)
+    reward_model = row.get("reward_model")
+    has_ground_truth = isinstance(reward_model, Mapping) and "ground_truth" in reward_model
+    answer_column = _first_column(row, ANSWER_COLUMNS)
+    if problem is None or (answer_column is None and not has_ground_truth):
+        missing = "problem" if problem is None else "answer"
+        wanted = PROBLEM_COLUMNS if problem is None else (*ANSWER_COLUMNS, "reward_model.ground_truth")
+        raise UserError(
+            f"{source}: row {index + 1} has no {missing} column; found {', '.join(map(str, row)) or 'nothing'}; "
+            f"expected one of {', '.join(wanted)}"
+        )
+    raw = reward_model["ground_truth"] if has_ground_truth else row[str(answer_column)]  # type: ignore[index]
+    answer = final_answer(raw, integer="aime" in name.lower() or "aime_number" in row)
+    messages = _as_messages(row[problem], f"{source}: row {index + 1}")
+    return Record(name, index, messages, answer) if answer else None
+
+
+def final_answer(raw: Any, integer: bool = False) -> str:
+    r"""The answer key as text: GSM8K's part behind ``####`` without thousands commas, whole floats as integers.
+
+    ``integer`` (AIME keys): leading zeros and a degree sign are notation: 025 -> 25, 336^\circ -> 336.
+    """
+    if raw is None:
+        return ""
+    if isinstance(raw, float):
+        return "" if raw != raw else str(int(raw)) if raw.is_integer() else repr(raw)
+    text = str(raw).strip()
+    if "####" in text and (final := _GSM8K_FINAL.search(text.rsplit("\n", 1)[-1])):
+        return _THOUSANDS.sub("", final.group(1))
+    if integer and (digits := re.fullmatch(r"(\d+)(?:\^\\circ|\^\{\\circ\})?", text)):
+        return str(int(digits.group(1)))
+    return text
+
+
+# ------------------------------------------------------------------------------------------------ rows
+
+
+def read_rows(path_or_name: str | Path) -> Iterator[Row]:
+    """The rows of a file, of a directory's only data file, or of a hub data set."""
+    path = Path(path_or_name).expanduser()
+    if path.is_dir():
+        path = _only_data_file(path)
+    if not path.exists():
+        if isinstance(path_or_name, str) and _looks_like_hub_name(path_or_name):
+            yield from _read_hub(path_or_name)
+            return
+        raise UserError(f"{path_or_name}: no such data file")
+    name = path.name.removesuffix(".gz")
+    if name.endswith(".parquet"):
+        yield from _read_parquet(path)
+    elif name.endswith((".jsonl", ".json")):
+        yield from _read_json(path)
+    else:
+        raise UserError(f"{path}: unknown kind of data file; expected one of {', '.join(SUFFIXES)}")
+
+
+def _read_json(path: Path) -> Iterator[Row]:
+    """A JSON array of objects, or one object per line (also under a plain .json name)."""
+    opener = gzip.open if path.name.endswith(".gz") else open
+    try:
+        with opener(path, "rt", encoding="utf-8") as file:  # type: ignore[operator]
+            text = file.read()
+    except (UnicodeDecodeError, gzip.BadGzipFile) as error:
+        raise UserError(f"{path}: not UTF-8 text ({error}); convert the file") from None
+    if text.startswith("version https://git-lfs"):
+        raise UserError(f"{path}: only a git-lfs pointer; fetch the file with `git lfs pull`")
+    if text.lstrip().startswith("["):
+        yield from _parse_array(path, text)
+        return
+    for number, line in enumerate(text.split("\n"), start=1):  # splitlines() would also split at U+2028 inside strings
+        if line.strip():
+            yield _parse_object(line, f"{path}:{number}")
+
+
+def _parse_array(path: Path, text: str) -> list[Row]:
+    try:
+        rows = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}:{error.lineno}: not valid JSON ({error.msg}); fix the file") from None
+    for index, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise UserError(f"{path}: element {index + 1} is no object but {type(row).__name__}")
+    return rows
+
+
+def _parse_object(line: str, where: str) -> Row:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where}: not valid JSON ({error.msg}); fix or remove the line") from None
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: not a JSON object but {type(row).__name__}; fix or remove the line")
+    return row
+
+
+def _read_parquet(path: Path) -> Iterator[Row]:
+    try:
+        import pyarrow.parquet as parquet
+    except ImportError:
+        raise UserError(f"{path}: reading parquet needs pyarrow; `pip install pyarrow`") from None
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=1024):
+                yield from batch.to_pylist()
+    except (OSError, ValueError) as error:  # pyarrow's errors derive from both
+        raise UserError(f"{path}: not a readable parquet file ({str(error).splitlines()[0]})") from None
+
+
+def _read_hub(name: str) -> Iterator[Row]:
+    """``owner/name[:config][@split]`` through the ``datasets`` library, which is optional."""
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise UserError(
+            f"{name}: no such file, and reading it from the hub needs the datasets library; `pip install datasets`, "
+            "or give the path of a local copy"
+        ) from None
+    repository, _, split = name.partition("@")
+    repository, _, config = repository.partition(":")
+    try:
+        rows = load_dataset(repository, config or None, split=split or "train")
+    except Exception as error:  # the library raises anything from OSError to its own classes; all mean "not available"
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"{name}: cannot load it from the hub ({reason})") from None
+    yield from rows
+
+
+# ------------------------------------------------------------------------------------------------ small parts
+
+
+def _first_column(row: Row, names: Sequence[str]) -> str | None:
+    return next((name for name in names if name in row), None)
+
+
+def _as_messages(problem: Any, where: str) -> tuple[dict[str, str], ...]:
+    """A problem column is text, or a verl-style list of chat messages."""
+    if isinstance(problem, str) and problem.strip():
+        return ({"role": "user", "content": problem},)
+    if isinstance(problem, list | tuple) and problem:
+        well_formed = all(isinstance(m, Mapping) and isinstance(m.get("content"), str) and "role" in m for m in problem)
+        if well_formed and problem[-1]["role"] == "user":
+            return tuple({"role": str(m["role"]), "content": m["content"]} for m in problem)
+    raise UserError(f"{where}: the problem is neither text nor a list of messages that ends with the user's")
+
+
+def _task_name(path_or_name: str | Path) -> str:
+    """``.../math500/test.jsonl`` -> math500; ``.../aime24.parquet`` -> aime24; ``owner/name@test`` -> name."""
+    text = str(path_or_name).partition("@")[0].partition(":")[0]
+    path = Path(text)
+    stem = path.name.removesuffix(".gz")
+    stem = stem.rsplit(".", 1)[0] if stem.endswith((".json", ".jsonl", ".parquet")) else stem
+    return path.parent.name if stem in _GENERIC_STEMS and path.parent.name else stem
+
+
+def _only_data_file(directory: Path) -> Path:
+    files = sorted(file for file in directory.iterdir() if file.name.endswith(SUFFIXES))
+    if len(files) == 1:
+        return files[0]
+    found = ", ".join(file.name for file in files) or "none"
+    raise UserError(f"{directory}: expected exactly one data file in this directory, found {found}; name the file")
+
+
+def _looks_like_hub_name(name: str) -> bool:
+    return bool(_HUB_NAME.match(name)) and not name.startswith(".") and not name.partition("@")[0].endswith(SUFFIXES)

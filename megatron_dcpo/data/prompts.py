@@ -1,0 +1,105 @@
+r"""From a problem to the tokens a policy continues: one template function for training and for evaluation.
+
+``paper``  problem + box the answer + one last line ``<conf> Confidence: 0.83`` (the confidence prompt of DCPO)
+``grpo``   problem + box the answer (the prompt of the GRPO baseline)
+``raw``    the problem text alone, without chat template: for base models and for tasks that bring their own format
+
+``paper`` and ``grpo`` go through the tokenizer's chat template with its generation prompt, without a system message of
+ours, and with thinking switched off where the template has that switch (Qwen3).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from megatron_dcpo.errors import UserError
+
+MARKER = "<conf>"
+
+_BOX = r"Please reason step by step, and put your final answer within \boxed{}."
+# The newline before the marker matters: without it byte-level BPE merges the end of the answer with the marker ("}<").
+_CONFIDENCE = (
+    "After the boxed answer, start a new line and say how sure you are that this answer is correct: the marker "
+    "{marker} and a decimal number between 0 and 1, where 0 means that you have no idea and 1 means that you are "
+    "certain. That line must have exactly this form:\n{marker} Confidence: 0.83\nWrite nothing after it."
+)
+_ASKS_FOR_BOX = re.compile(r"\\boxed\{\s*\}[^\n]{0,40}\Z")
+# The suffix of the reference's ``..._with_confidence`` files asks for another marker; both would contradict each other.
+_REFERENCE_SUFFIX = re.compile(
+    r"\s*(?:Please put your final answer within \\boxed\{\}\.\s*)?Also output a sing\w+ line.*CONFIDENCE.*\Z", re.DOTALL
+)
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Template:
+    """How a problem is put: ``instruct(problem, marker)`` writes the user turn, ``chat`` applies the chat template."""
+
+    name: str
+    instruct: Callable[[str, str], str]
+    chat: bool
+
+
+def box_instruction(problem: str, marker: str = MARKER) -> str:
+    """Ask for a boxed answer, unless the problem ends by asking for one already."""
+    problem = problem.rstrip()
+    return problem if _ASKS_FOR_BOX.search(problem) else f"{problem}\n\n{_BOX}"
+
+
+def confidence_instruction(problem: str, marker: str = MARKER) -> str:
+    """Ask for a boxed answer and for the confidence line behind it."""
+    return f"{box_instruction(problem)}\n\n{_CONFIDENCE.format(marker=marker)}"
+
+
+TEMPLATES: Mapping[str, Template] = MappingProxyType(
+    {
+        "paper": Template("paper", confidence_instruction, chat=True),
+        "grpo": Template("grpo", box_instruction, chat=True),
+        "raw": Template("raw", lambda problem, marker: problem, chat=False),
+    }
+)
+
+
+def find_template(name: str) -> Template:
+    if name not in TEMPLATES:
+        raise UserError(f"unknown prompt template {name!r}; known: {', '.join(TEMPLATES)}")
+    return TEMPLATES[name]
+
+
+def bare_problem(text: str) -> str:
+    """The problem without the confidence request of the reference's own data files."""
+    return _REFERENCE_SUFFIX.sub("", text)
+
+
+def render(
+    tokenizer: Any, messages: tuple[Message, ...], template: str, marker: str = MARKER
+) -> tuple[tuple[Message, ...], list[int]]:
+    """The messages as sent and their token ids, ready to be continued.
+
+    ``messages``: what the data set holds, the problem being the last user turn.
+    """
+    style = find_template(template)
+    if not messages or messages[-1]["role"] != "user":
+        raise UserError("a prompt must end with a user message")
+    last = {**messages[-1], "content": style.instruct(bare_problem(messages[-1]["content"]), marker)}
+    asked = (*messages[:-1], last)
+    if not style.chat:
+        return asked, list(tokenizer.encode("\n\n".join(m["content"] for m in asked)))
+    return asked, encode_chat(tokenizer, asked)
+
+
+def encode_chat(tokenizer: Any, messages: tuple[Message, ...]) -> list[int]:
+    """Token ids of a chat up to and including the generation prompt, thinking off where the template knows it."""
+    chat_template = getattr(tokenizer, "chat_template", None)
+    if not chat_template:
+        raise UserError("the tokenizer has no chat template; use the prompt template 'raw' or add chat_template.jinja")
+    # A switch the template does not know would be ignored silently today and may be an error tomorrow.
+    options = {"enable_thinking": False} if "enable_thinking" in str(chat_template) else {}
+    text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **options)
+    # The template writes the special tokens itself; adding them again would double Llama's <|begin_of_text|>.
+    return list(tokenizer.encode(text, add_special_tokens=False))

@@ -1,0 +1,188 @@
+"""From judged responses to micro-batches: balanced over data-parallel ranks, equal in number, padded or packed.
+
+Logits at position p score the token at p + 1; ``MicroBatch.rows`` therefore points at the position *before* each
+response token, and every per-token array (advantage, block id, weight) is laid out like the *labels*.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_dcpo import runtime
+
+from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One prompt and response as token ids (int64), the unit of batching."""
+
+    prompt_ids: np.ndarray
+    response_ids: np.ndarray
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt_ids) + len(self.response_ids)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """``tokens``, ``position_ids``: int64 [b, s], or [1, t] when packed. ``rows``: int64 [N], flat index of the logits
+    that score each response token; ``targets``: int64 [N], those tokens; ``sequence_ids``: int64 [N], 0-based sample of
+    each within the micro-batch; ``members``: which samples, in order."""
+
+    tokens: Tensor
+    position_ids: Tensor
+    rows: Tensor
+    targets: Tensor
+    sequence_ids: Tensor
+    members: tuple[int, ...]
+    packed_seq_params: PackedSeqParams | None
+
+
+def assign_to_ranks(lengths: Sequence[int], ranks: int) -> list[list[int]]:
+    """Deal samples over data-parallel ranks, longest first, there and back: equal counts (+-1), near-equal tokens."""
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    for position, index in enumerate(order):
+        turn, place = divmod(position, ranks)
+        shares[place if turn % 2 == 0 else ranks - 1 - place].append(index)
+    return shares
+
+
+def split_micro_batches(
+    lengths_of_rank: Sequence[Sequence[int]],
+    rank: int,
+    *,
+    micro_batch_size: int,
+    max_tokens: int,
+    packing: bool,
+    multiple_of: int = 1,
+) -> list[list[int]]:
+    """Micro-batches (lists of indices into this rank's samples); their number is the same on every rank.
+
+    Computed from the lengths of all ranks, so that no collective can disagree inside the schedule. Without packing a
+    micro-batch has ``micro_batch_size`` samples of similar length, with packing at most ``max_tokens`` tokens. A rank
+    with too few samples gets empty micro-batches. ``multiple_of``: what interleaved pipelines demand.
+    """
+    splits = [_pack(ls, max_tokens) if packing else _chunk(ls, micro_batch_size) for ls in lengths_of_rank]
+    count = -(-max(1, *(len(split) for split in splits)) // multiple_of) * multiple_of
+    split = splits[rank]
+    while len(split) < count:
+        largest = max(range(len(split)), key=lambda i: len(split[i])) if split else 0
+        if not split or len(split[largest]) < 2:
+            split.append([])
+            continue
+        members = split.pop(largest)
+        split += [members[0::2], members[1::2]]
+    return split
+
+
+def _chunk(lengths: Sequence[int], size: int) -> list[list[int]]:
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    return [order[start : start + size] for start in range(0, len(order), size)]
+
+
+def _pack(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """First fit decreasing. A sample longer than ``max_tokens`` gets a micro-batch of its own."""
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        for b, free in enumerate(room):
+            if lengths[index] <= free:
+                bins[b].append(index)
+                room[b] -= lengths[index]
+                break
+        else:
+            bins.append([index])
+            room.append(max_tokens - lengths[index])
+    return bins
+
+
+def collate(
+    samples: Sequence[Sample],
+    splits: Sequence[Sequence[int]],
+    *,
+    packing: bool,
+    multiple_of: int = 1,
+    uniform: bool = False,
+) -> Iterator[MicroBatch]:
+    """Build the micro-batches one at a time. ``multiple_of``: row length multiple (TP size under sequence parallel).
+
+    ``uniform`` gives all of them one shape: Megatron's interleaved schedule mixes up shapes that differ.
+    """
+    chosen = [
+        [samples[i] for i in members] or [Sample(np.zeros(1, np.int64), np.zeros(0, np.int64))] for members in splits
+    ]
+    sizes = [_packed_size(batch) if packing else _padded_size(batch) for batch in chosen]
+    largest = tuple(max(column) for column in zip(*sizes, strict=True))
+    for batch, size, members in zip(chosen, sizes, splits, strict=True):
+        rows, width = largest if uniform else size
+        width = -(-width // multiple_of) * multiple_of
+        yield _packed(batch, members, width) if packing else _padded(batch, members, rows, width)
+
+
+def _padded_size(samples: Sequence[Sample]) -> tuple[int, int]:
+    return len(samples), max(sample.length for sample in samples)
+
+
+def _packed_size(samples: Sequence[Sample]) -> tuple[int, int]:
+    return 1, sum(sample.length for sample in samples)
+
+
+def _padded(samples: Sequence[Sample], members: Sequence[int], rows: int, width: int) -> MicroBatch:
+    tokens = np.zeros((rows, width), np.int64)
+    for row, sample in enumerate(samples):
+        tokens[row, : sample.length] = np.concatenate([sample.prompt_ids, sample.response_ids])
+    positions = np.broadcast_to(np.arange(width), tokens.shape)
+    return _micro_batch(samples, members, tokens, positions, [row * width for row in range(len(samples))], None)
+
+
+def _packed(samples: Sequence[Sample], members: Sequence[int], total: int) -> MicroBatch:
+    bounds = [0]
+    for sample in samples:
+        bounds.append(bounds[-1] + sample.length)
+    tokens = np.zeros((1, total), np.int64)
+    positions = np.zeros((1, total), np.int64)
+    for sample, (start, stop) in zip(samples, itertools.pairwise(bounds), strict=True):
+        tokens[0, start:stop] = np.concatenate([sample.prompt_ids, sample.response_ids])
+        positions[0, start:stop] = np.arange(stop - start)
+    offsets = bounds[:-1]
+    if total > bounds[-1]:
+        bounds = [*bounds, total]  # the filling is a sequence of its own, which nothing attends to
+    cu = torch.tensor(bounds, dtype=torch.int32, device=runtime.device())
+    longest = max(stop - start for start, stop in itertools.pairwise(bounds))
+    params = PackedSeqParams("thd", cu, cu, None, None, longest, longest)
+    return _micro_batch(samples, members, tokens, positions, offsets, params)
+
+
+def _micro_batch(
+    samples: Sequence[Sample],
+    members: Sequence[int],
+    tokens: np.ndarray,
+    positions: np.ndarray,
+    offsets: Sequence[int],
+    packed: PackedSeqParams | None,
+) -> MicroBatch:
+    rows, targets, owners = [], [], []
+    for index, (sample, offset) in enumerate(zip(samples, offsets, strict=True)):
+        first = offset + len(sample.prompt_ids) - 1
+        rows.append(np.arange(first, first + len(sample.response_ids)))
+        targets.append(sample.response_ids)
+        owners.append(np.full(len(sample.response_ids), index, np.int64))
+    on = lambda array: torch.from_numpy(np.ascontiguousarray(array)).to(runtime.device())  # noqa: E731
+    return MicroBatch(
+        on(tokens),
+        on(positions),
+        on(np.concatenate(rows)),
+        on(np.concatenate(targets)),
+        on(np.concatenate(owners)),
+        tuple(members),
+        packed,
+    )

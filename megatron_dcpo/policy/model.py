@@ -1,0 +1,206 @@
+"""The policy: a Megatron ``GPTModel`` built from a Hugging Face ``config.json`` and filled through the weight table."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_dcpo import runtime
+from megatron_dcpo.config import ModelConfig, ParallelConfig
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.policy.spec import block_spec, has_transformer_engine, layer_spec
+from megatron_dcpo.runtime.distributed import Topology
+from megatron_dcpo.weights.architecture import Architecture, read_architecture
+from megatron_dcpo.weights.planner import (
+    Coordinates,
+    Copy,
+    Layout,
+    check_layout,
+    padded_vocab_size,
+    plan,
+    sharded_dimensions,
+)
+from megatron_dcpo.weights.safetensors_io import HFReader, load_into
+
+from megatron.core import tensor_parallel  # isort: skip
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.enums import ModelType
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The model chunks of this rank (one, or several with virtual pipeline stages), wrapped for training.
+
+    ``copies[i]`` maps chunk i to Hugging Face tensors.
+    """
+
+    arch: Architecture
+    layout: Layout
+    config: TransformerConfig
+    chunks: tuple[Any, ...]
+    gpt: tuple[GPTModel, ...]
+    copies: tuple[tuple[Copy, ...], ...]
+    topology: Topology
+
+    def parameters(self, chunk: int) -> dict[str, Tensor]:
+        """Parameters of a chunk by their name in the weight table."""
+        return {name: p.data for name, p in self.gpt[chunk].named_parameters()}
+
+
+def transformer_config(arch: Architecture, parallel: ParallelConfig, dtype: torch.dtype) -> TransformerConfig:
+    """Megatron's configuration of ``arch`` (RMSNorm, SwiGLU, rotary embeddings, grouped queries; no biases but QKV's)."""
+    on_cpu = not runtime.has_cuda()
+    recompute: dict[str, Any] = {}
+    if parallel.recompute_granularity != "none":
+        recompute["recompute_granularity"] = parallel.recompute_granularity
+    if parallel.recompute_granularity == "full":
+        recompute |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+    interleaved = parallel.virtual_pipeline_model_parallel_size > 1
+    return TransformerConfig(
+        num_layers=arch.num_layers,
+        hidden_size=arch.hidden_size,
+        ffn_hidden_size=arch.ffn_hidden_size,
+        num_attention_heads=arch.num_attention_heads,
+        num_query_groups=arch.num_query_groups,
+        kv_channels=arch.kv_channels,
+        normalization="RMSNorm",
+        layernorm_epsilon=arch.layernorm_epsilon,
+        qk_layernorm=arch.qk_layernorm,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=arch.qkv_bias,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size if interleaved else None,
+        # Of two interleaved stages each is the other's next and previous; only the overlapped transfers keep them apart.
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
+        sequence_parallel=parallel.sequence_parallel,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # required with variable_seq_lengths, also without experts
+        perform_initialization=False,  # the weights come from a checkpoint
+        use_cpu_initialization=on_cpu,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=not on_cpu,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=not on_cpu,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        deterministic_mode=on_cpu,
+        **recompute,
+    )
+
+
+def build_policy(model: ModelConfig, parallel: ParallelConfig, topology: Topology, training: bool = True) -> Policy:
+    """Build this rank's chunks and load their slices of ``model.path``, wrapped in Megatron's DDP when ``training`` and
+    frozen otherwise.
+
+    Raises :class:`UserError` when the checkpoint is missing or broken or the layout does not divide the model.
+    """
+    arch = read_architecture(model.path)
+    engine = _use_transformer_engine(model.transformer_impl)
+    layout = Layout(
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.virtual_pipeline_model_parallel_size,
+        model.make_vocab_size_divisible_by,
+        engine,
+    )
+    check_layout(arch, layout)
+    reader = HFReader(model.path)
+    reader.check(arch)
+    config = transformer_config(arch, parallel, DTYPES[model.params_dtype])
+    gpts, copies = [], []
+    for virtual in range(layout.virtual_pipeline_model_parallel_size):
+        at = Coordinates(topology.tp_rank, topology.pp_rank, virtual)
+        gpt = _build_chunk(arch, layout, config, at)
+        copies.append(plan(arch, layout, at))
+        load_into(reader, copies[-1], {name: p.data for name, p in gpt.named_parameters()})
+        gpts.append(gpt)
+    wrapped = [_wrap(gpt, config, parallel, index, training) for index, gpt in enumerate(gpts)]
+    return Policy(arch, layout, config, tuple(wrapped), tuple(gpts), tuple(copies), topology)
+
+
+def _use_transformer_engine(choice: str) -> bool:
+    if choice == "transformer_engine" and not has_transformer_engine():
+        raise UserError("model.transformer_impl=transformer_engine, but Transformer Engine needs a GPU and its package")
+    return choice != "local" and has_transformer_engine()
+
+
+def _build_chunk(arch: Architecture, layout: Layout, config: TransformerConfig, at: Coordinates) -> GPTModel:
+    pp, vp = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
+    spec = layer_spec(config, layout.transformer_engine)
+    gpt = GPTModel(
+        config=config,
+        transformer_layer_spec=block_spec(spec, arch.num_layers // (pp * vp), layout.transformer_engine),
+        vocab_size=padded_vocab_size(arch, layout),
+        max_sequence_length=arch.max_position_embeddings,
+        pre_process=at.pipeline == at.virtual == 0,
+        post_process=at.pipeline == pp - 1 and at.virtual == vp - 1,
+        share_embeddings_and_output_weights=arch.tied_embeddings,
+        position_embedding_type="rope",
+        rotary_base=int(arch.rotary_base),
+        parallel_output=True,
+        vp_stage=at.virtual if vp > 1 else None,
+    ).to(runtime.device())
+    # Megatron knows Llama-3.1's scaling by its factor alone; the checkpoint's other numbers matter as much.
+    gpt.rotary_pos_emb.inv_freq = rotary_inverse_frequencies(arch).to(runtime.device())
+    gpt.model_type = ModelType.encoder_or_decoder
+    _mark_tensor_parallel(gpt, sharded_dimensions(arch, layout, at))
+    return gpt
+
+
+def _mark_tensor_parallel(gpt: GPTModel, dimensions: dict[str, int | None]) -> None:
+    """Mark the sharded parameters. Megatron does so while it draws random weights, which is skipped here; without the
+    mark its gradient norm counts a sharded parameter on the first tensor-parallel rank only."""
+    for name, parameter in gpt.named_parameters():
+        dim = dimensions[name]
+        if dim is not None and not hasattr(parameter, "tensor_model_parallel"):
+            tensor_parallel.set_tensor_model_parallel_attributes(parameter, True, dim, 1)
+
+
+def rotary_inverse_frequencies(arch: Architecture) -> Tensor:
+    """[kv_channels / 2] fp32 angular frequencies, with Llama-3.1's scaling where the checkpoint asks for it.
+
+    Wavelengths above ``original / low`` are stretched by ``factor``, those below ``original / high`` are kept, the ones
+    between are interpolated linearly in the frequency.
+    """
+    exponent = torch.arange(0, arch.kv_channels, 2, dtype=torch.int64).float() / arch.kv_channels
+    inv_freq = 1.0 / (arch.rotary_base**exponent)
+    scaling = arch.rope_scaling
+    if scaling is None:
+        return inv_freq
+    original = scaling.original_max_position_embeddings
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    wavelength = 2 * math.pi / inv_freq
+    keep = ((original / wavelength - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - keep) * inv_freq / scaling.factor + keep * inv_freq
+
+
+def _wrap(gpt: GPTModel, config: TransformerConfig, parallel: ParallelConfig, index: int, training: bool) -> Any:
+    """Mixed precision, and for training DDP with fp32 gradients. The schedules read the hooks from ``config``."""
+    module = Float16Module(config, gpt) if config.bf16 else gpt
+    if not training:
+        return module.requires_grad_(False)
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=parallel.use_distributed_optimizer
+    )
+    config.finalize_model_grads_func = finalize_model_grads
+    ddp = DistributedDataParallel(config, ddp_config, module, disable_bucketing=index > 0)
+    ddp.broadcast_params()
+    return ddp

@@ -1,0 +1,113 @@
+"""The transformer layer: Transformer Engine's on GPU, a local one everywhere else.
+
+The local spec is Megatron's own with two parts replaced: an RMSNorm that takes part in sequence parallelism, and a core
+attention that takes padded batches and packed sequences alike and never materialises the score matrix.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_dcpo import runtime
+
+from megatron.core.models.backends import LocalSpecProvider  # isort: skip
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def has_transformer_engine() -> bool:
+    """Transformer Engine is used only where it can run: it needs a GPU even to import its kernels."""
+    from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
+
+    return bool(HAVE_TE) and runtime.has_cuda()
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """Root-mean-square norm in fp32, whose weight gradient is summed over TP under sequence parallelism.
+
+    Megatron's wrapper around torch's norm refuses sequence parallelism; ``finalize_model_grads`` only needs the
+    ``sequence_parallel`` mark on the weight.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Hugging Face's order: normalise in fp32, round to the activation type, then scale.
+        normalised = F.rms_norm(x.float(), self.normalized_shape, None, cast(float, self.eps)).to(x.dtype)
+        return normalised * self.weight
+
+
+class CausalAttention(MegatronModule):
+    """Causal softmax attention with grouped queries, for [s, b, heads, d] batches and [t, heads, d] packed sequences.
+
+    Padding needs no mask: it stands at the end of a row, where no real token looks.
+    """
+
+    def __init__(self, config: TransformerConfig, layer_number: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config=config)
+        self.softmax_scale = kwargs.get("softmax_scale")
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Returns [s, b, heads * d], or [t, heads * d] for packed sequences (cu_seqlens: int32 [sequences + 1])."""
+        if packed_seq_params is None:
+            q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, d]
+            out = self._attend(q, k, v).permute(2, 0, 1, 3)
+            return out.reshape(*out.shape[:2], -1)
+        bounds = packed_seq_params.cu_seqlens_q.tolist()
+        pieces = []
+        for start, stop in itertools.pairwise(bounds):
+            q, k, v = (x[start:stop].transpose(0, 1).unsqueeze(0) for x in (query, key, value))  # [1, heads, t_i, d]
+            pieces.append(self._attend(q, k, v).squeeze(0).transpose(0, 1))
+        out = torch.cat(pieces)
+        return out.reshape(out.shape[0], -1)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=grouped)
+
+
+def layer_spec(config: TransformerConfig, transformer_engine: bool) -> ModuleSpec | TransformerBlockSubmodules:
+    """The layer spec for ``config``. ``qk_layernorm`` and RMSNorm are read from it."""
+    if transformer_engine:
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    layer: Any = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    attention = layer.self_attention.submodules
+    attention.core_attention = CausalAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return spec
+
+
+def block_spec(spec: ModuleSpec, layers: int, transformer_engine: bool) -> ModuleSpec | TransformerBlockSubmodules:
+    """A pipeline stage of ``layers`` layers and its final norm (Transformer Engine brings its own)."""
+    if transformer_engine:
+        return spec
+    return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=RMSNorm)
+
+
+__all__ = ["CausalAttention", "LocalSpecProvider", "RMSNorm", "block_spec", "has_transformer_engine", "layer_spec"]

@@ -1,0 +1,189 @@
+"""The embedded engine: a transformers model in this process, sampled in batches with a KV cache.
+
+It is the default without a GPU and the reference for the vLLM engine. It holds a full copy of the model in Hugging Face
+layout and receives every update of the policy through the weight table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_dcpo import runtime
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.rollout.engine import SamplingConfig, uniforms
+from megatron_dcpo.types import Prompt, Response
+from megatron_dcpo.weights.piece import Piece
+
+_COMPACT_BELOW = 0.75  # drop finished rows from the KV cache when less than this share is still running
+
+
+class TransformersEngine:
+    """Implements :class:`megatron_dcpo.rollout.engine.Engine`."""
+
+    def __init__(self, model: Any, eos_token_ids: Sequence[int], max_num_seqs: int = 512) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.max_num_seqs = max_num_seqs
+        self.weights_version = 0
+        self._parameters = dict(self.model.named_parameters())
+
+    @classmethod
+    def from_pretrained(cls, model_dir: str | Path, dtype: str = "fp32", max_num_seqs: int = 512) -> TransformersEngine:
+        """Load a Hugging Face checkpoint directory. Raises :class:`UserError` when it is missing or unreadable."""
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging as transformers_logging
+
+        if not (Path(model_dir) / "config.json").is_file():
+            raise UserError(f"model directory {model_dir} has no config.json; pass a Hugging Face checkpoint directory")
+        transformers_logging.disable_progress_bar()
+        torch_dtype = {
+            "fp32": torch.float32,
+            "float32": torch.float32,
+            "bf16": torch.bfloat16,
+            "bfloat16": torch.bfloat16,
+        }
+        try:
+            model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch_dtype[dtype], local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise UserError(f"cannot load a model from {model_dir}: {' '.join(str(error).split())}") from None
+        return cls(model.to(runtime.device()), eos_token_ids(model_dir, model), max_num_seqs)
+
+    def update_weights(self, pieces: Iterable[Piece], version: int) -> None:
+        for piece in pieces:
+            piece.write_into(self._parameters[piece.name].data)
+        self.weights_version = version
+
+    @torch.no_grad()
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig, step: int = 0) -> list[Response]:
+        per_batch = max(1, self.max_num_seqs // sampling.n)
+        # Similar lengths together: less left padding, and batches that finish together.
+        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].token_ids))
+        done: dict[int, list[Response]] = {}
+        for start in range(0, len(order), per_batch):
+            chosen = order[start : start + per_batch]
+            responses = self._generate_batch([prompts[i] for i in chosen], sampling, step)
+            for position, i in enumerate(chosen):
+                done[i] = responses[position * sampling.n : (position + 1) * sampling.n]
+        return [response for i in range(len(prompts)) for response in done[i]]
+
+    def _generate_batch(self, prompts: Sequence[Prompt], sampling: SamplingConfig, step: int) -> list[Response]:
+        n, device = sampling.n, runtime.device()
+        total = len(prompts) * n
+        draws = np.stack(
+            [uniforms(sampling.seed, step, p.prompt_id, i, sampling.max_tokens) for p in prompts for i in range(n)]
+        )
+        random = torch.from_numpy(draws).to(device)
+        tokens = torch.zeros(total, sampling.max_tokens, dtype=torch.int64, device=device)
+        logprobs = torch.zeros(total, sampling.max_tokens, dtype=torch.float32, device=device)
+        lengths = torch.full((total,), sampling.max_tokens, dtype=torch.int64, device=device)
+        stopped = torch.zeros(total, dtype=torch.bool, device=device)
+        eos = torch.tensor(self.eos_token_ids, dtype=torch.int64, device=device)
+
+        logits, cache, mask, position = self._prefill(prompts, n)
+        rows = torch.arange(total, device=device)  # which response each running row of the cache is
+        for t in range(sampling.max_tokens):
+            token, logprob = sample_token(logits, random[rows, t], sampling)
+            tokens[rows, t], logprobs[rows, t] = token, logprob
+            ended = torch.isin(token, eos) & ~stopped[rows]
+            lengths[rows[ended]] = t + 1
+            stopped[rows[ended]] = True
+            running = ~stopped[rows]
+            if t + 1 == sampling.max_tokens or not running.any():
+                break
+            if running.float().mean() < _COMPACT_BELOW:
+                keep = running.nonzero().squeeze(-1)
+                cache.batch_select_indices(keep)
+                rows, mask, position, token = rows[keep], mask[keep], position[keep], token[keep]
+            mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
+            position = position + 1
+            out = self.model(
+                token[:, None],
+                attention_mask=mask,
+                position_ids=position[:, None],
+                past_key_values=cache,
+                use_cache=True,
+            )
+            logits = out.logits[:, -1]
+        ids, lps = tokens.cpu().numpy(), logprobs.cpu().numpy()
+        ends, stops = lengths.tolist(), stopped.tolist()
+        return [
+            Response(
+                prompt_id=prompts[row // n].prompt_id,
+                sample_index=row % n,
+                token_ids=ids[row, : ends[row]].copy(),
+                logprobs=lps[row, : ends[row]].copy(),
+                finish_reason="stop" if stops[row] else "length",
+                weights_version=self.weights_version,
+            )
+            for row in range(total)
+        ]
+
+    def _prefill(self, prompts: Sequence[Prompt], n: int) -> tuple[Tensor, Any, Tensor, Tensor]:
+        """Run the prompts once, left-padded, and repeat their cache ``n`` times.
+
+        Returns logits [P * n, V] of the last prompt token, the cache, the attention mask and the last positions.
+        """
+        from transformers import DynamicCache
+
+        width = max(len(p.token_ids) for p in prompts)
+        ids = torch.zeros(len(prompts), width, dtype=torch.int64)
+        mask = torch.zeros(len(prompts), width, dtype=torch.int64)
+        for row, prompt in enumerate(prompts):
+            ids[row, width - len(prompt.token_ids) :] = torch.tensor(prompt.token_ids)
+            mask[row, width - len(prompt.token_ids) :] = 1
+        ids, mask = ids.to(runtime.device()), mask.to(runtime.device())
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        cache = DynamicCache(config=self.model.config)
+        out = self.model(
+            ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1
+        )
+        cache.batch_repeat_interleave(n)
+        return (
+            out.logits[:, -1].repeat_interleave(n, 0),
+            cache,
+            mask.repeat_interleave(n, 0),
+            positions[:, -1].repeat_interleave(n, 0),
+        )
+
+
+def eos_token_ids(model_dir: str | Path, model: Any) -> tuple[int, ...]:
+    """The ids that end a response: those of ``generation_config.json``, else of ``config.json``."""
+    for config in (getattr(model, "generation_config", None), model.config):
+        ids = getattr(config, "eos_token_id", None)
+        if ids is not None:
+            return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
+    raise UserError(f"{model_dir}: neither generation_config.json nor config.json names eos_token_id")
+
+
+def sample_token(logits: Tensor, random: Tensor, sampling: SamplingConfig) -> tuple[Tensor, Tensor]:
+    """Draw one token per row by inverting the cumulative distribution at ``random`` (float64 [B]).
+
+    ``logits``: [B, V]. Returns token ids [B] and their log-probs (fp32 [B]) under the distribution that was sampled:
+    temperature, then top-k, then top-p applied, and renormalised.
+    """
+    z = logits.float() / sampling.temperature
+    if sampling.top_k or sampling.top_p < 1.0:
+        z = _truncate(z, sampling.top_k, sampling.top_p)
+    logp = torch.log_softmax(z, dim=-1)
+    cumulative = logp.exp().double().cumsum(-1)
+    target = random[:, None] * cumulative[:, -1:]
+    token = torch.searchsorted(cumulative, target, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)
+    return token, logp.gather(-1, token[:, None]).squeeze(-1)
+
+
+def _truncate(z: Tensor, top_k: int, top_p: float) -> Tensor:
+    """Set logits outside the ``top_k`` largest, and outside the smallest set of mass ``top_p``, to minus infinity."""
+    ordered, order = z.sort(dim=-1, descending=True)
+    keep = torch.ones_like(ordered, dtype=torch.bool)
+    if top_k:
+        keep[:, top_k:] = False
+    if top_p < 1.0:
+        probabilities = torch.softmax(ordered.masked_fill(~keep, -torch.inf), dim=-1)
+        keep &= probabilities.cumsum(-1) - probabilities < top_p
+    return z.masked_fill(~torch.zeros_like(keep).scatter(-1, order, keep), -torch.inf)

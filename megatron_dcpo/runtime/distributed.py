@@ -1,0 +1,152 @@
+"""Process groups: Megatron's tensor, pipeline and data parallel grid over gloo or NCCL."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.runtime.device import backend, device, has_cuda, set_threads
+from megatron_dcpo.runtime.megatron_on_cpu import ensure
+
+ensure()
+from megatron.core import parallel_state, tensor_parallel  # noqa: E402 - after ensure()
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Where this rank stands in the grid. ``model_group`` spans the TP x PP ranks of one data-parallel replica."""
+
+    rank: int
+    world_size: int
+    tp_rank: int
+    tp_size: int
+    pp_rank: int
+    pp_size: int
+    dp_rank: int
+    dp_size: int
+
+    @property
+    def tp_group(self) -> dist.ProcessGroup:
+        return parallel_state.get_tensor_model_parallel_group()
+
+    @property
+    def pp_group(self) -> dist.ProcessGroup:
+        return parallel_state.get_pipeline_model_parallel_group()
+
+    @property
+    def dp_group(self) -> dist.ProcessGroup:
+        return parallel_state.get_data_parallel_group()
+
+    @property
+    def model_group(self) -> dist.ProcessGroup:
+        return parallel_state.get_model_parallel_group()
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp_rank == self.pp_size - 1
+
+
+def initialize(
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    virtual_pipeline_model_parallel_size: int = 1,
+    seed: int = 1,
+    timeout_minutes: int = 30,
+) -> Topology:
+    """Set up the default group and Megatron's groups; one process without ``torchrun`` is a world of one.
+
+    Raises :class:`UserError` when the parallel sizes do not divide the world size.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    model_parallel = tensor_model_parallel_size * pipeline_model_parallel_size
+    if world_size % model_parallel:
+        raise UserError(
+            f"parallel: tensor_model_parallel_size={tensor_model_parallel_size} x pipeline_model_parallel_size="
+            f"{pipeline_model_parallel_size} = {model_parallel} does not divide the {world_size} process(es) started; "
+            f"launch with torchrun --nproc-per-node a multiple of {model_parallel}"
+        )
+    set_threads()
+    if not dist.is_initialized():
+        if has_cuda():
+            torch.cuda.set_device(device())
+        if "RANK" not in os.environ:
+            os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        dist.init_process_group(backend(), timeout=timedelta(minutes=timeout_minutes))
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size,
+            pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size if virtual_pipeline_model_parallel_size > 1 else None,
+            distributed_timeout_minutes=timeout_minutes,
+        )
+    # Dropout is off in RL and sampling has counted random numbers of its own; Megatron still wants its tracker.
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    return topology()
+
+
+def topology() -> Topology:
+    """The grid as initialised."""
+    return Topology(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tp_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        dp_size=parallel_state.get_data_parallel_world_size(),
+    )
+
+
+def destroy() -> None:
+    """Leave the groups; harmless when there are none."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def barrier() -> None:
+    if dist.get_world_size() > 1:
+        dist.barrier()
+
+
+def all_gather_objects(value: Any) -> list[Any]:
+    """``value`` of every rank, in rank order."""
+    if dist.get_world_size() == 1:
+        return [value]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def broadcast_object(value: Any, src: int = 0) -> Any:
+    """``value`` of rank ``src``, on every rank."""
+    if dist.get_world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=src)
+    return box[0]
+
+
+def all_reduce_sums(values: Sequence[float], group: dist.ProcessGroup | None = None) -> list[float]:
+    """Element-wise sums over ``group`` in float64."""
+    if dist.get_world_size(group) == 1:
+        return [float(v) for v in values]
+    tensor = torch.tensor(values, dtype=torch.float64, device=device())
+    dist.all_reduce(tensor, group=group)
+    return tensor.tolist()
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])

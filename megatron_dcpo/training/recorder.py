@@ -1,0 +1,193 @@
+"""What a run leaves behind while it trains: ``metrics.jsonl``, samples, TensorBoard, progress on a terminal."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_dcpo.calibration import json_ready, summarize
+from megatron_dcpo.config import to_yaml
+from megatron_dcpo.training.rollouts import Rollout
+from megatron_dcpo.training.setup import Run
+from megatron_dcpo.training.timers import Timers
+from megatron_dcpo.training.update import UpdateStatistics
+from megatron_dcpo.types import MALFORMED
+
+logger = logging.getLogger(__name__)
+
+
+class Recorder:
+    """Writes on rank 0 only; on the other ranks every call is a no-op. A context manager."""
+
+    def __init__(self, run: Run, first_step: int) -> None:
+        self.run = run
+        self.writes = run.topology.rank == 0
+        self.tensorboard: Any = None
+        self.progress: Any = None
+        if not self.writes:
+            return
+        run.directory.mkdir(parents=True, exist_ok=True)
+        (run.directory / "config.yaml").write_text(to_yaml(run.config))
+        self.metrics_path = run.directory / "metrics.jsonl"
+        _keep_steps_before(self.metrics_path, first_step)
+        if run.config.logging.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.tensorboard = SummaryWriter(str(run.directory / "tensorboard"), purge_step=first_step)
+        if sys.stderr.isatty():
+            self.progress = _progress_bar(run.config.training.steps, first_step - 1)
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.tensorboard is not None:
+            self.tensorboard.close()
+        if self.progress is not None:
+            self.progress.stop()
+
+    def log(self, step: int, rollout: Rollout, statistics: UpdateStatistics, timers: Timers) -> None:
+        """Record one step."""
+        if not self.writes:
+            return
+        metrics = {"step": step, **step_metrics(rollout, statistics, timers)}
+        with self.metrics_path.open("a") as file:
+            file.write(json.dumps(json_ready(metrics)) + "\n")
+        if self.tensorboard is not None:
+            for key, value in metrics.items():
+                if isinstance(value, int | float) and math.isfinite(value):
+                    self.tensorboard.add_scalar(key, value, step)
+        interval = self.run.config.logging.samples_interval
+        if interval and (step == 1 or step % interval == 0 or step == self.run.config.training.steps):
+            self._write_samples(step, rollout)
+        line = (
+            f"accuracy {metrics['reward/accuracy']:.3f}  confidence {metrics['confidence/mean']:.3f}  "
+            f"ECE {metrics['calibration/ece']:.3f}  AUROC {metrics['calibration/auroc']:.3f}  "
+            f"loss {metrics['loss/policy']:+.4f}"
+        )
+        if self.progress is not None:
+            self.progress.update(self.progress.task_ids[0], completed=step, line=line)
+        else:
+            seconds = sum(timers.seconds.values())
+            logger.info("step %d/%d  %s  %.2f s", step, self.run.config.training.steps, line, seconds)
+
+    def _write_samples(self, step: int, rollout: Rollout) -> None:
+        directory = self.run.directory / "samples"
+        directory.mkdir(exist_ok=True)
+        decode = self.run.tokenizer.decode
+        with (directory / f"step_{step:06d}.jsonl").open("w") as file:
+            for response, judgement in list(zip(rollout.responses, rollout.judgements, strict=True))[
+                : self.run.config.logging.samples_per_step
+            ]:
+                prompt = rollout.prompts[response.prompt_id]
+                ids = response.token_ids.tolist()
+                record = {
+                    "step": step,
+                    "prompt_id": response.prompt_id,
+                    "problem": prompt.messages[-1]["content"],
+                    "ground_truth": prompt.ground_truth,
+                    "reasoning": decode(ids[: judgement.boundary]),
+                    "confidence_block": decode(ids[judgement.boundary :]),
+                    "correct": judgement.correct,
+                    "confidence": judgement.confidence,
+                    "status": judgement.status,
+                    "finish_reason": response.finish_reason,
+                }
+                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+def step_metrics(rollout: Rollout, statistics: UpdateStatistics, timers: Timers) -> dict[str, Any]:
+    """The record of one step, under the names of the field. Undefined values are NaN here and null in the file."""
+    judgements = rollout.judgements
+    summary = summarize(
+        [j.confidence for j in judgements], [j.correct for j in judgements], statuses=[j.status for j in judgements]
+    )
+    lengths = [len(response.token_ids) for response in rollout.responses]
+    r_c = np.concatenate([scored.R_c for scored in statistics.scored])
+    sums, tokens = statistics.sums, max(statistics.sums.get("engine/tokens", 0.0), 1.0)
+    unmeasured = dict.fromkeys(
+        ("grad_norm/reasoning", "grad_norm/confidence", "grad_cosine/reasoning_confidence"), math.nan
+    )
+    seconds = timers.seconds
+    return {
+        "reward/accuracy": summary["accuracy"],
+        "reward/calibration": float(np.nanmean(r_c)) if np.isfinite(r_c).any() else math.nan,
+        "confidence/mean": summary["mean_confidence"],
+        "confidence/std": summary["std_confidence"],
+        "format/violation_rate": summary["violation_rate"],
+        **{f"format/{kind}": summary["violations"][kind] for kind in MALFORMED},
+        "calibration/ece": summary["ece"],
+        "calibration/pce": summary["pce"],
+        "calibration/brier": summary["brier"],
+        "calibration/auroc": summary["auroc"],
+        "length/mean": float(np.mean(lengths)),
+        "length/max": int(max(lengths)),
+        "length/truncated": float(np.mean([r.finish_reason == "length" for r in rollout.responses])),
+        "loss/policy": float(np.mean(statistics.losses)),
+        **_loss_metrics(sums),
+        "grad_norm/total": float(np.mean(statistics.grad_norms)),
+        **(unmeasured | statistics.block_norms),
+        "engine/kl": sums.get("engine/kl", 0.0) / tokens,
+        "engine/logprob_diff_mean": sums.get("engine/abs", 0.0) / tokens,
+        **statistics.maxima,
+        "learning_rate": statistics.learning_rate,
+        **{f"tokens/s/{phase}": sum(lengths) / seconds[phase] for phase in ("rollout", "train") if seconds.get(phase)},
+        **{f"time/{phase}": value for phase, value in seconds.items()},
+    }
+
+
+def _loss_metrics(sums: dict[str, float]) -> dict[str, float]:
+    """Means of the objective's statistics over all tokens and per block."""
+    tokens = {block: max(sums.get(f"tokens/{block}", 0.0), 1.0) for block in ("reasoning", "confidence")}
+
+    def mean(name: str) -> dict[str, float]:
+        total = sum(sums.get(f"{name}/{block}", 0.0) for block in tokens) / sum(tokens.values())
+        return {"": total} | {f"_{block}": sums.get(f"{name}/{block}", 0.0) / count for block, count in tokens.items()}
+
+    measured = {"clipped": "loss/clip_fraction", "ratio": "loss/ratio", "entropy": "entropy", "kl": "loss/kl"}
+    present = [name for name in (*measured, "tis_weight") if any(f"{name}/{block}" in sums for block in tokens)]
+    return {measured.get(name, name) + suffix: value for name in present for suffix, value in mean(name).items()}
+
+
+def _keep_steps_before(path: Path, first_step: int) -> None:
+    """Drop the records of steps that will be done again: a killed run has usually logged past its last checkpoint."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            if json.loads(line)["step"] < first_step:
+                kept.append(line)
+        except (ValueError, KeyError):  # the line that the kill cut off
+            continue
+    path.write_text("".join(line + "\n" for line in kept))
+
+
+def _progress_bar(total: int, completed: int) -> Any:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[line]}"),
+    )
+    progress = Progress(*columns, console=Console(stderr=True))
+    progress.add_task("train", total=total, completed=completed, line="")
+    progress.start()
+    return progress

@@ -1,0 +1,95 @@
+"""Everything a run is made of, built once: grid, data, policy, optimizer, engine, objective, judge."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron_dcpo.config import Config
+from megatron_dcpo.data import load_prompts
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.judging.judge import judge
+from megatron_dcpo.judging.token_bytes import token_bytes
+from megatron_dcpo.objectives import Objective, build_objective
+from megatron_dcpo.policy.model import Policy, build_policy
+from megatron_dcpo.policy.optimizer import build_optimizer
+from megatron_dcpo.rollout import Engine, TransformersEngine
+from megatron_dcpo.runtime import distributed
+from megatron_dcpo.runtime.distributed import Topology
+from megatron_dcpo.training.preflight import check_model
+from megatron_dcpo.types import Judgement, Prompt, Response
+
+
+@dataclass(frozen=True)
+class Run:
+    """The parts of a training run on this rank. ``reference``: the frozen starting policy, where a KL loss asks for it."""
+
+    config: Config
+    directory: Path
+    topology: Topology
+    tokenizer: Any
+    prompts: list[Prompt]
+    policy: Policy
+    optimizer: Any
+    scheduler: Any
+    engine: Engine
+    objective: Objective
+    reference: Policy | None
+    judge: Callable[[Response, Prompt], Judgement]
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.directory / "checkpoints"
+
+
+def build_run(config: Config) -> Run:
+    """Build all parts, the cheap checks first. Collective. Raises :class:`UserError` on bad input."""
+    objective = build_objective(config.objective)
+    if config.judging.verifier == "code":
+        raise UserError("judging.verifier=code: running model-written programs is not in this version; use math")
+    check_model(config)
+    tokenizer = load_tokenizer(config.model.path)
+    prompts = load_prompts(
+        config.data.path, tokenizer, config.data.template, config.data.max_prompt_length, config.data.limit or None
+    )
+    parallel = config.parallel
+    topology = distributed.initialize(
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.virtual_pipeline_model_parallel_size,
+        seed=config.seed,
+        timeout_minutes=parallel.distributed_timeout_minutes,
+    )
+    policy = build_policy(config.model, parallel, topology)
+    optimizer, scheduler = build_optimizer(config, policy)
+    dtype = config.model.params_dtype if config.rollout.dtype == "same" else config.rollout.dtype
+    engine = TransformersEngine.from_pretrained(config.model.path, dtype, config.rollout.max_num_seqs)
+    return Run(
+        config=config,
+        directory=Path(config.run_dir),
+        topology=topology,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        policy=policy,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        engine=engine,
+        objective=objective,
+        reference=build_policy(config.model, parallel, topology, training=False)
+        if any(objective.options.kl_coef)
+        else None,
+        judge=partial(judge, tokens=token_bytes(tokenizer), eos_ids=engine.eos_token_ids, marker=config.judging.marker),
+    )
+
+
+def load_tokenizer(model_dir: str | Path) -> Any:
+    """The tokenizer of a checkpoint directory. Raises :class:`UserError` when there is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"no usable tokenizer in {model_dir} ({' '.join(str(error).split())[:200]})") from None

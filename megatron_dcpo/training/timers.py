@@ -1,0 +1,23 @@
+"""Wall-clock seconds per phase of a step, measured after the device is done."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from megatron_dcpo import runtime
+
+
+class Timers:
+    """``with timers("rollout"): ...`` adds to ``seconds["rollout"]``."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        runtime.synchronize()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start

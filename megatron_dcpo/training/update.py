@@ -1,0 +1,243 @@
+"""The policy update: score the rollout, fix the global denominators, run the mini-batches through the schedule.
+
+Every rank scores the whole mini-batch, which costs nothing next to a forward pass. Groups are therefore never cut by
+the split over data-parallel ranks, and the denominators are global by construction, before the schedule starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_dcpo import runtime
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.objectives import Scored, TokenBatch
+from megatron_dcpo.policy.batching import MicroBatch, Sample, assign_to_ranks, split_micro_batches
+from megatron_dcpo.policy.forward_backward import accumulate_gradients, compute_logprobs
+from megatron_dcpo.policy.model import Policy
+from megatron_dcpo.policy.optimizer import probe_block_gradients, zero_gradients
+from megatron_dcpo.runtime.distributed import all_gather_objects
+from megatron_dcpo.training.rollouts import Rollout
+from megatron_dcpo.training.setup import Run
+from megatron_dcpo.types import BLOCK_CONFIDENCE, BLOCK_REASONING
+
+BLOCKS = {"reasoning": BLOCK_REASONING, "confidence": BLOCK_CONFIDENCE}
+
+
+@dataclass
+class UpdateStatistics:
+    """What the updates of one rollout measured. ``sums`` add up over tokens and ranks, ``maxima`` do not."""
+
+    sums: dict[str, float] = field(default_factory=dict)
+    maxima: dict[str, float] = field(default_factory=dict)
+    grad_norms: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    block_norms: dict[str, float] = field(default_factory=dict)
+    scored: list[Scored] = field(default_factory=list)
+    learning_rate: float = 0.0
+
+
+def update_policy(run: Run, rollout: Rollout, step: int) -> UpdateStatistics:
+    """Take ``updates_per_rollout`` optimizer steps on the rollout's mini-batches. Collective.
+
+    Raises :class:`UserError` when a gradient is not finite; what was saved before stays as it is.
+    """
+    statistics = UpdateStatistics()
+    mini_batches = _mini_batches(run, rollout)
+    # log-probs of the policy that sampled, needed as soon as a second update leaves it. On the only update of a rollout
+    # the old policy is the current one, and its log-probs are those of the forward pass itself.
+    shares = [_Share.of(run, part) for part in mini_batches]
+    if len(mini_batches) > 1 or run.objective.method.needs_old_logprobs:
+        shares = [share.with_old_logprobs(run) for share in shares]
+    if run.reference is not None:
+        shares = [share.with_ref_logprobs(run, run.reference) for share in shares]
+    for number, share in enumerate(shares):
+        _update_once(run, share, statistics, probe=number == 0 and _probe_due(run, step), step=step)
+    return statistics
+
+
+@dataclass(frozen=True)
+class _Share:
+    """One mini-batch and the part this data-parallel rank trains on.
+
+    ``old_logprobs``: of all its responses; ``ref_logprobs``: of this rank's, by the frozen reference policy.
+    """
+
+    rollout: Rollout
+    mine: list[int]
+    samples: list[Sample]
+    splits: list[list[int]]
+    old_logprobs: list[np.ndarray] | None = None
+    ref_logprobs: dict[int, np.ndarray] | None = None
+
+    @classmethod
+    def of(cls, run: Run, rollout: Rollout) -> _Share:
+        samples = [
+            Sample(np.asarray(rollout.prompts[r.prompt_id].token_ids, np.int64), np.asarray(r.token_ids, np.int64))
+            for r in rollout.responses
+        ]
+        lengths = [sample.length for sample in samples]
+        shares = assign_to_ranks(lengths, run.topology.dp_size)
+        mine = shares[run.topology.dp_rank]
+        parallel = run.config.parallel
+        splits = split_micro_batches(
+            [[lengths[i] for i in share] for share in shares],
+            run.topology.dp_rank,
+            micro_batch_size=run.config.training.micro_batch_size,
+            max_tokens=run.config.training.max_tokens_per_micro_batch,
+            packing=parallel.sequence_packing,
+            multiple_of=run.topology.pp_size if parallel.virtual_pipeline_model_parallel_size > 1 else 1,
+        )
+        return cls(rollout, mine, [samples[i] for i in mine], splits)
+
+    def with_old_logprobs(self, run: Run) -> _Share:
+        own = compute_logprobs(run.policy, self.samples, self.splits, **_forward_options(run))
+        everyone: dict[int, np.ndarray] = {}
+        for part in all_gather_objects(dict(zip(self.mine, own, strict=True))):
+            everyone |= part
+        old = [everyone[i] for i in range(len(self.rollout.responses))]
+        return dataclasses.replace(self, old_logprobs=old)
+
+    def with_ref_logprobs(self, run: Run, reference: Policy) -> _Share:
+        logprobs = compute_logprobs(reference, self.samples, self.splits, **_forward_options(run))
+        return dataclasses.replace(self, ref_logprobs=dict(zip(self.mine, logprobs, strict=True)))
+
+
+def _update_once(run: Run, share: _Share, statistics: UpdateStatistics, probe: bool, step: int) -> None:
+    scored = run.objective.score(share.rollout.judgements, share.old_logprobs)
+    weights = run.objective.token_weights(scored, run.objective.counts(scored))
+    fill = partial(_token_batch, run, share, scored, weights)
+    zero_gradients(run.policy, run.optimizer)
+
+    def backward(block: str | None = None) -> list[dict[str, float]]:
+        return accumulate_gradients(
+            run.policy,
+            share.samples,
+            share.splits,
+            partial(_loss, run, fill, block),
+            **_forward_options(run),
+        )
+
+    if probe:
+        (first, second), norms = probe_block_gradients(run.policy, run.optimizer, backward)
+        collected = first + [{"loss": part["loss"]} for part in second]
+        statistics.block_norms = {
+            "grad_norm/reasoning": norms.reasoning,
+            "grad_norm/confidence": norms.confidence,
+            "grad_cosine/reasoning_confidence": norms.cosine,
+        }
+    else:
+        collected = backward()
+    statistics.learning_rate = run.optimizer.param_groups[0]["lr"]
+    _, grad_norm, _ = run.optimizer.step()
+    if not math.isfinite(grad_norm):
+        raise UserError(
+            f"the gradient norm of step {step} is {grad_norm}; go back to the last checkpoint (--resume auto)"
+        )
+    run.scheduler.step(1)
+    statistics.grad_norms.append(float(grad_norm))
+    statistics.scored.append(scored)
+    statistics.losses.append(_reduce(run, collected, statistics))
+
+
+def _loss(
+    run: Run, fill: Callable[..., TokenBatch], block: str | None, batch: MicroBatch, logprobs: Tensor, entropy: Tensor
+) -> tuple[Tensor, dict[str, float]]:
+    """Sum of the weighted token losses of a micro-batch (of one ``block`` when the probe asks), and what it saw."""
+    tokens = fill(batch, logprobs, entropy)
+    losses, stats = run.objective.token_loss(tokens)
+    if block is not None:
+        losses = losses * (tokens.block_ids == BLOCKS[block])
+    loss = losses.sum()
+    return loss, {"loss": float(loss.detach()), **{k: float(v) for k, v in stats.items()}, **_mismatch(tokens)}
+
+
+def _token_batch(
+    run: Run,
+    share: _Share,
+    scored: Scored,
+    weights: Sequence[np.ndarray],
+    batch: MicroBatch,
+    logprobs: Tensor,
+    entropy: Tensor,
+) -> TokenBatch:
+    """The per-token arrays of a micro-batch's members, in the order of its rows."""
+    members = [share.mine[i] for i in batch.members]
+
+    def tokens(arrays: Sequence[np.ndarray] | dict[int, np.ndarray], dtype: torch.dtype) -> Tensor:
+        flat = np.concatenate([arrays[i] for i in members]) if members else np.zeros(0)
+        return torch.as_tensor(flat, dtype=dtype, device=runtime.device())
+
+    advantages = [a.advantages for a in scored.tokens]
+    block_ids = [a.block_ids for a in scored.tokens]
+    responses = share.rollout.responses
+    old = share.old_logprobs
+    return TokenBatch(
+        logprobs=logprobs,
+        old_logprobs=tokens(old, torch.float32) if old is not None else logprobs.detach(),
+        advantages=tokens(advantages, torch.float32),
+        block_ids=tokens(block_ids, torch.int64),
+        weights=tokens(weights, torch.float32),
+        sequence_ids=batch.sequence_ids,
+        engine_logprobs=tokens([r.logprobs for r in responses], torch.float32),
+        ref_logprobs=tokens(share.ref_logprobs, torch.float32) if share.ref_logprobs is not None else None,
+        entropy=entropy,
+        correct=torch.as_tensor([scored.R[i] for i in members], dtype=torch.float32, device=runtime.device()),
+    )
+
+
+def _mismatch(tokens: TokenBatch) -> dict[str, float]:
+    """Engine against trainer on the sampled tokens: absolute differences, and the k3 estimate of the divergence."""
+    assert tokens.engine_logprobs is not None
+    with torch.no_grad():
+        difference = tokens.old_logprobs - tokens.engine_logprobs
+        result = {
+            "engine/tokens": float(len(difference)),
+            "engine/kl": float((torch.expm1(difference) - difference).sum()),
+            "engine/abs": float(difference.abs().sum()),
+            "engine/logprob_diff_max": float(difference.abs().max()) if len(difference) else 0.0,
+        }
+        confidence = difference[tokens.block_ids == BLOCK_CONFIDENCE]
+        result["engine/logprob_diff_max_confidence"] = float(confidence.abs().max()) if len(confidence) else 0.0
+        return result
+
+
+def _reduce(run: Run, collected: Sequence[dict[str, float]], statistics: UpdateStatistics) -> float:
+    """Add up all micro-batches of all replicas, each counted once; returns the loss of the update."""
+    once = run.topology.is_last_stage and run.topology.tp_rank == 0
+    loss = 0.0
+    for part in all_gather_objects(list(collected) if once else []):
+        for stats in part:
+            loss += stats.get("loss", 0.0)
+            for key, value in stats.items():
+                if "_max" in key:
+                    statistics.maxima[key] = max(statistics.maxima.get(key, 0.0), value)
+                elif key != "loss":
+                    statistics.sums[key] = statistics.sums.get(key, 0.0) + value
+    return loss
+
+
+def _mini_batches(run: Run, rollout: Rollout) -> list[Rollout]:
+    ids = list(rollout.prompts)
+    updates = run.config.training.updates_per_rollout
+    size = len(ids) // updates
+    if updates == 1:
+        return [rollout]
+    return [rollout.subset(set(ids[number * size : (number + 1) * size])) for number in range(updates)]
+
+
+def _probe_due(run: Run, step: int) -> bool:
+    interval = run.config.training.gradient_probe_interval
+    return interval > 0 and (step == 1 or step % interval == 0)
+
+
+def _forward_options(run: Run) -> dict[str, Any]:
+    return {"temperature": run.config.rollout.temperature, "packing": run.config.parallel.sequence_packing}

@@ -1,0 +1,59 @@
+"""Packaging of Megatron-DCPO. Tested versions are pinned in constraints.txt; here stand the ranges that must hold."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+VERSION = re.search(r'__version__ = "([^"]+)"', (HERE / "megatron_dcpo" / "__init__.py").read_text()).group(1)
+
+setup(
+    name="megatron-dcpo",
+    version=VERSION,
+    description="RL from verifiable rewards on Megatron-core that leaves language models accurate and calibrated",
+    long_description=(HERE / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["megatron_dcpo", "megatron_dcpo.*"]),
+    install_requires=[
+        "torch>=2.6",
+        "megatron-core>=0.16,<0.17",
+        "transformers>=5.5,<5.20",
+        "safetensors>=0.5",
+        "math-verify>=0.8",
+        "omegaconf>=2.3",
+        "pydantic>=2.7",
+        "numpy>=1.26",
+        "scipy>=1.11",
+        "scikit-learn>=1.4",
+        "matplotlib>=3.8",
+        "pyarrow>=15",
+        "pandas>=2.1",
+        "tensorboard>=2.16",
+        "rich>=13.7",
+        # what Megatron-core imports without declaring
+        "einops",
+        "packaging",
+        "psutil",
+    ],
+    extras_require={
+        # without a GPU: nothing beyond the base; the name is there so that `.[cpu,dev]` says what is meant
+        "cpu": [],
+        "gpu": ["transformer-engine[pytorch]>=2.0"],
+        "vllm": ["vllm>=0.28"],
+        "hub": ["datasets>=3.0"],
+        "wandb": ["wandb>=0.17"],
+        "dev": [
+            "pytest>=8",
+            "pytest-xdist>=3.5",
+            "pytest-timeout>=2.3",
+            "hypothesis>=6.100",
+            "ruff>=0.6",
+            "mypy>=1.11",
+        ],
+    },
+    entry_points={"console_scripts": ["dcpo=megatron_dcpo.cli:main"]},
+    classifiers=["Programming Language :: Python :: 3.11", "License :: OSI Approved :: Apache Software License"],
+)

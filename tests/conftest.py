@@ -1,0 +1,72 @@
+"""Shared fixtures: tiny random checkpoints in Hugging Face format, made once per session."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+REPOSITORY = Path(__file__).parents[1]
+SHARED_DATA = REPOSITORY.parent / "shared" / "data"
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Real benchmark and training files beside the checkout; tests that need them say so when they are absent."""
+    if not SHARED_DATA.is_dir():
+        pytest.skip(f"the real data sets are not beside this checkout ({SHARED_DATA})")
+    return SHARED_DATA
+
+
+def _save_tiny_model(path: Path, family: str, tied: bool) -> Path:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    common = {
+        "vocab_size": 331,  # prime: padding is needed at every TP size
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": tied,
+        "initializer_range": 0.2,  # peaky enough for an error to show
+        "eos_token_id": 0,
+    }
+    if family == "llama":
+        rope = {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,  # scaled down: the sequences of the tests go beyond a quarter of it
+        }
+        model = LlamaForCausalLM(LlamaConfig(**common, rope_parameters=rope))
+    elif family == "qwen2":
+        model = Qwen2ForCausalLM(Qwen2Config(**{k: v for k, v in common.items() if k != "head_dim"}, hidden_act="silu"))
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**common))
+    for name, parameter in model.named_parameters():
+        if "norm" in name or "bias" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory):
+    """``tiny_models("qwen3", tied=True)`` -> directory of a random four-layer checkpoint of the family."""
+    made: dict[tuple[str, bool], Path] = {}
+
+    def get(family: str, tied: bool = False) -> Path:
+        if (family, tied) not in made:
+            made[family, tied] = _save_tiny_model(tmp_path_factory.mktemp(f"{family}_{tied}"), family, tied)
+        return made[family, tied]
+
+    return get

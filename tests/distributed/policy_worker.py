@@ -1,0 +1,126 @@
+"""One rank: build a policy in the given layout from a checkpoint, measure log-probs, train a few steps, export."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megatron_dcpo.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_dcpo.policy.batching import Sample, assign_to_ranks, split_micro_batches
+from megatron_dcpo.policy.forward_backward import accumulate_gradients, compute_logprobs
+from megatron_dcpo.policy.model import build_policy
+from megatron_dcpo.policy.optimizer import build_optimizer, probe_block_gradients, zero_gradients
+from megatron_dcpo.rollout import TransformersEngine
+from megatron_dcpo.runtime.distributed import all_gather_objects, destroy, initialize
+from megatron_dcpo.weights.reshard import export_pieces
+
+
+def samples_for_test() -> list[Sample]:
+    """Twelve prompts and responses of odd lengths."""
+    rng = np.random.default_rng(0)
+    return [
+        Sample(rng.integers(1, 331, rng.integers(1, 9)), rng.integers(1, 331, rng.integers(1, 120))) for _ in range(12)
+    ]
+
+
+def main() -> None:
+    options = json.loads(sys.argv[1])
+    parallel = ParallelConfig(**options.get("parallel", {}))
+    topology = initialize(
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.virtual_pipeline_model_parallel_size,
+    )
+    config = Config(
+        run_dir="unused",
+        model=ModelConfig(path=options["model"], params_dtype=options.get("dtype", "fp32")),
+        data=DataConfig(path="unused"),
+        parallel=parallel,
+        optimizer=OptimizerConfig(lr=1e-2),
+    )
+    policy = build_policy(config.model, parallel, topology)
+    optimizer, scheduler = build_optimizer(config, policy)
+    packing = parallel.sequence_packing
+    samples = samples_for_test()
+    lengths = [sample.length for sample in samples]
+    shares = assign_to_ranks(lengths, topology.dp_size)
+    mine = [samples[i] for i in shares[topology.dp_rank]]
+    splits = split_micro_batches(
+        [[lengths[i] for i in share] for share in shares],
+        topology.dp_rank,
+        micro_batch_size=options.get("micro_batch_size", 2),
+        max_tokens=260,
+        packing=packing,
+        multiple_of=topology.pp_size if parallel.virtual_pipeline_model_parallel_size > 1 else 1,
+    )
+    logprobs = compute_logprobs(policy, mine, splits, temperature=1.0, packing=packing)
+    total = sum(len(sample.response_ids) for sample in samples)
+
+    def loss(batch, logprobs, entropy, block=None):
+        # An uneven weighting over tokens and an entropy term, so that every part of the backward pass is exercised.
+        weight = (1 + batch.targets % 3).float() / total
+        if block is not None:
+            weight = weight * ((batch.targets % 2) == (block == "reasoning"))
+        value = -(weight * (logprobs + 0.01 * entropy)).sum()
+        return value, {"loss": float(value.detach())}
+
+    def everywhere(parts):
+        once = topology.is_last_stage and topology.tp_rank == 0
+        return sum(part["loss"] for rank in all_gather_objects(parts if once else []) for part in rank)
+
+    losses, norms, probe = [], [], None
+    for step in range(options.get("steps", 3)):
+        zero_gradients(policy, optimizer)
+        if step == 1 and options.get("probe"):
+            parts, probe = probe_block_gradients(
+                policy,
+                optimizer,
+                lambda block: accumulate_gradients(
+                    policy, mine, splits, lambda *a: loss(*a, block=block), temperature=1.0, packing=packing
+                ),
+            )
+            collected = parts[0] + parts[1]
+        else:
+            collected = accumulate_gradients(policy, mine, splits, loss, temperature=1.0, packing=packing)
+        _, norm, _ = optimizer.step()
+        scheduler.step(1)
+        losses.append(everywhere(collected))
+        norms.append(norm)
+
+    engine = TransformersEngine.from_pretrained(options["model"], options.get("dtype", "fp32"))
+    engine.update_weights(export_pieces(policy, bucket_bytes=options.get("bucket_bytes", 2**29)), version=1)
+    weights = {
+        name: hashlib.sha256(p.float().numpy().tobytes()).hexdigest() for name, p in engine.model.named_parameters()
+    }
+    after = compute_logprobs(policy, mine, splits, temperature=1.0, packing=packing)
+    difference = 0.0
+    with torch.no_grad():
+        for sample, ours in zip(mine, after, strict=True):
+            ids = torch.tensor(np.concatenate([sample.prompt_ids, sample.response_ids]))[None]
+            logp = torch.log_softmax(engine.model(ids).logits[0].float(), -1)[len(sample.prompt_ids) - 1 : -1]
+            theirs = logp.gather(-1, torch.tensor(sample.response_ids)[:, None]).squeeze(-1).numpy()
+            difference = max(difference, float(np.abs(theirs - ours).max()))
+    result = {
+        "losses": losses,
+        "norms": norms,
+        "logprobs": {str(i): lp.tolist() for i, lp in zip(shares[topology.dp_rank], logprobs, strict=True)},
+        "engine_difference": difference,
+        "weights": weights,
+        "replicated": [
+            hashlib.sha256(p.detach().float().numpy().tobytes()).hexdigest()
+            for name, p in policy.gpt[0].named_parameters()
+            if "norm" in name
+        ],
+        "probe": [probe.reasoning, probe.confidence, probe.cosine] if probe else None,
+    }
+    Path(options["out"], f"rank{topology.rank}.json").write_text(json.dumps(result))
+    destroy()
+
+
+if __name__ == "__main__":
+    main()

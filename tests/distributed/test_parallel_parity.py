@@ -1,0 +1,98 @@
+"""Every parallel layout gives the losses, gradient norms, log-probs and weights of one process.
+
+All layouts load the same checkpoint: random initialisation would differ between pipeline stages. The single-process run is
+compared with transformers in its turn, so the chain ends outside our code.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.distributed.launch import torchrun
+from tests.distributed.policy_worker import samples_for_test
+
+WORKER = Path(__file__).with_name("policy_worker.py")
+LAYOUTS = {
+    "tp2": (2, {"tensor_model_parallel_size": 2}),
+    "pp2": (2, {"pipeline_model_parallel_size": 2}),
+    "tp2_pp2": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
+    "dp2": (2, {}),
+    "dp2_distributed_optimizer": (2, {"use_distributed_optimizer": True}),
+    "tp2_sequence_parallel": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "tp2_sequence_parallel_packed": (
+        2,
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "sequence_packing": True},
+    ),
+    "pp2_packed": (2, {"pipeline_model_parallel_size": 2, "sequence_packing": True}),
+    "pp2_virtual2": (2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def one_process(tiny_models, tmp_path_factory):
+    runs = {}
+
+    def get(family, tied):
+        if (family, tied) not in runs:
+            out = tmp_path_factory.mktemp("one")
+            runs[family, tied] = torchrun(WORKER, 1, out, {"model": str(tiny_models(family, tied)), "probe": True})[0]
+        return runs[family, tied]
+
+    return get
+
+
+@pytest.mark.parametrize(("family", "tied"), [("qwen3", False), ("qwen3", True), ("llama", False), ("qwen2", True)])
+def test_one_process_equals_transformers(tiny_models, one_process, family, tied):
+    """HF forward = Megatron forward: fp32 |difference of log-probs| <= 1e-4, beyond Llama's original context / 4."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_models(family, tied), dtype=torch.float32)
+    ours = one_process(family, tied)["logprobs"]
+    with torch.no_grad():
+        for index, sample in enumerate(samples_for_test()):
+            ids = torch.tensor(np.concatenate([sample.prompt_ids, sample.response_ids]))[None]
+            logp = torch.log_softmax(model(ids).logits[0], -1)[len(sample.prompt_ids) - 1 : -1]
+            theirs = logp.gather(-1, torch.tensor(sample.response_ids)[:, None]).squeeze(-1).numpy()
+            np.testing.assert_allclose(ours[str(index)], theirs, atol=1e-4)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("llama", False)])
+def test_layout_equals_one_process(tiny_models, one_process, tmp_path, layout, family, tied):
+    processes, parallel = LAYOUTS[layout]
+    options = {"model": str(tiny_models(family, tied)), "parallel": parallel, "probe": True, "bucket_bytes": 20_000}
+    ranks = torchrun(WORKER, processes, tmp_path, options)
+    expected = one_process(family, tied)
+    logprobs = {index: values for rank in ranks for index, values in rank["logprobs"].items()}
+    for index, values in expected["logprobs"].items():
+        np.testing.assert_allclose(logprobs[index], values, atol=1e-4)
+    for rank in ranks:
+        np.testing.assert_allclose(rank["losses"], expected["losses"], rtol=1e-5)
+        np.testing.assert_allclose(rank["norms"], expected["norms"], rtol=2e-5)
+        # norms of both blocks and their cosine: sharded parameters summed, replicated and tied ones counted once
+        np.testing.assert_allclose(rank["probe"], expected["probe"], rtol=1e-4, atol=1e-5)
+        assert rank["engine_difference"] <= 1e-4, "engine and trainer agree after three updates"
+        assert rank["weights"] == ranks[0]["weights"], "every engine received the same weights"
+    tp = parallel.get("tensor_model_parallel_size", 1)
+    for rank, result in enumerate(ranks):
+        assert result["replicated"] == ranks[rank - rank % tp]["replicated"], "replicas stay bitwise equal"
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 3, 12])
+def test_micro_batch_size_does_not_matter(tiny_models, one_process, tmp_path, micro_batch_size):
+    options = {"model": str(tiny_models("qwen3", True)), "micro_batch_size": micro_batch_size}
+    result = torchrun(WORKER, 1, tmp_path, options)[0]
+    expected = one_process("qwen3", True)
+    np.testing.assert_allclose(result["losses"], expected["losses"], rtol=1e-5)
+    np.testing.assert_allclose(result["norms"], expected["norms"], rtol=2e-5)
+
+
+def test_bf16_with_distributed_optimizer_runs(tiny_models, tmp_path):
+    """bf16 parameters, fp32 main parameters and gradients: finite, learning, engine within bf16 rounding."""
+    parallel = {"tensor_model_parallel_size": 1, "use_distributed_optimizer": True}
+    ranks = torchrun(WORKER, 2, tmp_path, {"model": str(tiny_models("qwen3")), "dtype": "bf16", "parallel": parallel})
+    assert ranks[0]["losses"][-1] < ranks[0]["losses"][0]
+    assert np.isfinite(ranks[0]["norms"]).all()
+    assert ranks[0]["engine_difference"] < 0.5

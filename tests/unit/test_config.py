@@ -1,0 +1,69 @@
+"""Configurations: every shipped file loads, bases and overrides merge, errors name the nearest valid key."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_dcpo.cli import main
+from megatron_dcpo.config import load_config, to_yaml
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.objectives import METHODS
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SHIPPED = sorted(EXAMPLES.glob("**/*.yaml"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda p: str(p.relative_to(EXAMPLES)))
+def test_every_shipped_config_dry_runs(path, capsys, monkeypatch):
+    monkeypatch.chdir(EXAMPLES.parent)
+    assert main(["train", "--config", str(path), "--dry-run", "--json"]) == 0
+    assert '"objective"' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("setting", ["qwen3_8b/math", "qwen3_8b/code", "qwen3_14b/math", "llama3.1_8b/math"])
+def test_every_method_has_a_config_in_every_setting_of_the_paper(setting):
+    names = {load_config(path).objective.name for path in (EXAMPLES / setting).glob("*.yaml")}
+    assert names == set(METHODS)
+
+
+def test_paper_hyper_parameters():
+    """algorithms.md 1.7: 256 prompts x 8, four updates of 64 prompts, lr 1e-6, 1024 + 3000 tokens, clip 0.2 / 0.28."""
+    config = load_config(EXAMPLES / "qwen3_8b" / "math" / "dcpo.yaml")
+    options = config.objective.resolve()
+    assert (config.data.prompts_per_step, config.rollout.group_size, config.training.updates_per_rollout) == (256, 8, 4)
+    assert (config.data.max_prompt_length, config.rollout.max_response_length) == (1024, 3000)
+    assert (config.optimizer.lr, config.optimizer.clip_grad, config.training.steps) == (1e-6, 1.0, 120)
+    assert (options.lam, options.calibration_loss, options.loss_aggregation) == (0.5, "l1", "sequence_mean")
+    assert (*options.clip_low, *options.clip_high, options.dual_clip) == (0.2, 0.2, 0.28, 0.28, 0.0)
+
+
+def test_written_config_reads_back(tmp_path):
+    config = load_config(EXAMPLES / "quickstart" / "dcpo_proper.yaml", ["objective.lam=0.25", "seed=5"])
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert load_config(tmp_path / "config.yaml") == config
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("run_dir: [", "c.yaml"),
+        ("- a\n- b", "mapping"),
+        ("run_dir: r\nmodel: {path: m}", "data is required"),
+        ("run_dir: r\nmodel: {path: m}\ndata: {path: d}\nobjective: {lam: 2}", "objective.lam"),
+        ("run_dir: r\nmodel: {path: m}\ndata: {path: d}\nrollout: {group_size: 1}", "rollout.group_size"),
+        ("run_dir: r\nmodel: {path: m}\ndata: {path: d}\ntraning: {steps: 1}", "did you mean training?"),
+        (
+            "run_dir: r\nmodel: {path: m}\ndata: {path: d, prompts_per_step: 5}\ntraining: {updates_per_rollout: 2}",
+            "divide",
+        ),
+        ("base: c.yaml", "its own base"),
+        ("base: other.yaml", "other.yaml does not exist"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path, text, message):
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError) as error:
+        load_config(path)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)

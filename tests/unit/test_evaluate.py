@@ -1,0 +1,209 @@
+"""Sampling, judging, scoring and writing, with an engine that answers from a script."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_dcpo.calibration.evaluate import (
+    decode_response,
+    equivalent_math,
+    evaluate_benchmark,
+    judge_math,
+    rejudge,
+    write_evaluation,
+)
+from megatron_dcpo.calibration.samples import read_samples
+from megatron_dcpo.calibration.scoring import score_samples
+from megatron_dcpo.cli import evaluate as cli
+from megatron_dcpo.data import load_benchmark
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.types import Prompt, Response
+
+EOS = 0
+TEXTS = (
+    "Two and two.\n\\boxed{4}\n<conf> Confidence: 0.90",
+    "\\boxed{8/2}\n<conf> 0.6",
+    "\\boxed{5}\n<conf> Confidence: 0.7",
+    "I think \\boxed{4}",
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    """A byte-level tokenizer: every byte is a token, id 0 ends a response."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<eos>": EOS} | {character: i for i, character in enumerate(alphabet, start=1)}
+    backend = Tokenizer(models.BPE(vocabulary, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<eos>"])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+
+
+def scripted(tokenizer: Any, truncated: bool = False) -> Any:
+    """An engine that gives ``TEXTS`` to every prompt, the repeats in reverse order."""
+
+    def generate(prompts: Sequence[Prompt]) -> list[Response]:
+        responses = []
+        for prompt in prompts:
+            for index, text in reversed(list(enumerate(TEXTS))):
+                ids = np.array(tokenizer.encode(text) + ([] if truncated else [EOS]), dtype=np.int64)
+                logprobs = np.full(len(ids), np.log(0.5), dtype=np.float32)
+                reason = "length" if truncated else "stop"
+                responses.append(Response(prompt.prompt_id, index, ids, logprobs, reason, 0))  # type: ignore[arg-type]
+        return responses
+
+    return generate
+
+
+@pytest.fixture
+def benchmark_file(tmp_path: Path) -> Path:
+    rows = [{"problem": "What is 2+2?", "answer": "4"}, {"problem": "What is 2+3?", "answer": "5"}]
+    path = tmp_path / "toy.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def test_samples_hold_what_was_said(tokenizer: Any, benchmark_file: Path) -> None:
+    loaded = load_benchmark(f"toy={benchmark_file}")
+    steps = []
+    samples = evaluate_benchmark(
+        loaded,
+        tokenizer,
+        scripted(tokenizer),
+        [EOS],
+        template="raw",
+        batch_size=1,
+        progress=lambda name, done, total: steps.append((name, done, total)),
+    )
+    assert steps == [("toy", 1, 2), ("toy", 2, 2)]
+    assert [(s.prompt_id, s.repeat) for s in samples] == [(f"toy/{i}", r) for i in range(2) for r in range(4)]
+    first = samples[:4]
+    assert [s.response for s in first] == list(TEXTS)
+    assert [s.answer for s in first] == ["4", "8/2", "5", "4"]
+    assert [s.correct for s in first] == [True, True, False, True]
+    assert [s.confidence for s in first] == [0.9, 0.6, 0.7, None]
+    assert [s.status for s in first] == ["ok", "ok", "ok", "missing"]
+    assert [s.consistency_confidence for s in first] == [0.75, 0.75, 0.25, 0.75]  # 8/2 is 4
+    assert [s.correct for s in samples[4:]] == [False, False, True, False]
+    assert first[0].problem == "What is 2+2?"
+    assert first[0].token_confidence == pytest.approx(0.5)
+    assert first[0].num_tokens == len(TEXTS[0]) + 1
+    assert rejudge(samples) == samples
+
+
+def test_truncated_responses_have_no_confidence(tokenizer: Any, benchmark_file: Path) -> None:
+    loaded = load_benchmark(f"toy={benchmark_file}")
+    samples = evaluate_benchmark(loaded, tokenizer, scripted(tokenizer, truncated=True), [EOS], template="raw", limit=1)
+    assert {s.status for s in samples} == {"truncated"}
+    assert [s.correct for s in samples] == [True, True, False, True]
+    assert samples[0].response == TEXTS[0]
+
+
+def test_text_judging_equals_judging_on_ids(tokenizer: Any) -> None:
+    """The same (R, c, status) as training's ``judge`` on the sampled ids, odd responses included."""
+    from megatron_dcpo.judging.blocks import split_blocks
+    from megatron_dcpo.judging.confidence import parse_confidence
+    from megatron_dcpo.judging.math import verify_math
+    from megatron_dcpo.judging.token_bytes import token_bytes
+
+    tokens = token_bytes(tokenizer)
+    odd = [
+        "<conf> 0.5 <conf> 0.6 \\boxed{4}",
+        "\\boxed{5}<conf>\\boxed{4}",
+        "\\boxed{4}<conf> 1.2",
+        "éß \\boxed{4}\n<conf> .5\n",
+        "",
+        "\\boxed{4",
+    ]
+    for text in [*TEXTS, *odd]:
+        ids = np.array([*tokenizer.encode(text), EOS])
+        response = Response("p", 0, ids, np.zeros(len(ids), np.float32), "stop", 0)
+        split = split_blocks(ids, tokens, [EOS], "<conf>")
+        parsed = parse_confidence(split.content.decode(errors="replace"), finished=True)
+        verdict = judge_math(decode_response(tokens, response, [EOS]), "4", "stop")
+        assert verdict.correct == verify_math(split.reasoning.decode(errors="replace"), "4"), text
+        assert (verdict.confidence, verdict.status) == (parsed.confidence, parsed.status), text
+
+
+def test_confidence_line_is_never_the_answer() -> None:
+    assert not judge_math("no box\n<conf> \\boxed{4}", "4", "stop").correct
+    assert judge_math("no box\n<conf> \\boxed{4}", "4", "stop").answer is None
+
+
+def test_equivalence_is_mathematical() -> None:
+    assert equivalent_math("1/2", "\\frac{1}{2}")
+    assert not equivalent_math("1/2", "1/3")
+
+
+def test_written_evaluation(tokenizer: Any, benchmark_file: Path, tmp_path: Path) -> None:
+    loaded = load_benchmark(f"toy={benchmark_file}")
+    samples = evaluate_benchmark(loaded, tokenizer, scripted(tokenizer), [EOS], template="raw")
+    evaluation = score_samples(samples, model="m", resamples=20)
+    write_evaluation(tmp_path / "run", evaluation, samples)
+    written = {path.name for path in (tmp_path / "run").rglob("*")}
+    assert {"evaluation.json", "samples.jsonl", "report.html", "reliability_toy_verbal.png"} <= written
+    assert json.loads((tmp_path / "run" / "evaluation.json").read_text()) == evaluation
+    assert read_samples(tmp_path / "run" / "samples.jsonl") == samples
+    toy = evaluation["benchmarks"]["toy"]
+    assert toy["accuracy"] == 0.5
+    assert toy["parse_rate"] == toy["verbal"]["parse_rate"] == 0.75
+    assert toy["violation_rate"] == toy["violations"]["missing"] == 0.25
+    assert {"ece", "pce", "brier", "auroc", "mean", "parse_rate"} <= set(toy["verbal"])
+    assert {"accuracy", "verbal", "token", "consistency"} <= set(toy["ci95"])
+    assert "toy" in (tmp_path / "run" / "report.html").read_text()
+
+
+def arguments(*args: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    cli.add_parser(parser.add_subparsers())
+    return parser.parse_args(["evaluate", *args])
+
+
+def test_command_line_samples_and_scores_again(
+    tokenizer: Any,
+    benchmark_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A new evaluation and the re-scoring of its samples.jsonl give the same evaluation.json."""
+    monkeypatch.setattr(cli, "_load_engine", lambda args: (tokenizer, scripted(tokenizer), (EOS,)))
+    out = tmp_path / "new"
+    args = arguments(
+        "--model", "m", "--benchmarks", f"toy={benchmark_file}", "--out", str(out), "--template", "raw", "--json"
+    )
+    assert args.run(args) == 0
+    printed = json.loads(capsys.readouterr().out)
+    for extra in ([], ["--rejudge"]):
+        args = arguments("--samples", str(out / "samples.jsonl"), "--out", str(tmp_path / "again"), *extra)
+        assert args.run(args) == 0
+        assert json.loads((tmp_path / "again" / "evaluation.json").read_text()) == printed
+    assert "toy verbal" in capsys.readouterr().out
+
+
+def test_command_line_errors(tmp_path: Path, benchmark_file: Path) -> None:
+    toy = f"toy={benchmark_file}"
+    for options, message in (
+        (["--model", "m"], "--benchmarks is missing"),
+        (["--model", str(tmp_path), "--benchmarks", toy], r"no config\.json"),
+        (["--model", "m", "--benchmarks", "mathx"], "unknown benchmark 'mathx'"),
+        (["--model", "m", "--benchmarks", toy, "--template", "x"], "unknown prompt template"),
+        (["--model", "m", "--benchmarks", toy, "--confidence", "x"], "unknown confidence 'x'"),
+        (["--samples", str(tmp_path / "none.jsonl")], "no such file"),
+    ):
+        args = arguments(*options, "--out", str(tmp_path / "out"))
+        with pytest.raises(UserError, match=message):
+            args.run(args)
+    with pytest.raises(SystemExit):
+        arguments("--out", "x")
