@@ -18,7 +18,8 @@ from megatron_dcpo.judging.boxes import last_box
 TIMEOUT_SECONDS = 5
 MAX_ANSWER = 1_000  # characters; no key is near it, and sympy's time grows with what it is fed
 
-_INTEGER = re.compile(r"[+-]?[0-9]+", re.ASCII)
+_INTEGER = re.compile(r"[+-]?[0-9]+")
+_IN_MATH = re.compile(r"(?<!\\)\$")  # the key brings its own delimiters; \$ is money
 
 for _name in ("math_verify", "math_verify.parser", "math_verify.grader", "math_verify.utils"):
     logging.getLogger(_name).setLevel(logging.CRITICAL)  # it reports each timeout and each thread without one
@@ -61,15 +62,18 @@ def _equivalent(answer: str, key: str) -> bool:
 
         gold = _parse_key(key, _timeout())
         predicted = _parse(f"\\boxed{{{answer}}}", _timeout(), box_first=True)
-        return bool(gold and predicted and verify(gold, predicted, timeout_seconds=_timeout()))
+        return bool(predicted and verify(gold, predicted, timeout_seconds=_timeout()))
     except Exception:  # sympy and the LaTeX grammar raise nearly anything on sampled text
         return False
 
 
 @lru_cache(maxsize=4096)
 def _parse_key(key: str, timeout: int | None) -> list[Any]:
-    """A key is judged against G responses, and parsed once."""
-    return _parse(key if "$" in key else f"${key}$", timeout, box_first=False)
+    """A key is judged against G responses, and parsed once. Raises ValueError, which the cache does not keep."""
+    parsed = _parse(key if _IN_MATH.search(key) else f"${key}$", timeout, box_first=False)
+    if not parsed:
+        raise ValueError(f"cannot parse the key {key!r}")
+    return parsed
 
 
 def _parse(text: str, timeout: int | None, *, box_first: bool) -> list[Any]:

@@ -46,7 +46,7 @@ def clipped_policy_loss(batch: TokenBatch, options: Options) -> tuple[Tensor, St
     """w_t * (-min(rho A, clip(rho, 1 - low, 1 + high) A) + kl_coef KL - entropy_coef H), [n] (paper 1.6).
 
     rho = exp(logp - logp_old); each block has its own clip range and coefficients; dual clip bounds the loss of
-    negative advantages by -dual_clip * A; importance weights of the engine multiply the first term.
+    negative advantages by dual_clip * |A|; importance weights of the engine multiply the first term.
     """
     valid, log_ratio = _valid(batch), _log_ratio(batch)
     A = _where(valid, batch.advantages.to(log_ratio))
@@ -55,7 +55,7 @@ def clipped_policy_loss(batch: TokenBatch, options: Options) -> tuple[Tensor, St
     unclipped, clipped = -A * rho, -A * torch.clamp(rho, 1 - low, 1 + high)
     losses = torch.maximum(unclipped, clipped)
     if options.dual_clip:
-        losses = torch.where(A < 0, torch.minimum(losses, -options.dual_clip * A), losses)
+        losses = torch.minimum(losses, options.dual_clip * A.abs())  # binds only where A < 0
     tis = importance_weights(batch, options)
     losses = losses * tis
     extra, stats = regularizers(batch, options)

@@ -81,11 +81,12 @@ def test_sentencepiece_bytes_and_straddling() -> None:
     split = split_blocks(text, tokens, {index("</s>")}, MARKER)
     assert split.content == b" \\boxed{5}<conf> Confidence: 0.83"
     assert split.boundary == 3  # behind the straddling "}<"
-    emoji = ids("<0xF0>", "<0x9F>", "<0x99>", "<0x82>", "<0x0A>", "<conf>", "\u25810", ".8", "</s>")
+    # kills_character_offsets: a token of three bytes, and a character of four tokens
+    emoji = ids("数", "<0xF0>", "<0x9F>", "<0x99>", "<0x82>", "<0x0A>", "<conf>", "\u25810", ".8", "</s>")
     split = split_blocks(emoji, tokens, {index("</s>")}, MARKER)
-    assert (split.content, split.boundary) == ("🙂\n<conf> 0.8".encode(), 5)
+    assert (split.content, split.boundary) == ("数🙂\n<conf> 0.8".encode(), 6)
     # A marker spelled in fallback bytes is the same marker.
-    spelled = ids("a", *(f"<0x{byte:02X}>" for byte in b"<conf>"), "\u25810", "</s>")
+    spelled = ids("数", *(f"<0x{byte:02X}>" for byte in b"<conf>"), "\u25810", "</s>")
     assert split_blocks(spelled, tokens, {index("</s>")}, MARKER).boundary == 1
 
 

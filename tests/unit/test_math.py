@@ -31,6 +31,8 @@ from megatron_dcpo.judging.math import extract_boxed, verify_math
         (r"\{2,1\}", r"\{1,2\}"),
         (r"\text{Evelyn}", r"\text{Evelyn}"),
         ("5", "$5$"),
+        (r"\$36.00", r"\$36"),
+        ("32348", r"\$32,\!348"),
         (r"\frac{\sqrt 2}{2}", r"\frac{1}{\sqrt{2}}"),
     ],
 )

@@ -45,6 +45,30 @@ def batches(draw: st.DrawFn) -> tuple[list[Judgement], list[np.ndarray], list[np
     return [rows[i] for i in order], old, new
 
 
+@settings(max_examples=50, deadline=None)
+@given(batch=batches(), lam=st.floats(0, 1))
+def test_dcpo_is_the_papers_equation_written_as_loops(batch: Any, lam: float) -> None:
+    """(1/N) sum_i (1/|o_i|) sum_t -min(rho A, clip(rho) A) with A_r before and A_c behind the boundary."""
+    rows, old, new = batch
+    total = 0.0
+    for row, old_row, new_row in zip(rows, old, new, strict=True):
+        group = [other for other in rows if other.prompt_id == row.prompt_id]
+        accuracy = sum(other.correct for other in group) / len(group)
+
+        def R_c(one: Judgement, accuracy: float = accuracy) -> float:
+            return -1.0 if one.confidence is None else -abs(one.confidence - lam * accuracy - (1 - lam) * one.correct)
+
+        for t in range(row.length):
+            reward = (lambda one: one.correct) if t < row.boundary else R_c
+            values = [reward(other) for other in group]
+            mean = sum(values) / len(values)
+            std = (sum((value - mean) ** 2 for value in values) / len(values)) ** 0.5
+            A = (reward(row) - mean) / (std + 1e-6) if max(values) - min(values) >= 1e-6 else 0.0
+            rho = float(np.exp(new_row[t] - old_row[t]))
+            total -= min(rho * A, min(max(rho, 0.8), 1.28) * A) / row.length / len(rows)
+    assert loss_and_gradient(objective(lam=lam), rows, old, new)[0] == pytest.approx(total, abs=1e-9)
+
+
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
 @settings(max_examples=15, deadline=None)
 @given(batch=batches(), data=st.data())
@@ -96,8 +120,14 @@ def test_micro_batches_ranks_and_padding_change_nothing(
 
 
 def pad(batch: TokenBatch, n: int) -> TokenBatch:
-    """Padding tokens as hostile as they come: NaN log-probs, huge advantages, no block."""
-    hostile = {"logprobs": float("nan"), "old_logprobs": -1e9, "advantages": 1e9, "weights": 1e9, "block_ids": 0}
+    """Padding tokens as hostile as they come: NaN log-probs and weights, huge advantages, no block."""
+    hostile = {
+        "logprobs": float("nan"),
+        "old_logprobs": -1e9,
+        "advantages": 1e9,
+        "weights": float("nan"),
+        "block_ids": 0,
+    }
     values: dict[str, Any] = {"sequence_ids": torch.cat([batch.sequence_ids, torch.zeros(n, dtype=torch.int64)])}
     for name, value in hostile.items():
         tensor = getattr(batch, name).detach()
@@ -291,6 +321,16 @@ def test_kl_estimators() -> None:
     assert bounded.max() <= 10
     assert far.grad is not None
     assert torch.isfinite(far.grad).all()
+
+
+@pytest.mark.parametrize(("estimator", "kl"), [("k1", 0.2), ("k2", 0.02), ("k3", np.exp(-0.2) + 0.2 - 1)])
+def test_kl_loss_pulls_towards_the_reference(estimator: str, kl: float) -> None:
+    """kills_kl_sign: the policy is 0.2 above the reference at every token; each token adds kl_coef * kl."""
+    base, gradient = loss_and_gradient(objective())
+    options = {"kl_coef": 0.5, "kl_estimator": estimator}
+    loss, pulled = loss_and_gradient(objective(**options), ref_logprobs=flat(NEW) - 0.2)
+    assert loss - base == pytest.approx(0.5 * kl, abs=1e-12)
+    assert all((b > a).all() for a, b in zip(gradient, pulled, strict=True))  # descent lowers logp
 
 
 @pytest.mark.parametrize("block", ["reasoning", "confidence"])

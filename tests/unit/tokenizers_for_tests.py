@@ -25,7 +25,7 @@ def qwen() -> Tokenizer:
 @cache
 def sentencepiece() -> Tokenizer:
     """Byte fallback, U+2581 for a space, merges that straddle the marker, and ``</s>``: Llama-2's construction."""
-    words = ["<conf>", ".<", "}<", "conf", ">", "\u2581Confidence", ":", "\u25810", ".8", "3", "\\boxed{5", "}", "a"]
+    words = ["<conf>", ".<", "}<", "conf", ">", "\u2581Confidence", ":", "\u25810", ".8", "3", "\\boxed{5", "}", "数"]
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", *words]
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>"))
