@@ -140,8 +140,8 @@ def _parse(text: str, *, box_first: bool) -> list[Any]:
 
 
 def _undelimited(text: str) -> str:
-    r"""Without the ``$...$`` around the whole of it. ``\$36`` is money and stays."""
-    text = text.strip()
+    r"""Without the ``$...$`` around the whole of it and without sizes. ``\$36`` is money and stays."""
+    text = notation.without_sizes(text).strip()
     inner = text[1:-1]
     return inner.strip() if len(text) > 2 and text[0] == text[-1] == "$" and "$" not in inner else text
 

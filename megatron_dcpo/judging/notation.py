@@ -8,7 +8,7 @@ math-verify errs on whole classes of spellings. Each class has a function here a
 | unicode symbols | ``2√3``, ``½``, ``−5``, ``x²`` | ``2\sqrt{3}``, ``\frac{1}{2}``, ``-5``, ``x^{2}`` |
 | shorthand arguments | ``\frac43``, ``\frac\pi2``, ``\sqrt[3]2`` | ``\frac{4}{3}`` ... : TeX takes one token per argument |
 | number spacing | ``1\,000``, ``10 000``, ``1{,}000``, ``1,000`` | ``1000``; ``(1,000)`` and ``1,00`` stay as they are |
-| degrees | ``\sin 30^\circ`` | ``\sin\left(\frac{30\pi}{180}\right)``; a degree sign outside trigonometry is dropped |
+| degrees | ``\sin 30^\circ`` | ``\sin (\frac{(30)\pi}{180})``; a degree sign outside trigonometry is dropped |
 | trailing letters | ``2t`` | ``2(t)``: math-verify would take ``t`` for a unit and drop it |
 
 Every function is linear in the length of the text, up to a constant depth of braces, and total.
@@ -44,7 +44,9 @@ _TIGHT_ROOT = re.compile(r"([√∛∜])\s*(\([^()]*\)|\{[^{}]*\}|[0-9]+(?:\.[0-
 _THIN = r"(?:\\[,;:! ]|\\thinspace|~|\{,\}|\{\\,\}|,\\!|\{,\\!\})"
 _THIN_GROUPS = re.compile(rf"(?<![0-9.])([0-9]{{1,3}})((?:{_THIN}\s*[0-9]{{3}})+)(?![0-9])")
 _SPACED = re.compile(r"(\D{0,3})([0-9]{1,3}(?: [0-9]{3})+)(\.[0-9]+)?(\s*(?:\\?%|\\text\{.*\})?)")
-_COMMAS = re.compile(r"((?:[A-Za-z]\s*=\s*)?[-+]?\s*\\?\$?\s*)([0-9]{1,3}(?:,[0-9]{3})+)(\.[0-9]+)?((?:\s*[^0-9,()\[\]]*)?)")
+_COMMAS = re.compile(
+    r"((?:[A-Za-z]\s*=\s*)?[-+]?\s*\\?\$?\s*)([0-9]{1,3}(?:,[0-9]{3})+)(\.[0-9]+)?((?:\s*[^0-9,()\[\]]*)?)"
+)
 
 _DEGREE = re.compile(r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))|\\degree(?![A-Za-z])")
 _TRIGONOMETRY = re.compile(r"(?<![A-Za-z])(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
@@ -61,7 +63,12 @@ def normalise(text: str) -> str:
 def spell_out(text: str) -> str:
     """Everything but what a degree sign outside trigonometry means, which depends on the other side."""
     text = expand_arguments(plain_symbols(text.strip().rstrip(".")))
-    return degrees_in_trigonometry(join_digits(_WRAPPERS.sub("", text)).strip())
+    return degrees_in_trigonometry(join_digits(without_sizes(text)).strip())
+
+
+def without_sizes(text: str) -> str:
+    r"""Without ``\left``, ``\right``, ``\big`` and ``\displaystyle``, which change no meaning."""
+    return _WRAPPERS.sub("", text)
 
 
 def plain_symbols(text: str) -> str:
@@ -76,7 +83,7 @@ def plain_symbols(text: str) -> str:
 
 def _root_of(match: re.Match[str]) -> str:
     inner = match[2] or ""
-    return _ROOTS[match[1]] + (f"{{{inner.strip('(){}')}}}" if inner and inner[0] in "({" else f"{{{inner}}}" if inner else "")
+    return _ROOTS[match[1]] + (f"{{{inner[1:-1] if inner[0] in '({' else inner}}}" if inner else "")
 
 
 def _vulgar_fraction(character: str) -> str:
@@ -151,7 +158,8 @@ def degrees_to_radians(text: str) -> str:
         if operand is None:
             parts.append(before)
             continue
-        parts.append(before[: operand.start()] + rf"\left(\frac{{({operand[1].strip('{}') if operand[1][0] == '{' else operand[1]})\pi}}{{180}}\right)")
+        angle = operand[1][1:-1] if operand[1][0] == "{" else operand[1]
+        parts.append(before[: operand.start()] + rf"(\frac{{({angle})\pi}}{{180}})")
     return "".join([*parts, rest])
 
 

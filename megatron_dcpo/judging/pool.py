@@ -68,6 +68,7 @@ class VerifierPool:
         self.statistics = PoolStatistics()
         self._workers: list[Worker] = []
         self._cache: OrderedDict[Pair, bool] = OrderedDict()
+        self._died_on: set[Pair] = set()
         self._lock = threading.Lock()
         self._owner = os.getpid()
 
@@ -175,7 +176,8 @@ class VerifierPool:
     def _give_up(
         self, worker: Worker, waiting: deque[Pair], verdicts: dict[Pair, bool], selector: selectors.BaseSelector
     ) -> None:
-        """A worker is late or gone. Its pair is wrong; one that never became ready is an error of the installation."""
+        """A worker is late or gone. Its pair is wrong, at the latest when a second worker dies on it; one that never
+        became ready is an error of the installation."""
         selector.unregister(worker.process.stdout)  # type: ignore[arg-type]
         self._workers.remove(worker)
         _end(worker)
@@ -185,9 +187,15 @@ class VerifierPool:
                 f"{sys.executable} -c 'import megatron_dcpo.judging.worker, math_verify'"
             )
         self.statistics.replaced += 1
-        if worker.pair is not None:
-            self.statistics.late += 1
-            self._settle(worker.pair, False, verdicts)
+        if worker.pair is None:
+            return
+        in_time = time.monotonic() < worker.deadline - _GRACE_SECONDS
+        if in_time and worker.pair not in self._died_on:  # it may have been killed from outside
+            self._died_on.add(worker.pair)
+            waiting.appendleft(worker.pair)
+            return
+        self.statistics.late += not in_time
+        self._settle(worker.pair, False, verdicts)
 
     def _settle(self, pair: Pair, verdict: bool, verdicts: dict[Pair, bool]) -> None:
         self.statistics.judged += 1
