@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from functools import partial
 
 _SYMBOLS = {
     "−": "-", "–": "-", "—": "-", "‐": "-", "‑": "-", "﹣": "-",
@@ -77,13 +78,17 @@ def plain_symbols(text: str) -> str:
         return text
     text = _TIGHT_ROOT.sub(_root_of, text)
     for command, characters in _SCRIPTS.items():
-        text = re.sub(f"[{characters}]+", lambda m, c=command: c + "{" + _plain(m[0]) + "}", text)
+        text = re.sub(f"[{characters}]+", partial(_script, command), text)
     return _plain("".join(map(_vulgar_fraction, text.translate(_SYMBOL_TABLE)))).translate(_SYMBOL_TABLE)
 
 
 def _root_of(match: re.Match[str]) -> str:
     inner = match[2] or ""
     return _ROOTS[match[1]] + (f"{{{inner[1:-1] if inner[0] in '({' else inner}}}" if inner else "")
+
+
+def _script(command: str, match: re.Match[str]) -> str:
+    return f"{command}{{{_plain(match[0])}}}"
 
 
 def _vulgar_fraction(character: str) -> str:

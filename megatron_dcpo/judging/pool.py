@@ -11,6 +11,7 @@ no ``__main__`` guard in a user's script.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import selectors
@@ -147,12 +148,10 @@ class VerifierPool:
     def _send(self, worker: Worker, pair: Pair) -> None:
         worker.pair = pair
         worker.deadline = time.monotonic() + self.wall_seconds + _GRACE_SECONDS
-        try:
-            assert worker.process.stdin is not None
+        assert worker.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # its stdout is closed as well, and read as the end of the worker
             worker.process.stdin.write(json.dumps(pair).encode() + b"\n")  # ASCII: lone surrogates survive escaped
             worker.process.stdin.flush()
-        except BrokenPipeError:
-            pass  # its stdout is closed as well, and read as the end of the worker
 
     def _hear(
         self, worker: Worker, waiting: deque[Pair], verdicts: dict[Pair, bool], selector: selectors.BaseSelector
@@ -216,10 +215,8 @@ def _end(worker: Worker) -> None:
     worker.process.kill()
     for stream in (worker.process.stdin, worker.process.stdout):
         if stream is not None:
-            try:
+            with contextlib.suppress(BrokenPipeError):
                 stream.close()
-            except BrokenPipeError:
-                pass
     worker.process.wait()
 
 

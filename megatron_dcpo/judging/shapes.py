@@ -75,7 +75,7 @@ class Numeral(NamedTuple):
 
 
 def numeral(text: str) -> Numeral | None:
-    r"""``2516_8``, ``204_{5}``, ``AB_{16}``, ``12_{\text{five}}``, ``(120)_5``; None for everything else, ``x_1`` included."""
+    r"""``2516_8``, ``204_{5}``, ``AB_{16}``, ``12_{\text{five}}``, ``(120)_5``; None for all else, as ``x_1``."""
     match = _NUMERAL.fullmatch(text.strip())
     if match is None:
         return None
