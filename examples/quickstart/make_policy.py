@@ -10,17 +10,19 @@ says how sure it is, each confidence with two decimals:
 
 The reasoning is the product with its digits reversed (the order in which a multiplication yields them).
 
-How the policy becomes over-confident, and why that is not staged by a metric. It is a Qwen3 of four layers and about 182k parameters,
-trained from scratch by ordinary supervised learning, in two stages:
+How the policy becomes over-confident. It is a Qwen3 of four layers and about 182k parameters, trained from scratch by
+ordinary supervised learning, in two stages:
 
 1. `--clean-steps` batches of correct solutions.
 2. `--imperfect-steps` batches in which a quarter of the solutions are wrong in one digit, as in a policy pretrained on
    imperfect text. The policy now errs at random where it could be right: reinforcement learning has room to teach.
 
 In both stages the confidence after a solution is a draw that does not look at whether the solution is right: from
-Beta(8, 0.8) (mean 0.91) for products with a one-digit factor, from Beta(4, 1) (mean 0.80) for the two hard types. So
-the text it imitates is too sure of itself, and knows little more than that hard problems are harder. Nothing measures
-calibration here, and nothing is selected by it. The held-out problems are in neither stage nor in the training file.
+Beta(8, 0.8) (mean 0.91) for products with a one-digit factor, from Beta(4, 1) (mean 0.80) for 2x2 and Beta(2.5, 1)
+(mean 0.71) for 3x2. So the text it imitates is too sure of itself, and knows little more than that hard problems are
+harder. No metric of calibration is computed or used here. The shares of the types and the three distributions are
+choices made by hand, with pilot runs of the training that follows in view. The held-out problems, and their mirror
+images b*a, are in neither stage nor in the training file; the training problems are also in the supervised text.
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ TYPES = {
     "1x1": (1, 1, 0.05, 0.05, (8.0, 0.8)),
     "2x1": (2, 1, 0.25, 0.15, (8.0, 0.8)),
     "3x1": (3, 1, 0.28, 0.20, (8.0, 0.8)),
-    "2x2": (2, 2, 0.24, 0.30, (4.0, 1.0)),
-    "3x2": (3, 2, 0.18, 0.30, (4.0, 1.0)),
+    "2x2": (2, 2, 0.15, 0.30, (4.0, 1.0)),
+    "3x2": (3, 2, 0.27, 0.30, (2.5, 1.0)),
 }
 FIXED_STRINGS = [" \\boxed{", "<conf>", " Confidence: "]  # one token each
 EOS, PAD = "<|endoftext|>", "<|pad|>"
