@@ -141,18 +141,18 @@ def run_one(quickstart: Quickstart, name: str) -> None:
 
 def wait(jobs: list[Future[None]], out: Path) -> None:
     """Show how far the trainings are until all jobs are done. The first failure ends everything."""
-    shown = ""
+    shown, said = "", time.monotonic()
     while not all(job.done() for job in jobs):
-        time.sleep(2)
+        time.sleep(1)
         for job in jobs:
             if job.done() and job.exception() is not None:
                 for other in jobs:
                     other.cancel()
                 raise job.exception()
         line = "   ".join(f"{m} {_steps(out / m)}" for m in METHODS)
-        if line != shown and console.is_terminal:
-            console.print(line, end="\r")
-            shown = line
+        if line != shown and (console.is_terminal or time.monotonic() - said > 30):
+            console.print(line, end="\r" if console.is_terminal else "\n", highlight=False)
+            shown, said = line, time.monotonic()
     for job in jobs:
         job.result()
 
