@@ -71,7 +71,7 @@ class Quickstart:
             "--batch-size",
             "512",
         )
-        options = ("--repeats", "4", "--confidence", "verbal,token,consistency", "--template", "raw", *sampling)
+        options = ("--repeats", "8", "--confidence", "verbal,token,consistency", "--template", "raw", *sampling)
         self._call(run, "evaluate", "--model", str(model), "--benchmarks", heldout, "--out", str(run), *options)
 
     def report(self) -> None:
