@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from megatron_dcpo import __version__
 from megatron_dcpo.errors import UserError
 
-VERBS = ("train", "evaluate", "report", "objective", "doctor")
+VERBS = ("train", "evaluate", "convert", "report", "objective", "doctor")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
