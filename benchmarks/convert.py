@@ -2,10 +2,10 @@
 
     python benchmarks/convert.py --shape qwen3_0.6b --dir /path/on/the/disk [--repeats 3] [--warm] [--naive]
 
-Writes a random bf16 checkpoint of the shape, then in turn: cp, import, cp, export, each in its own process, the input evicted
-from the page cache before each (``--warm``: read into it instead) and the disk idle (``sync``). Times exclude the start of the
-interpreter and imports. ``--naive`` adds the usual way (load everything, rearrange, save) for comparison; it needs room for
-the whole model twice. Needs about three times the checkpoint on the disk and removes everything at the end.
+Writes a random bf16 checkpoint of the shape, then in turn: cp, import, cp, export, each in its own process, the input
+evicted from the page cache before each (``--warm``: read into it instead) and the disk idle (``sync``). Times exclude the
+start of the interpreter and imports. ``--naive`` adds the usual way (load everything, rearrange, save) for comparison; it
+needs room for the whole model twice. Needs three times the checkpoint on the disk and removes everything at the end.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from megatron_dcpo.weights.architecture import parse_architecture
-from megatron_dcpo.weights.convert import export_checkpoint, import_checkpoint
-from megatron_dcpo.weights.lazy import Files
+from megatron_dcpo.weights.architecture import parse_architecture, read_architecture
+from megatron_dcpo.weights.convert import export_checkpoint, import_checkpoint, megatron_to_hf
+from megatron_dcpo.weights.lazy import Files, read_rows
 from megatron_dcpo.weights.memory import PeakMemory
+from megatron_dcpo.weights.planner import Coordinates, Layout, plan
 from megatron_dcpo.weights.safetensors_io import SHARD_BYTES, assign_files, plan_shards, read_tensors, write_index
 from megatron_dcpo.weights.table import hf_shapes
+from megatron_dcpo.weights.torch_dist import read_checkpoint
 
 _COMMON = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -88,9 +90,6 @@ def naive_import(source: Path, target: Path) -> None:
     import torch.distributed.checkpoint as dcp
     from safetensors.torch import load_file
 
-    from megatron_dcpo.weights.planner import Coordinates, Layout, plan
-    from megatron_dcpo.weights.architecture import read_architecture  # isort: skip
-
     model = {}
     for file in sorted(source.glob("*.safetensors")):
         model |= load_file(file)
@@ -106,13 +105,9 @@ def naive_export(source: Path, target: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from megatron_dcpo.weights.convert import _megatron_to_hf, read_architecture, read_checkpoint
-
     tensors = {}
     with Files() as files:
-        from megatron_dcpo.weights.lazy import read_rows
-
-        lazy = _megatron_to_hf(read_architecture(source / "hf"), source, read_checkpoint(source))
+        lazy = megatron_to_hf(read_architecture(source / "hf"), source, read_checkpoint(source))
         for name, parts in lazy.items():
             loaded = []
             for part in parts:
@@ -134,14 +129,16 @@ STEPS = {
 
 def worker(step: str, source: Path, target: Path) -> None:
     """In a process of its own: run one step, print seconds and peak memory."""
-    import safetensors.torch
-    import torch.distributed.checkpoint  # noqa: F401 - its import is not part of the time
+    import safetensors.torch  # noqa: F401 - imports are not part of the time
+    import torch.distributed.checkpoint  # noqa: F401
 
     memory = PeakMemory()
     clock = time.perf_counter()
     with memory:
         STEPS[step](source, target)
-    print(json.dumps({"seconds": time.perf_counter() - clock} | memory.peaks()))
+    seconds = time.perf_counter() - clock
+    peaks = {"peak_anonymous_bytes": memory.anonymous_bytes, "peak_resident_bytes": memory.resident_bytes}
+    print(json.dumps({"seconds": seconds} | peaks))
 
 
 def measure(step: str, source: Path, target: Path, warm: bool) -> dict[str, float]:
@@ -194,7 +191,12 @@ def main() -> None:
 def run(args: argparse.Namespace, work: Path) -> None:
     nbytes = generate(SHAPES[args.shape], work / "hf")
     print(f"{args.shape}: {nbytes / 1e9:.2f} GB, input {'in' if args.warm else 'not in'} the page cache", flush=True)
-    steps = [("cp", "hf", "copy"), ("import", "hf", "megatron"), ("cp", "megatron", "copy"), ("export", "megatron", "back")]
+    steps = [
+        ("cp", "hf", "copy"),
+        ("import", "hf", "megatron"),
+        ("cp", "megatron", "copy"),
+        ("export", "megatron", "back"),
+    ]
     if args.naive:
         steps += [("naive_import", "hf", "naive"), ("naive_export", "megatron", "naive")]
     results: dict[str, list[dict[str, float]]] = {}

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_dcpo.errors import UserError
+
 if TYPE_CHECKING:
     from megatron_dcpo.weights.convert import Conversion, Progress
 
@@ -78,6 +80,21 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--verify", action="store_true", help="read the result again and compare every tensor by hash")
     parser.add_argument("--overwrite", action="store_true", help="replace the target if it exists")
     parser.add_argument("--json", action="store_true", help="print conversion.json instead of a line")
+
+
+def main(direction: str, description: str | None) -> int:
+    """The whole program of ``tools/hf_to_megatron.py`` and ``tools/megatron_to_hf.py``."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    (add_import_arguments if direction == "import" else add_export_arguments)(parser)
+    args = parser.parse_args(namespace=argparse.Namespace(direction=direction))
+    try:
+        return run(args)
+    except UserError as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"{parser.prog}: interrupted", file=sys.stderr)
+        return 130
 
 
 def run(args: argparse.Namespace) -> int:

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from megatron_dcpo import __version__
 from megatron_dcpo.errors import UserError
@@ -48,7 +47,7 @@ _FLOATS = ("bfloat16", "float16", "float32")
 _CHUNK_BYTES = 2**29  # a reader loads chunks whole, also when it wants a slice
 _EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 _LAYER = "decoder.layers."
-# Modules that have an (empty) extra state in Megatron's checkpoints: per layer, in the local and the Transformer Engine spec.
+# Modules whose (empty) extra state Megatron expects in a checkpoint, in the local or the Transformer Engine spec.
 _EXTRA_STATES = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
 _EXTRA_STATES_QK = ("self_attention.q_layernorm", "self_attention.k_layernorm")
 
@@ -118,7 +117,7 @@ def import_checkpoint(
             writer.finish()
             seconds, checked = time.perf_counter() - clock, None
             if verify:
-                checked = _verify(hashes, _megatron_to_hf(arch, temporary, read_checkpoint(temporary)), progress)
+                checked = _verify(hashes, megatron_to_hf(arch, temporary, read_checkpoint(temporary)), progress)
             result = Conversion(
                 direction="import",
                 source=str(source),
@@ -131,7 +130,8 @@ def import_checkpoint(
                 padding={"vocab_size": arch.vocab_size, "padded_vocab_size": padded},
                 ignored=ignored,
                 tensors=dict(sorted(hashes.items())),
-                **memory.peaks(),
+                peak_resident_bytes=memory.resident_bytes,
+                peak_anonymous_bytes=memory.anonymous_bytes,
             )
             _write_record(temporary, result)
     return result
@@ -207,15 +207,15 @@ def export_checkpoint(
         source = find_checkpoint(source)
         side = hf_config or source / HF_SUBDIRECTORY
         if not (side / "config.json").is_file():
-            raise UserError(f"{side / 'config.json'} is missing; name the model's Hugging Face directory with --hf-config")
+            raise UserError(
+                f"{side / 'config.json'} is missing; name the model's Hugging Face directory with --hf-config"
+            )
         arch, shapes = read_architecture(side), hf_shapes(read_architecture(side))
-        tensors = _megatron_to_hf(arch, source, read_checkpoint(source))
+        tensors = megatron_to_hf(arch, source, read_checkpoint(source))
         dtype = _one_dtype(source, {name: parts[0] for name, parts in tensors.items()})
         itemsize = 4 if dtype == "float32" else 2
         files_of = None if max_shard_bytes or hf_config else _recorded_files(side, shapes)
-        shards = plan_shards(
-            shapes, dtype, files_of or assign_files(shapes, itemsize, max_shard_bytes or SHARD_BYTES)
-        )
+        shards = plan_shards(shapes, dtype, files_of or assign_files(shapes, itemsize, max_shard_bytes or SHARD_BYTES))
         require_space(target, sum(shard.nbytes for shard in shards))
         with new_directory(target, overwrite) as temporary:
             streams = []
@@ -247,15 +247,14 @@ def export_checkpoint(
                 padding={"vocab_size": arch.vocab_size},
                 ignored=(),
                 tensors=dict(sorted(hashes.items())),
-                **memory.peaks(),
+                peak_resident_bytes=memory.resident_bytes,
+                peak_anonymous_bytes=memory.anonymous_bytes,
             )
             _write_record(temporary, result)
     return result
 
 
-def _megatron_to_hf(
-    arch: Architecture, path: Path, stored: Mapping[str, StoredTensors]
-) -> dict[str, list[LazyTensor]]:
+def megatron_to_hf(arch: Architecture, path: Path, stored: Mapping[str, StoredTensors]) -> dict[str, list[LazyTensor]]:
     """Every Hugging Face tensor as slices of the checkpoint's tensors, in order.
 
     Raises :class:`UserError` when the checkpoint lacks a tensor, has one too many, or of another shape.
@@ -393,4 +392,4 @@ def _write_record(directory: Path, result: Conversion) -> None:
     (directory / "conversion.json").write_text(json.dumps(result.__dict__, indent=1) + "\n")
 
 
-__all__ = ["Conversion", "export_checkpoint", "import_checkpoint"]
+__all__ = ["Conversion", "export_checkpoint", "import_checkpoint", "megatron_to_hf"]

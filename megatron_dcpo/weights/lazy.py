@@ -36,7 +36,7 @@ DTYPES: dict[str, tuple[str, int]] = {
     "F64": ("float64", 8),
     "C64": ("complex64", 8),
 }
-ITEMSIZE = {name: size for name, size in DTYPES.values()}
+ITEMSIZE = dict(DTYPES.values())
 
 
 @dataclass(frozen=True)
@@ -163,6 +163,6 @@ def read_rows(files: Files, tensor: LazyTensor, start: int, stop: int, out: memo
             continue
         # A slice of the columns: its rows are narrower than ours (a tensor-parallel shard), or wider in the file.
         scratch = np.empty((last - first - 1) * region.stride + region.width, np.uint8)
-        files.read(region.path, offset, memoryview(scratch))
+        files.read(region.path, offset, scratch.data)
         source = np.lib.stride_tricks.as_strided(scratch, (last - first, region.width), (region.stride, 1))
         matrix[low:high, region.column : region.column + region.width] = source

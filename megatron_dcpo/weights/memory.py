@@ -29,10 +29,15 @@ class PeakMemory:
         self._stop.set()
         self._thread.join()
 
-    def peaks(self) -> dict[str, int]:
-        """``peak_resident_bytes`` and ``peak_anonymous_bytes`` so far."""
+    @property
+    def resident_bytes(self) -> int:
         self._sample()
-        return {"peak_resident_bytes": self._peaks["VmRSS"], "peak_anonymous_bytes": self._peaks["RssAnon"]}
+        return self._peaks["VmRSS"]
+
+    @property
+    def anonymous_bytes(self) -> int:
+        self._sample()
+        return self._peaks["RssAnon"]
 
     def _watch(self) -> None:
         while not self._stop.wait(_SECONDS):

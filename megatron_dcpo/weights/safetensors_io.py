@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -114,7 +113,7 @@ def _read_header(path: Path) -> dict[str, LazyTensor]:
         spans = sorted((*info["data_offsets"], name) for name, info in header.items())
         end = 0
         for start, stop, name in spans:
-            dtype, itemsize = DTYPES[header[name]["dtype"]]
+            itemsize = DTYPES[header[name]["dtype"]][1]
             if start != end or stop - start != itemsize * math.prod(header[name]["shape"]):
                 raise UserError(f"{path}: the header contradicts itself at tensor {name}")
             end = stop
@@ -212,7 +211,7 @@ def write_checkpoint(
             with (temporary / shard.file).open("wb") as file:
                 file.write(shard.header)
                 for key in shard.offsets:
-                    file.write(memoryview(tensors[key].to(dtype).contiguous().reshape(-1).view(torch.uint8).numpy()))
+                    file.write(tensors[key].to(dtype).contiguous().reshape(-1).view(torch.uint8).numpy().data)
         write_index(temporary, shards)
         copy_side_files(source_dir, temporary, name)
 

@@ -83,7 +83,9 @@ class StoredTensors:
             key=lambda region: (region.row, region.column),
         )
         if sum(region.rows * region.width for region in regions) != rows * row_bytes:
-            raise UserError(f"{chunks[0].path.parent if chunks else METADATA}: the chunks of {self.key} do not cover it")
+            raise UserError(
+                f"{chunks[0].path.parent if chunks else METADATA}: the chunks of {self.key} do not cover it"
+            )
         return LazyTensor(shape, self.dtype, rows, row_bytes, tuple(regions))
 
     def _regions(self, shape: tuple[int, ...], chunk: Chunk, leading: int, number: int) -> Iterator[Region]:
@@ -139,11 +141,12 @@ def read_checkpoint(path: Path) -> dict[str, StoredTensors]:
     try:
         with (path / METADATA).open("rb") as file:
             metadata = _MetadataUnpickler(file).load()
-        storage = {
-            (index.fqn, tuple(index.offset)): info for index, info in metadata.storage_data.items() if index.offset is not None
-        }
+        places = [(index, info) for index, info in metadata.storage_data.items() if index.offset is not None]
+        storage = {(index.fqn, tuple(index.offset)): info for index, info in places}
         entries = [
-            (key, entry) for key, entry in metadata.state_dict_metadata.items() if isinstance(entry, TensorStorageMetadata)
+            (key, entry)
+            for key, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
         ]
         tensors = {}
         sizes: dict[str, int] = {}
@@ -166,6 +169,22 @@ def read_checkpoint(path: Path) -> dict[str, StoredTensors]:
         raise UserError(f"{path / METADATA} is damaged ({type(error).__name__}: {error})") from None
 
 
+_KNOWN = {
+    (cls.__module__, cls.__qualname__): cls
+    for cls in (
+        _StorageInfo,
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        StorageMeta,
+        TensorProperties,
+        TensorStorageMetadata,
+        torch.Size,
+    )
+}
+
+
 class _Opaque:
     """Stands for what a checkpoint may carry besides its metadata (save plans), which is not needed."""
 
@@ -175,31 +194,13 @@ class _Opaque:
     def __setstate__(self, state: Any) -> None:
         pass
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError("opaque")
-
 
 class _MetadataUnpickler(pickle.Unpickler):
     """Builds the known classes and nothing else: a checkpoint must not be able to run code."""
 
-    _KNOWN = {
-        (cls.__module__, cls.__qualname__): cls
-        for cls in (
-            _StorageInfo,
-            BytesStorageMetadata,
-            ChunkStorageMetadata,
-            Metadata,
-            MetadataIndex,
-            StorageMeta,
-            TensorProperties,
-            TensorStorageMetadata,
-            torch.Size,
-        )
-    }
-
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in self._KNOWN:
-            return self._KNOWN[module, name]
+        if (module, name) in _KNOWN:
+            return _KNOWN[module, name]
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if (module, name) in (

@@ -72,8 +72,8 @@ class _Stub:
 
     def __reduce__(self) -> tuple[Any, ...]:
         strides = tuple(math.prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
-        arguments = (_StorageStub(), 0, self.shape, strides, False, collections.OrderedDict())
-        return torch._utils._rebuild_tensor_v2, arguments
+        no_hooks: collections.OrderedDict[str, Any] = collections.OrderedDict()
+        return torch._utils._rebuild_tensor_v2, (_StorageStub(), 0, self.shape, strides, False, no_hooks)
 
 
 class _StorageStub:
@@ -104,7 +104,9 @@ def _archive(shape: tuple[int, ...], dtype: str, crc: int) -> tuple[bytes, bytes
         extra = b"FB" + struct.pack("<H", padding) + b"Z" * padding if align > 1 else b""
         fields = struct.pack("<HHHHIIIHH", 0, 0, 0, _DOS_EPOCH, checksum, size, size, len(name), len(extra))
         body += b"PK\x03\x04" + struct.pack("<H", _VERSION[1]) + fields + name + extra + (data or b"")
-        fields = struct.pack("<HHHHIIIHHHHHII", 0, 0, 0, _DOS_EPOCH, checksum, size, size, len(name), 0, 0, 0, 0, 0, offset)
+        fields = struct.pack(
+            "<HHHHIIIHHHHHII", 0, 0, 0, _DOS_EPOCH, checksum, size, size, len(name), 0, 0, 0, 0, 0, offset
+        )
         directory.extend(b"PK\x01\x02" + struct.pack("<HH", *_VERSION) + fields + name)
 
     entry(before, 0, b"archive/data.pkl", _description(shape, dtype))
@@ -151,7 +153,15 @@ def find_tensor(path: Path, offset: int, length: int) -> StoredTensor:
             return StoredTensor(dtype, tuple(shape), tuple(stride), data + start * ITEMSIZE[dtype])
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from None
-    except (zipfile.BadZipFile, pickle.UnpicklingError, KeyError, ValueError, TypeError, EOFError, struct.error) as error:
+    except (
+        zipfile.BadZipFile,
+        pickle.UnpicklingError,
+        KeyError,
+        ValueError,
+        TypeError,
+        EOFError,
+        struct.error,
+    ) as error:
         raise UserError(f"{path} is truncated or damaged at byte {offset} ({type(error).__name__}: {error})") from None
 
 
