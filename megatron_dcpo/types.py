@@ -50,8 +50,9 @@ class Prompt:
 class Response:
     """One sampled response: exactly the ids the engine sampled (EOS included) and its log-probs of them.
 
-    ``token_ids``: int64 [T]; ``logprobs``: float32 [T], natural log, at the sampling temperature, by the weights
-    ``weights_version``. ``finish_reason`` is ``length`` when the response was cut off before EOS.
+    ``token_ids``: int64 [T]; ``logprobs``: float32 [T], natural log, at the sampling temperature (or of the raw logits
+    where the sampling asked for it), by the weights ``weights_version``. ``finish_reason`` is ``length`` when the
+    response was cut off before EOS. ``top_logprobs``: float32 [T, K], falling, of the raw logits, where asked for.
     """
 
     prompt_id: str
@@ -60,6 +61,23 @@ class Response:
     logprobs: np.ndarray
     finish_reason: Literal["stop", "length"]
     weights_version: int
+    top_logprobs: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What evaluation needs of a response, whatever gave it: the text without its end token, and the log-probs.
+
+    ``logprobs``: float32 [T], natural log, of the raw logits, end token included where the engine gives it.
+    ``top_logprobs``: float32 [T, K], falling, or None. ``finish_reason`` is ``length`` when it was cut off.
+    """
+
+    prompt_id: str
+    repeat: int
+    text: str
+    finish_reason: Literal["stop", "length"]
+    logprobs: np.ndarray
+    top_logprobs: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

@@ -20,18 +20,30 @@ from megatron_dcpo.calibration.metrics import (
     pce,
     worst_case,
 )
+from megatron_dcpo.calibration.selective import (
+    accuracy_at_coverage,
+    accuracy_coverage,
+    aurc,
+    ece_adaptive,
+    ece_debiased,
+)
 from megatron_dcpo.calibration.summary import json_ready, summarize, violation_rates
 
 __all__ = [
     "BrierParts",
     "accuracy",
+    "accuracy_at_coverage",
+    "accuracy_coverage",
     "auprc",
+    "aurc",
     "auroc",
     "bin_rows",
     "bootstrap_ci",
     "brier",
     "brier_decomposition",
     "ece",
+    "ece_adaptive",
+    "ece_debiased",
     "ece_equal_mass",
     "json_ready",
     "mce",

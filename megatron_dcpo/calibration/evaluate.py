@@ -1,29 +1,50 @@
 """Accuracy and calibration of a model: sample, judge, score, write. The engine is a function, so this room knows none.
 
-benchmarks --render--> prompts --generate--> responses --judge--> samples.jsonl --score--> evaluation.json, pictures
+benchmarks --render--> prompts --complete--> completions --judge--> samples.jsonl --score--> evaluation.json, pictures
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_dcpo.calibration import diagrams
+from megatron_dcpo.calibration.journal import Journal
+from megatron_dcpo.calibration.posthoc import features
 from megatron_dcpo.calibration.report import read_run, summary_of, write_report
-from megatron_dcpo.calibration.samples import Sample, geometric_mean_probability, with_consistency, write_samples
+from megatron_dcpo.calibration.samples import (
+    Sample,
+    geometric_mean_probability,
+    mean_entropy,
+    with_consistency,
+    write_samples,
+)
 from megatron_dcpo.calibration.scoring import bins_from_json
-from megatron_dcpo.data import LoadedBenchmark, render_prompts
+from megatron_dcpo.data import LoadedBenchmark
 from megatron_dcpo.judging.blocks import find_marker
 from megatron_dcpo.judging.confidence import MARKER, parse_confidence
-from megatron_dcpo.judging.math import extract_boxed, verify_math
-from megatron_dcpo.judging.token_bytes import TokenBytes, token_bytes
-from megatron_dcpo.types import Prompt, Response
+from megatron_dcpo.judging.math import equivalent_many, extract_boxed, verify_many
+from megatron_dcpo.judging.token_bytes import TokenBytes
+from megatron_dcpo.types import Completion, Prompt, Response
 
 Generate = Callable[[Sequence[Prompt]], Sequence[Response]]
 Progress = Callable[[str, int, int], None]
+Said = tuple[str, str, str]  # response text without its end token, ground truth, finish reason
+Judge = Callable[[Sequence[Said]], "list[Verdict]"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """A problem and which of its repeats are still to be sampled."""
+
+    prompt: Prompt
+    repeats: tuple[int, ...]
+
+
+Complete = Callable[[Sequence[Request]], Iterable[Sequence[Completion]]]  # in any order, a few at a time
 
 
 @dataclass(frozen=True)
@@ -36,60 +57,93 @@ class Verdict:
     status: str
 
 
-Judge = Callable[[str, str, str], Verdict]  # (response text without EOS, ground truth, finish reason)
-
-
-def judge_math(text: str, ground_truth: str, finish_reason: str, marker: str = MARKER) -> Verdict:
-    """Judge a text exactly as training judges the sampled ids: the answer is read before the confidence line only."""
-    content = text.encode(errors="surrogatepass")
-    at = find_marker(content, marker.encode())
-    reasoning = content[:at].decode(errors="replace")
-    parsed = parse_confidence(text, marker=marker, finished=finish_reason == "stop")
-    answer = extract_boxed(reasoning)
-    return Verdict(answer, verify_math(reasoning, ground_truth), parsed.confidence, parsed.status)
+def judge_math(responses: Sequence[Said], marker: str = MARKER) -> list[Verdict]:
+    """Judge texts exactly as training judges the sampled ids: the answer is read before the confidence line only."""
+    reasonings = []
+    for text, _, _ in responses:
+        content = text.encode(errors="surrogatepass")
+        reasonings.append(content[: find_marker(content, marker.encode())].decode(errors="replace"))
+    verdicts = verify_many([(said, truth) for said, (_, truth, _) in zip(reasonings, responses, strict=True)])
+    parsed = [parse_confidence(text, marker=marker, finished=reason == "stop") for text, _, reason in responses]
+    return [
+        Verdict(extract_boxed(reasoning), correct, stated.confidence, stated.status)
+        for reasoning, correct, stated in zip(reasonings, verdicts, parsed, strict=True)
+    ]
 
 
 def equivalent_math(a: str, b: str) -> bool:
     """Whether two boxed answers are the same number, set, expression ..."""
-    return verify_math(f"\\boxed{{{a}}}", b)
+    return equivalent_many([(a, b)])[0]
 
 
 def evaluate_benchmark(
     benchmark: LoadedBenchmark,
-    tokenizer: Any,
-    generate: Generate,
-    eos_ids: Collection[int],
+    prompts: Sequence[Prompt],
+    complete: Complete,
     *,
+    repeats: int,
     judge: Judge = judge_math,
     equivalent: Callable[[str, str], bool] = equivalent_math,
-    template: str = "paper",
-    marker: str = MARKER,
-    limit: int | None = None,
-    batch_size: int = 64,
+    journal: Journal | None = None,
+    keep_features: bool = False,
     progress: Progress | None = None,
 ) -> list[Sample]:
-    """Sample every problem of a benchmark and judge the responses, ``batch_size`` prompts per call of ``generate``.
+    """Sample every prompt of a benchmark ``repeats`` times and judge the completions as they come.
 
-    ``generate`` returns the repeats of every prompt in any order; they are matched by prompt id, never by position.
-    ``eos_ids``: the tokens that end a response, which are no part of its text.
+    Completions are matched by prompt id and repeat, never by position, so that the samples do not depend on the order
+    in which an engine finishes. What ``journal`` holds already is not asked for; what is new is written to it at once.
     """
-    tokens = token_bytes(tokenizer)
-    prompts = render_prompts(benchmark.records, tokenizer, template, limit=limit, marker=marker, source=benchmark.name)
     problems = {record.prompt_id: record.problem for record in benchmark.records}
-    samples: list[Sample] = []
-    for start in range(0, len(prompts), batch_size):
-        batch = prompts[start : start + batch_size]
-        truths = {prompt.prompt_id: prompt.ground_truth for prompt in batch}
-        for response in generate(batch):
-            text = decode_response(tokens, response, eos_ids)
-            truth = truths[response.prompt_id]
-            verdict = judge(text, truth, response.finish_reason)
-            samples.append(_sample(benchmark.name, problems[response.prompt_id], text, truth, response, verdict))
+    truths = {prompt.prompt_id: prompt.ground_truth for prompt in prompts}
+    wanted = {(prompt.prompt_id, repeat) for prompt in prompts for repeat in range(repeats)}
+    found = {
+        key: sample for key, sample in (journal.finished(benchmark.name) if journal else {}).items() if key in wanted
+    }
+    missing = [(p, tuple(r for r in range(repeats) if (p.prompt_id, r) not in found)) for p in prompts]
+    requests = [Request(prompt, left) for prompt, left in missing if left]
+    if progress is not None:
+        progress(benchmark.name, len(found), len(wanted))
+    for completions in complete(requests) if requests else ():
+        verdicts = judge([(c.text, truths[c.prompt_id], c.finish_reason) for c in completions])
+        for completion, verdict in zip(completions, verdicts, strict=True):
+            name = completion.prompt_id
+            sample = _sample(benchmark.name, problems[name], truths[name], completion, verdict, keep_features)
+            found[name, completion.repeat] = sample
+            if journal is not None:
+                journal.add(sample)
         if progress is not None:
-            progress(benchmark.name, min(start + batch_size, len(prompts)), len(prompts))
+            progress(benchmark.name, len(found), len(wanted))
     order = {prompt.prompt_id: position for position, prompt in enumerate(prompts)}
-    samples.sort(key=lambda sample: (order[sample.prompt_id], sample.repeat))
+    samples = sorted(found.values(), key=lambda sample: (order[sample.prompt_id], sample.repeat))
     return with_consistency(samples, equivalent)
+
+
+def complete_in_batches(
+    generate: Generate, tokens: TokenBytes, eos_ids: Collection[int], batch_size: int = 64
+) -> Complete:
+    """An engine in this process as ``Complete``: ``batch_size`` prompts per call of ``generate``.
+
+    ``generate`` returns all repeats of every prompt; ``eos_ids``: the tokens that end a response, no part of its text.
+    """
+
+    def complete(requests: Sequence[Request]) -> Iterator[list[Completion]]:
+        for start in range(0, len(requests), batch_size):
+            batch = requests[start : start + batch_size]
+            asked = {request.prompt.prompt_id: request.repeats for request in batch}
+            yield [
+                Completion(
+                    response.prompt_id,
+                    response.sample_index,
+                    decode_response(tokens, response, eos_ids),
+                    response.finish_reason,
+                    response.logprobs,
+                    response.top_logprobs,
+                )
+                for response in generate([request.prompt for request in batch])
+                if response.sample_index in asked[response.prompt_id]
+            ]
+
+    return complete
 
 
 def decode_response(tokens: TokenBytes, response: Response, eos_ids: Collection[int]) -> str:
@@ -105,10 +159,8 @@ def rejudge(
     equivalent: Callable[[str, str], bool] = equivalent_math,
 ) -> list[Sample]:
     """The same responses judged anew, for instance by a better verifier."""
-    judged = []
-    for sample in samples:
-        verdict = judge(sample.response, sample.ground_truth, sample.finish_reason)
-        judged.append(Sample(**{**vars(sample), **vars(verdict)}))
+    verdicts = judge([(sample.response, sample.ground_truth, sample.finish_reason) for sample in samples])
+    judged = [replace(sample, **vars(verdict)) for sample, verdict in zip(samples, verdicts, strict=True)]
     return with_consistency(judged, equivalent)
 
 
@@ -136,14 +188,16 @@ def write_evaluation(
     write_report([run], root / "report.html", title or f"Evaluation of {evaluation['model'] or run.name}")
 
 
-def _sample(benchmark: str, problem: str, text: str, truth: str, response: Response, verdict: Verdict) -> Sample:
-    logprobs = [float(value) for value in response.logprobs]
+def _sample(
+    benchmark: str, problem: str, truth: str, completion: Completion, verdict: Verdict, keep_features: bool
+) -> Sample:
+    logprobs = [float(value) for value in completion.logprobs]
     return Sample(
         benchmark=benchmark,
-        prompt_id=response.prompt_id,
-        repeat=response.sample_index,
+        prompt_id=completion.prompt_id,
+        repeat=completion.repeat,
         problem=problem,
-        response=text,
+        response=completion.text,
         answer=verdict.answer,
         ground_truth=truth,
         correct=verdict.correct,
@@ -152,5 +206,7 @@ def _sample(benchmark: str, problem: str, text: str, truth: str, response: Respo
         token_confidence=geometric_mean_probability(logprobs),
         min_logprob=min(logprobs, default=None),
         num_tokens=len(logprobs),
-        finish_reason=response.finish_reason,
+        finish_reason=completion.finish_reason,
+        mean_entropy=mean_entropy(completion.top_logprobs),
+        features=features(completion.top_logprobs) if keep_features else None,
     )

@@ -186,7 +186,7 @@ def auroc(confidences: Confidences, correct: Correct) -> float:
     Any score ranks, also outside [0, 1], so token log-probs and the reference's sentinels work. NaN rows are left out.
     One class only: NaN (scikit-learn raises or warns there).
     """
-    s, y = _ranked_rows(confidences, correct)
+    s, y = ranked_rows(confidences, correct)
     positives, negatives = float((y == 1).sum()), float((y == 0).sum())
     if positives == 0 or negatives == 0:
         return float("nan")
@@ -198,7 +198,7 @@ def auroc(confidences: Confidences, correct: Correct) -> float:
 
 def auprc(confidences: Confidences, correct: Correct) -> float:
     """Average precision: sum over falling thresholds of (recall step) x precision. No correct row: NaN."""
-    s, y = _ranked_rows(confidences, correct)
+    s, y = ranked_rows(confidences, correct)
     if not (y == 1).any():
         return float("nan")
     values, inverse, count = np.unique(-s, return_inverse=True, return_counts=True)
@@ -331,7 +331,8 @@ def valid_rows(confidences: Confidences, correct: Correct) -> tuple[np.ndarray, 
     return c[valid], y[valid]
 
 
-def _ranked_rows(scores: Confidences, correct: Correct) -> tuple[np.ndarray, np.ndarray]:
+def ranked_rows(scores: Confidences, correct: Correct) -> tuple[np.ndarray, np.ndarray]:
+    """The rows with a score, of any size."""
     s, y = as_confidences(scores), as_correct(correct)
     _same_length(s, y)
     ranked = ~np.isnan(s)

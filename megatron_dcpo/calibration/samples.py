@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from megatron_dcpo.calibration.summary import json_ready
 from megatron_dcpo.errors import UserError
@@ -18,9 +21,11 @@ class Sample:
     """One response to one problem of a benchmark, judged.
 
     ``confidence`` (verbal) is ``None`` exactly when ``status`` is not ``ok``. ``token_confidence`` is exp(mean log p),
-    the geometric mean over the ``num_tokens`` sampled tokens, EOS included, at the sampling temperature;
-    ``min_logprob`` (nats) is the least likely of them. ``consistency_confidence`` is the share of the problem's repeats
-    whose answer is equivalent to this one; ``None`` without a boxed answer.
+    the geometric mean over the ``num_tokens`` sampled tokens, EOS included, of the raw logits (no temperature);
+    ``min_logprob`` (nats) is the least likely of them, ``mean_entropy`` (nats) the mean over tokens of the entropy of
+    the engine's largest log-probs, what is left of the mass counting as one more token, hence a lower bound.
+    ``consistency_confidence`` is the share of the problem's repeats whose answer is equivalent to this one; ``None``
+    without a boxed answer. ``features``: what post-hoc predictors read (``posthoc.features``), where asked for.
     """
 
     benchmark: str
@@ -38,6 +43,12 @@ class Sample:
     num_tokens: int
     finish_reason: str
     consistency_confidence: float | None = None
+    mean_entropy: float | None = None
+    features: list[float] | None = None
+    posthoc_confidence: float | None = None
+
+
+_OPTIONAL = frozenset({"mean_entropy", "features", "posthoc_confidence"})  # left out of the file where there is none
 
 
 def with_consistency(samples: Sequence[Sample], equivalent: Callable[[str, str], bool]) -> list[Sample]:
@@ -70,16 +81,26 @@ def _answer_classes(answers: Sequence[str | None], equivalent: Callable[[str, st
 
 
 def write_samples(samples: Iterable[Sample], path: str | Path) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        for sample in samples:
-            file.write(json.dumps(json_ready(asdict(sample)), ensure_ascii=False) + "\n")
+    """Complete or not there: an older file stays until the new one is written."""
+    target = Path(path)
+    temporary = target.with_name(target.name + ".tmp")
+    temporary.write_text("".join(map(sample_line, samples)), encoding="utf-8")
+    os.replace(temporary, target)
 
 
-def read_samples(path: str | Path) -> list[Sample]:
-    """Samples as written; unknown keys are ignored, a broken or incomplete line is a ``UserError``."""
+def sample_line(sample: Sample) -> str:
+    row = {key: value for key, value in asdict(sample).items() if key not in _OPTIONAL or value is not None}
+    return json.dumps(json_ready(row), ensure_ascii=False) + "\n"
+
+
+def read_samples(path: str | Path, torn_tail: bool = False) -> list[Sample]:
+    """Samples as written; unknown keys are ignored, a broken or incomplete line is a ``UserError``.
+
+    ``torn_tail``: a broken last line, as a killed evaluation leaves it, is left out.
+    """
     known = {field.name for field in fields(Sample)}
     samples = []
-    for where, row in read_jsonl(path):
+    for where, row in read_jsonl(path, torn_tail):
         try:
             samples.append(Sample(**{key: value for key, value in row.items() if key in known}))
         except TypeError as error:
@@ -111,6 +132,17 @@ def read_jsonl(path: str | Path, torn_tail: bool = False) -> list[tuple[str, dic
             raise UserError(f"{path}:{number}: not a JSON object; fix or remove the line")
         rows.append((f"{path}:{number}", row))
     return rows
+
+
+def mean_entropy(top_logprobs: np.ndarray | None) -> float | None:
+    """Mean over tokens of -sum p log p of the K largest [T, K] and of the remaining mass, in nats."""
+    if top_logprobs is None or top_logprobs.size == 0:
+        return None
+    logp = top_logprobs.astype(np.float64)
+    p = np.exp(logp)
+    rest = np.clip(1.0 - p.sum(axis=-1), 0.0, 1.0)
+    known = np.where(p > 0, -p * np.where(p > 0, logp, 0.0), 0.0).sum(axis=-1)
+    return float(np.mean(known - rest * np.log(np.where(rest > 0, rest, 1.0))))
 
 
 def geometric_mean_probability(logprobs: Sequence[float]) -> float | None:

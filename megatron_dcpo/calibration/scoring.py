@@ -12,6 +12,7 @@ import numpy as np
 from megatron_dcpo.calibration import metrics
 from megatron_dcpo.calibration.metrics import DEFAULT_BINS, Bins
 from megatron_dcpo.calibration.samples import Sample
+from megatron_dcpo.calibration.selective import coverage_to_json
 from megatron_dcpo.calibration.summary import INTERVALS, json_ready, summarize, violation_rates
 from megatron_dcpo.errors import UserError
 
@@ -19,10 +20,24 @@ CONFIDENCE_KINDS: Mapping[str, Callable[[Sample], float | None]] = MappingProxyT
     {
         "verbal": lambda sample: sample.confidence,
         "token": lambda sample: sample.token_confidence,
+        "token_product": lambda sample: _power(sample.token_confidence, sample.num_tokens),
+        "token_min": lambda sample: None if sample.min_logprob is None else math.exp(sample.min_logprob),
+        "token_mean_logprob": lambda sample: _log(sample.token_confidence),
+        "token_entropy": lambda sample: None if sample.mean_entropy is None else math.exp(-sample.mean_entropy),
         "consistency": lambda sample: sample.consistency_confidence,
+        "posthoc": lambda sample: sample.posthoc_confidence,
     }
 )
+RANKING_ONLY = frozenset({"token_mean_logprob"})  # in nats, no probability: it ranks, and has no calibration error
 HEADLINE = ("accuracy", "ece", "pce", "brier", "auroc", "mean_confidence", "violation_rate", "n")
+
+
+def _power(base: float | None, exponent: int) -> float | None:
+    return None if base is None else base**exponent
+
+
+def _log(value: float | None) -> float | None:
+    return None if value is None else math.log(value) if value > 0 else -math.inf
 
 
 def parse_kinds(text: str) -> tuple[str, ...]:
@@ -85,12 +100,22 @@ def _score(samples: Sequence[Sample], kinds: Sequence[str], bins: int, resamples
     for kind in kinds:
         confidences = [CONFIDENCE_KINDS[kind](sample) for sample in samples]
         statuses = [sample.status for sample in samples] if kind == "verbal" else None
-        block = summarize(confidences, correct, problems, statuses, bins=bins, resamples=resamples, seed=seed)
+        block = summarize(
+            confidences,
+            correct,
+            problems,
+            statuses,
+            bins=bins,
+            resamples=resamples,
+            seed=seed,
+            ranking_only=kind in RANKING_ONLY,
+        )
         found = block.pop("ci95", {})
         intervals["accuracy"] = found.pop("accuracy", None)
         intervals[kind] = found
         block["mean"] = block["mean_confidence"]
         block["bins"] = bins_to_json(metrics.bin_rows(confidences, correct, bins))
+        block["curve"] = coverage_to_json(*_ranked(confidences, correct, kind))
         block["runs"] = _per_run(samples, kind, repeats, bins)
         scores[kind] = block
     scores["runs"] = _spread([metrics.accuracy([float(s.correct) for s in samples if s.repeat == r]) for r in repeats])
@@ -99,13 +124,20 @@ def _score(samples: Sequence[Sample], kinds: Sequence[str], bins: int, resamples
     return scores
 
 
+def _ranked(confidences: Sequence[float | None], correct: Sequence[float], kind: str) -> tuple[np.ndarray, np.ndarray]:
+    """The rows that rank: all with a score where only the rank counts, else the valid ones."""
+    rows = metrics.ranked_rows if kind in RANKING_ONLY else metrics.valid_rows
+    return rows(confidences, correct)
+
+
 def _per_run(samples: Sequence[Sample], kind: str, repeats: Sequence[int], bins: int) -> dict[str, Any]:
     """The calibration metrics of every repeat on its own: mean and sample standard deviation over the repeats."""
     values: dict[str, list[float]] = {name: [] for name in INTERVALS if name != "accuracy"}
     for repeat in repeats:
         rows = [sample for sample in samples if sample.repeat == repeat]
         confidences = [CONFIDENCE_KINDS[kind](sample) for sample in rows]
-        summary = summarize(confidences, [float(sample.correct) for sample in rows], bins=bins)
+        correct = [float(sample.correct) for sample in rows]
+        summary = summarize(confidences, correct, bins=bins, ranking_only=kind in RANKING_ONLY)
         for name, found in values.items():
             found.append(summary[name])
     return {name: _spread(found) for name, found in values.items()}

@@ -10,6 +10,7 @@ import numpy as np
 
 from megatron_dcpo.calibration import metrics
 from megatron_dcpo.calibration.metrics import DEFAULT_BINS, Confidences, Correct
+from megatron_dcpo.calibration.selective import ece_adaptive, ece_debiased, selective_summary
 from megatron_dcpo.types import MALFORMED
 
 INTERVALS = ("accuracy", "ece", "pce", "brier", "auroc")
@@ -24,6 +25,7 @@ def summarize(
     bins: int = DEFAULT_BINS,
     resamples: int = 0,
     seed: int = 0,
+    ranking_only: bool = False,
 ) -> dict[str, Any]:
     """All metrics of N judged samples. ``None``/NaN/out-of-range confidences are unparsed.
 
@@ -31,10 +33,12 @@ def summarize(
     ``*_worst`` over all N with every unparsed confidence at the wrong end. ``violation_rate`` is the share of
     ``statuses`` that are not ``ok`` (``violations``: per kind), or 1 - parse_rate without statuses. With ``resamples``
     > 0 there is ``ci95``: {name: [low, high]}, bootstrapped over ``problem_ids``. Undefined values are NaN; see
-    ``json_ready`` for writing them.
+    ``json_ready`` for writing them. ``ranking_only``: the confidences are scores of any size (a mean log-prob);
+    AUROC, AUPRC and AURC are of all of them, everything else treats what lies outside [0, 1] as unparsed.
     """
     c, y = metrics.as_confidences(confidences), metrics.as_correct(correct)
     valid, valid_correct = metrics.valid_rows(c, y)
+    ranked, ranked_correct = (c, y) if ranking_only else (valid, valid_correct)
     worst = metrics.worst_case(c, y)
     parts = metrics.brier_decomposition(c, y, bins)
     parsed = metrics.parse_rate(c)
@@ -47,13 +51,16 @@ def summarize(
         "pce": metrics.pce(c, y, bins),
         "mce": metrics.mce(c, y, bins),
         "ece_equal_mass": metrics.ece_equal_mass(c, y, bins),
+        "ece_adaptive": ece_adaptive(c, y, bins),
+        "ece_debiased": ece_debiased(c, y, bins),
         "brier": metrics.brier(c, y),
         "brier_reliability": parts.reliability,
         "brier_resolution": parts.resolution,
         "brier_uncertainty": parts.uncertainty,
         "nll": metrics.nll(c, y),
-        "auroc": metrics.auroc(valid, valid_correct),
-        "auprc": metrics.auprc(valid, valid_correct),
+        "auroc": metrics.auroc(ranked, ranked_correct),
+        "auprc": metrics.auprc(ranked, ranked_correct),
+        **selective_summary(ranked, ranked_correct),
         "mean_confidence": float(valid.mean(dtype=np.float64)) if len(valid) else math.nan,
         "std_confidence": float(valid.std(dtype=np.float64)) if len(valid) else math.nan,
         "overconfidence": metrics.overconfidence(c, y),

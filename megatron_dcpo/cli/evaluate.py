@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,26 +15,53 @@ from typing import TYPE_CHECKING, Any
 from megatron_dcpo.errors import UserError
 
 if TYPE_CHECKING:
-    from megatron_dcpo.calibration.evaluate import Generate, Progress
+    from megatron_dcpo.calibration.evaluate import Complete, Generate, Progress
     from megatron_dcpo.calibration.samples import Sample
+    from megatron_dcpo.data import LoadedBenchmark
+    from megatron_dcpo.rollout import SamplingConfig
+    from megatron_dcpo.types import Prompt
+
+    Render = Callable[[LoadedBenchmark], list[Prompt]]
 
 logger = logging.getLogger(__name__)
+
+KINDS = ("verbal", "token", "token_product", "token_min", "token_mean_logprob", "token_entropy", "consistency")
+TOP_LOGPROBS = 20
+# What samples depend on. The address of a server, its load and the number of repeats may change between two runs.
+_SETTINGS = (
+    "template",
+    "temperature",
+    "top_p",
+    "top_k",
+    "max_tokens",
+    "seed",
+    "corrections",
+    "extra_body",
+    "top_logprobs",
+)
 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "evaluate",
         help="accuracy and calibration of a model",
-        description="Sample a model on benchmarks, judge the responses, and write evaluation.json, samples.jsonl, "
-        "diagrams and report.html. With --samples the responses of an earlier evaluation are scored again, no model.",
+        description="Sample a model or a server on benchmarks, judge the responses, and write evaluation.json, "
+        "samples.jsonl, diagrams and report.html. With --endpoint every finished sample is on disk at once, and the "
+        "same command continues an interrupted evaluation. With --samples the responses of an earlier evaluation are "
+        "scored again, no model.",
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--model", metavar="DIR", help="Hugging Face checkpoint directory")
+    source.add_argument("--endpoint", metavar="URL", help="OpenAI-compatible server, for instance http://host:8000/v1")
     source.add_argument("--samples", metavar="FILE", help="score this samples.jsonl again")
     parser.add_argument("--benchmarks", metavar="A,B", help="names (math500, aime24, ...) or NAME=PATH of a data file")
     parser.add_argument("--out", metavar="RUN", required=True, help="directory to write to")
     parser.add_argument("--repeats", type=_positive, default=4, help="responses per problem (default 4)")
-    parser.add_argument("--confidence", default="verbal,token,consistency", help="kinds of confidence to score")
+    parser.add_argument(
+        "--confidence", default="verbal,token,consistency", help=f"kinds of confidence: {', '.join(KINDS)}"
+    )
+    parser.add_argument("--features", action="store_true", help="keep what dcpo calibrate --method confclass reads")
+    parser.add_argument("--posthoc", metavar="FILE", help="score the post-hoc confidence of dcpo calibrate as well")
     parser.add_argument("--template", default="paper", help="prompt template: paper, grpo or raw (default paper)")
     parser.add_argument("--limit", type=_positive, help="only the first problems of every benchmark")
     parser.add_argument("--data-dir", metavar="DIR", help="where benchmark files are (default: $DCPO_DATA, else data/)")
@@ -47,6 +75,17 @@ def add_parser(subparsers: Any) -> None:
     sampling.add_argument("--seed", type=int, default=0)
     sampling.add_argument("--batch-size", type=_positive, default=64, help="responses sampled at a time")
     sampling.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    server = parser.add_argument_group("endpoint")
+    server.add_argument("--model-name", help="model to ask the server for (default: the only one it offers)")
+    server.add_argument(
+        "--api", choices=["chat", "completions"], help="default: completions for --template raw, else chat"
+    )
+    server.add_argument("--api-key-env", default="OPENAI_API_KEY", help="environment variable that holds the key")
+    server.add_argument("--concurrency", type=_positive, default=32, help="requests at a time (default 32)")
+    server.add_argument("--timeout", type=float, default=600.0, help="seconds to wait for one sample")
+    server.add_argument("--attempts", type=_positive, default=8, help="tries per sample, with growing pauses")
+    server.add_argument("--extra-body", type=_json_object, default={}, metavar="JSON", help="added to every request")
+    server.add_argument("--fresh", action="store_true", help="drop the samples of an earlier run in --out")
     parser.add_argument("--resamples", type=int, default=1000, help="bootstrap resamples for 95%% intervals (0: none)")
     parser.add_argument("--json", action="store_true", help="print evaluation.json instead of a table")
     parser.set_defaults(run=run)
@@ -54,11 +93,18 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from megatron_dcpo.calibration.evaluate import write_evaluation
+    from megatron_dcpo.calibration.posthoc import Posthoc
     from megatron_dcpo.calibration.scoring import headline, parse_kinds, score_samples
     from megatron_dcpo.cli.report import print_table
 
     kinds = parse_kinds(args.confidence)
+    predictor = Posthoc.load(args.posthoc) if args.posthoc else None
+    args.features |= predictor is not None and predictor.method == "confclass"
+    args.top_logprobs = TOP_LOGPROBS if args.features or "token_entropy" in kinds else 0
     samples, model = _old_samples(args) if args.samples else _new_samples(args)
+    if predictor is not None:
+        samples = predictor.apply(samples)
+        kinds = tuple(dict.fromkeys((*kinds, "posthoc")))
     evaluation = score_samples(samples, kinds, model, resamples=args.resamples, seed=args.seed)
     write_evaluation(args.out, evaluation, samples)
     if args.json:
@@ -89,8 +135,9 @@ def _old_samples(args: argparse.Namespace) -> tuple[list[Sample], str]:
 
 
 def _new_samples(args: argparse.Namespace) -> tuple[list[Sample], str]:
-    """Sample the model on every benchmark and judge."""
+    """Sample the model or the server on every benchmark and judge."""
     from megatron_dcpo.calibration.evaluate import evaluate_benchmark
+    from megatron_dcpo.calibration.journal import Journal
     from megatron_dcpo.data.benchmarks import load_benchmark, parse_specs
     from megatron_dcpo.data.prompts import find_template
 
@@ -101,50 +148,98 @@ def _new_samples(args: argparse.Namespace) -> tuple[list[Sample], str]:
     loaded = [load_benchmark(spec, args.data_dir, args.corrections) for spec in parse_specs(args.benchmarks)]
     for warning in (text for benchmark in loaded for text in benchmark.warnings):
         logger.warning(warning)
-    tokenizer, generate, eos_ids = _load_engine(args)
+    model, render, complete = _server(args) if args.endpoint else _local_model(args)
+    settings = {name: getattr(args, name) for name in _SETTINGS} | {"model": model}
     samples: list[Sample] = []
-    with _progress() as progress:
+    # A model directory may hold other weights under the same name: only a server's samples are taken up again.
+    with Journal(args.out, settings, fresh=args.fresh or not args.endpoint) as journal, _progress() as progress:
         for benchmark in loaded:
             samples += evaluate_benchmark(
                 benchmark,
-                tokenizer,
-                generate,
-                eos_ids,
-                template=args.template,
-                limit=args.limit,
-                batch_size=max(1, args.batch_size // args.repeats),
+                render(benchmark),
+                complete,
+                repeats=args.repeats,
+                journal=journal,
+                keep_features=args.features,
                 progress=progress,
             )
-    return samples, args.model
+    return samples, model
 
 
-def _load_engine(args: argparse.Namespace) -> tuple[Any, Generate, tuple[int, ...]]:
-    """The tokenizer, a function that samples ``repeats`` responses per prompt, and the ids that end a response."""
-    from transformers import AutoTokenizer
+def _sampling(args: argparse.Namespace) -> SamplingConfig:
+    from megatron_dcpo.rollout import SamplingConfig
 
-    from megatron_dcpo.rollout import SamplingConfig, TransformersEngine
-
-    engine = TransformersEngine.from_pretrained(args.model, dtype=args.dtype, max_num_seqs=args.batch_size)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot load a tokenizer from {args.model}: {' '.join(str(error).split())}") from None
-    config = SamplingConfig(
+    return SamplingConfig(
         n=args.repeats,
         temperature=args.temperature,
         top_p=args.top_p,
         top_k=args.top_k,
         max_tokens=args.max_tokens,
         seed=args.seed,
+        raw_logprobs=True,
+        top_logprobs=args.top_logprobs,
     )
-    return tokenizer, lambda prompts: engine.generate(prompts, config), engine.eos_token_ids
+
+
+def _server(args: argparse.Namespace) -> tuple[str, Render, Complete]:
+    """Name of the model, the prompts of a benchmark as messages, and the samples from ``--endpoint``."""
+    from megatron_dcpo.data.datasets import message_prompts
+    from megatron_dcpo.data.prompts import find_template
+    from megatron_dcpo.rollout.endpoint import Endpoint, served_model
+
+    api_key = os.environ.get(args.api_key_env) or None
+    model = args.model_name or served_model(args.endpoint, api_key)
+    endpoint = Endpoint(
+        args.endpoint,
+        model,
+        _sampling(args),
+        api=args.api or ("chat" if find_template(args.template).chat else "completions"),
+        api_key=api_key,
+        concurrency=args.concurrency,
+        timeout=args.timeout,
+        attempts=args.attempts,
+        extra_body=args.extra_body,
+    )
+    return model, lambda benchmark: message_prompts(benchmark.records, args.template, args.limit), endpoint.complete
+
+
+def _local_model(args: argparse.Namespace) -> tuple[str, Render, Complete]:
+    """The same for a checkpoint directory, sampled in this process."""
+    from megatron_dcpo.calibration.evaluate import complete_in_batches
+    from megatron_dcpo.data import render_prompts
+    from megatron_dcpo.judging.token_bytes import token_bytes
+
+    tokenizer, generate, eos_ids = _load_engine(args)
+    complete = complete_in_batches(
+        generate, token_bytes(tokenizer), eos_ids, batch_size=max(1, args.batch_size // args.repeats)
+    )
+
+    def render(benchmark: LoadedBenchmark) -> list[Prompt]:
+        return render_prompts(benchmark.records, tokenizer, args.template, limit=args.limit, source=benchmark.name)
+
+    return args.model, render, complete
+
+
+def _load_engine(args: argparse.Namespace) -> tuple[Any, Generate, tuple[int, ...]]:
+    """The tokenizer, a function that samples ``repeats`` responses per prompt, and the ids that end a response."""
+    from transformers import AutoTokenizer
+
+    from megatron_dcpo.rollout import TransformersEngine
+
+    engine = TransformersEngine.from_pretrained(args.model, dtype=args.dtype, max_num_seqs=args.batch_size)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot load a tokenizer from {args.model}: {' '.join(str(error).split())}") from None
+    sampling = _sampling(args)
+    return tokenizer, lambda prompts: engine.generate(prompts, sampling), engine.eos_token_ids
 
 
 @contextmanager
 def _progress() -> Iterator[Progress]:
     """A bar with time left on a terminal, log lines elsewhere."""
     if not sys.stderr.isatty():
-        yield lambda name, done, total: logger.info("%s: %d of %d problems", name, done, total)
+        yield lambda name, done, total: logger.info("%s: %d of %d samples", name, done, total)
         return
     from rich.console import Console
     from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
@@ -166,4 +261,14 @@ def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError("not a JSON object")
     return value

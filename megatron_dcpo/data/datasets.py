@@ -102,6 +102,16 @@ def render_prompts(
     return kept
 
 
+def message_prompts(
+    records: Sequence[Record], template: str = "paper", limit: int | None = None, marker: str = prompts.MARKER
+) -> list[Prompt]:
+    """The same prompts for a server, which has its own tokenizer and chat template: messages, no token ids."""
+    return [
+        Prompt(record.prompt_id, prompts.ask(record.messages, template, marker), (), record.answer, record.task)
+        for record in records[: limit or None]
+    ]
+
+
 # ------------------------------------------------------------------------------------------------ records
 
 

@@ -76,20 +76,26 @@ def bare_problem(text: str) -> str:
     return _REFERENCE_SUFFIX.sub("", text)
 
 
+def ask(messages: tuple[Message, ...], template: str, marker: str = MARKER) -> tuple[Message, ...]:
+    """The messages as sent. ``messages``: what the data set holds, the problem being the last user turn."""
+    if not messages or messages[-1]["role"] != "user":
+        raise UserError("a prompt must end with a user message")
+    instruct = find_template(template).instruct
+    return (*messages[:-1], {**messages[-1], "content": instruct(bare_problem(messages[-1]["content"]), marker)})
+
+
+def plain_text(messages: tuple[Message, ...]) -> str:
+    """The messages without a chat template."""
+    return "\n\n".join(message["content"] for message in messages)
+
+
 def render(
     tokenizer: Any, messages: tuple[Message, ...], template: str, marker: str = MARKER
 ) -> tuple[tuple[Message, ...], list[int]]:
-    """The messages as sent and their token ids, ready to be continued.
-
-    ``messages``: what the data set holds, the problem being the last user turn.
-    """
-    style = find_template(template)
-    if not messages or messages[-1]["role"] != "user":
-        raise UserError("a prompt must end with a user message")
-    last = {**messages[-1], "content": style.instruct(bare_problem(messages[-1]["content"]), marker)}
-    asked = (*messages[:-1], last)
-    if not style.chat:
-        return asked, list(tokenizer.encode("\n\n".join(m["content"] for m in asked)))
+    """The messages as sent and their token ids, ready to be continued."""
+    asked = ask(messages, template, marker)
+    if not find_template(template).chat:
+        return asked, list(tokenizer.encode(plain_text(asked)))
     return asked, encode_chat(tokenizer, asked)
 
 

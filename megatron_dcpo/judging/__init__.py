@@ -8,4 +8,8 @@
 | `token_bytes.py` | token id to bytes, byte-level BPE and sentencepiece |
 | `boxes.py` | brace-matched boxes |
 | `math.py` | is the boxed answer right |
+| `equivalence.py` | are two answers the same: notation, shape, then math-verify |
+| `notation.py`, `shapes.py` | one spelling per answer; numerals with a base, ratios, sets, units |
+| `pool.py`, `worker.py` | verification in processes with hard timeouts and a cache |
+| `disagreements.py` | where the verifier and plain string equality differ |
 """

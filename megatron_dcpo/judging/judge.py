@@ -2,15 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from megatron_dcpo.judging.blocks import split_blocks
 from megatron_dcpo.judging.confidence import MARKER, parse_confidence
-from megatron_dcpo.judging.math import verify_math
+from megatron_dcpo.judging.math import verify_many
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.types import Judgement, Prompt, Response
 
-Verifier = Callable[[str, str], bool]
+Verifier = Callable[[Sequence[tuple[str, str]]], list[bool]]  # (response text, ground truth) -> right or wrong
+
+
+def judge_many(
+    responses: Sequence[Response],
+    prompts: Mapping[str, Prompt],
+    tokens: TokenBytes,
+    eos_ids: Collection[int],
+    *,
+    marker: str = MARKER,
+    verifier: Verifier = verify_many,
+) -> list[Judgement]:
+    """Judge responses, each to its prompt in ``prompts`` (by id), side by side where answers need algebra.
+
+    The answer is read in the reasoning block only, so that no confidence token can change R. A response that closes
+    with an EOS is finished whatever the engine reports.
+    """
+    splits = [split_blocks(response.token_ids, tokens, eos_ids, marker) for response in responses]
+    reasonings = [split.reasoning.decode(errors="replace") for split in splits]
+    truths = [prompts[response.prompt_id].ground_truth for response in responses]
+    verdicts = verifier(list(zip(reasonings, truths, strict=True)))
+    judgements = []
+    for response, split, correct in zip(responses, splits, verdicts, strict=True):
+        finished = split.ended or response.finish_reason == "stop"
+        parsed = parse_confidence(split.content.decode(errors="replace"), marker=marker, finished=finished)
+        judgements.append(
+            Judgement(
+                prompt_id=response.prompt_id,
+                correct=float(correct),
+                confidence=parsed.confidence,
+                status=parsed.status,
+                boundary=split.boundary,
+                length=len(response.token_ids),
+                stated=parsed.stated,
+            )
+        )
+    return judgements
 
 
 def judge(
@@ -20,24 +56,9 @@ def judge(
     eos_ids: Collection[int],
     *,
     marker: str = MARKER,
-    verifier: Verifier = verify_math,
+    verifier: Verifier = verify_many,
 ) -> Judgement:
-    """Judge one response of ``prompt``.
-
-    The answer is read in the reasoning block only, so that no confidence token can change R. A response that closes
-    with an EOS is finished whatever the engine reports. Raises ValueError when the response is another prompt's.
-    """
+    """Judge one response of ``prompt``. Raises ValueError when the response is another prompt's."""
     if response.prompt_id != prompt.prompt_id:
         raise ValueError(f"response to prompt {response.prompt_id!r} judged against prompt {prompt.prompt_id!r}")
-    split = split_blocks(response.token_ids, tokens, eos_ids, marker)
-    finished = split.ended or response.finish_reason == "stop"
-    parsed = parse_confidence(split.content.decode(errors="replace"), marker=marker, finished=finished)
-    return Judgement(
-        prompt_id=prompt.prompt_id,
-        correct=float(verifier(split.reasoning.decode(errors="replace"), prompt.ground_truth)),
-        confidence=parsed.confidence,
-        status=parsed.status,
-        boundary=split.boundary,
-        length=len(response.token_ids),
-        stated=parsed.stated,
-    )
+    return judge_many([response], {prompt.prompt_id: prompt}, tokens, eos_ids, marker=marker, verifier=verifier)[0]

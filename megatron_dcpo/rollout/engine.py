@@ -15,7 +15,12 @@ from megatron_dcpo.weights.piece import Piece
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """``n`` responses per prompt. ``top_k`` 0 and ``top_p`` 1 are off; ``max_tokens`` counts EOS."""
+    """``n`` responses per prompt. ``top_k`` 0 and ``top_p`` 1 are off; ``max_tokens`` counts EOS.
+
+    ``raw_logprobs``: report log-probs of the raw logits instead of the distribution that was sampled (temperature,
+    top-k, top-p). Training needs the latter; evaluation the former, which the temperature of an evaluation does not
+    change (vLLM's ``raw_logprobs``). ``top_logprobs``: also the K largest of every position, always of the raw logits.
+    """
 
     n: int = 1
     temperature: float = 1.0
@@ -23,6 +28,8 @@ class SamplingConfig:
     top_k: int = 0
     max_tokens: int = 3000
     seed: int = 0
+    raw_logprobs: bool = False
+    top_logprobs: int = 0
 
 
 class Engine(Protocol):

@@ -83,6 +83,8 @@ class TransformersEngine:
         random = torch.from_numpy(draws).to(device)
         tokens = torch.zeros(total, sampling.max_tokens, dtype=torch.int64, device=device)
         logprobs = torch.zeros(total, sampling.max_tokens, dtype=torch.float32, device=device)
+        width = min(sampling.top_logprobs, self.model.config.get_text_config().vocab_size)
+        tops = torch.zeros(total, sampling.max_tokens, width, dtype=torch.float32)
         lengths = torch.full((total,), sampling.max_tokens, dtype=torch.int64, device=device)
         stopped = torch.zeros(total, dtype=torch.bool, device=device)
         eos = torch.tensor(self.eos_token_ids, dtype=torch.int64, device=device)
@@ -91,6 +93,11 @@ class TransformersEngine:
         rows = torch.arange(total, device=device)  # which response each running row of the cache is
         for t in range(sampling.max_tokens):
             token, logprob = sample_token(logits, random[rows, t], sampling)
+            if sampling.raw_logprobs or sampling.top_logprobs:
+                raw = torch.log_softmax(logits.float(), dim=-1)
+                tops[rows.cpu(), t] = raw.topk(width, dim=-1).values.cpu()
+                if sampling.raw_logprobs:
+                    logprob = raw.gather(-1, token[:, None]).squeeze(-1)
             tokens[rows, t], logprobs[rows, t] = token, logprob
             ended = torch.isin(token, eos) & ~stopped[rows]
             lengths[rows[ended]] = t + 1
@@ -122,6 +129,7 @@ class TransformersEngine:
                 logprobs=lps[row, : ends[row]].copy(),
                 finish_reason="stop" if stops[row] else "length",
                 weights_version=self.weights_version,
+                top_logprobs=tops[row, : ends[row]].numpy().copy() if sampling.top_logprobs else None,
             )
             for row in range(total)
         ]

@@ -49,14 +49,13 @@ def judge_rollout(run: Run, prompts: Sequence[Prompt], responses: Sequence[Respo
     Raises :class:`UserError` when a response was sampled by other weights than the policy's.
     """
     by_id = {prompt.prompt_id: prompt for prompt in prompts}
-    judged = []
     for response in responses:
         if response.weights_version != run.engine.weights_version:
             raise UserError(
                 f"response to {response.prompt_id} was sampled by weights version {response.weights_version}, "
                 f"the policy is at {run.engine.weights_version}: the engine was not synchronised"
             )
-        judged.append((response, run.judge(response, by_id[response.prompt_id])))
+    judged = list(zip(responses, run.judge(responses, by_id), strict=True))
     everything = {
         (response.prompt_id, response.sample_index): (response, judgement)
         for part in all_gather_objects(judged)

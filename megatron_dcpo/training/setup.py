@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 from megatron_dcpo.config import Config
 from megatron_dcpo.data import load_prompts
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.judging.judge import judge
+from megatron_dcpo.judging.judge import judge_many
 from megatron_dcpo.judging.token_bytes import token_bytes
 from megatron_dcpo.objectives import Objective, build_objective
 from megatron_dcpo.policy.model import Policy, build_policy
@@ -38,7 +38,7 @@ class Run:
     engine: Engine
     objective: Objective
     reference: Policy | None
-    judge: Callable[[Response, Prompt], Judgement]
+    judge: Callable[[Sequence[Response], Mapping[str, Prompt]], list[Judgement]]
 
     @property
     def checkpoints(self) -> Path:
@@ -81,7 +81,9 @@ def build_run(config: Config) -> Run:
         reference=build_policy(config.model, parallel, topology, training=False)
         if any(objective.options.kl_coef)
         else None,
-        judge=partial(judge, tokens=token_bytes(tokenizer), eos_ids=engine.eos_token_ids, marker=config.judging.marker),
+        judge=partial(
+            judge_many, tokens=token_bytes(tokenizer), eos_ids=engine.eos_token_ids, marker=config.judging.marker
+        ),
     )
 
 

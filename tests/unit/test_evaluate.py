@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from megatron_dcpo.calibration.evaluate import (
+    complete_in_batches,
     decode_response,
     equivalent_math,
     evaluate_benchmark,
@@ -19,11 +20,12 @@ from megatron_dcpo.calibration.evaluate import (
     rejudge,
     write_evaluation,
 )
-from megatron_dcpo.calibration.samples import read_samples
+from megatron_dcpo.calibration.samples import Sample, read_samples
 from megatron_dcpo.calibration.scoring import score_samples
 from megatron_dcpo.cli import evaluate as cli
-from megatron_dcpo.data import load_benchmark
+from megatron_dcpo.data import load_benchmark, render_prompts
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.judging.token_bytes import token_bytes
 from megatron_dcpo.types import Prompt, Response
 
 EOS = 0
@@ -74,19 +76,20 @@ def benchmark_file(tmp_path: Path) -> Path:
     return path
 
 
+def evaluated(
+    tokenizer: Any, path: Path, truncated: bool = False, limit: int | None = None, **options: Any
+) -> list[Sample]:
+    """The toy benchmark through an engine of this process, one prompt per call."""
+    loaded = load_benchmark(f"toy={path}")
+    prompts = render_prompts(loaded.records, tokenizer, "raw", limit=limit)
+    complete = complete_in_batches(scripted(tokenizer, truncated), token_bytes(tokenizer), [EOS], batch_size=1)
+    return evaluate_benchmark(loaded, prompts, complete, repeats=len(TEXTS), **options)
+
+
 def test_samples_hold_what_was_said(tokenizer: Any, benchmark_file: Path) -> None:
-    loaded = load_benchmark(f"toy={benchmark_file}")
     steps = []
-    samples = evaluate_benchmark(
-        loaded,
-        tokenizer,
-        scripted(tokenizer),
-        [EOS],
-        template="raw",
-        batch_size=1,
-        progress=lambda name, done, total: steps.append((name, done, total)),
-    )
-    assert steps == [("toy", 1, 2), ("toy", 2, 2)]
+    samples = evaluated(tokenizer, benchmark_file, progress=lambda name, done, total: steps.append((name, done, total)))
+    assert steps == [("toy", 0, 8), ("toy", 4, 8), ("toy", 8, 8)]
     assert [(s.prompt_id, s.repeat) for s in samples] == [(f"toy/{i}", r) for i in range(2) for r in range(4)]
     first = samples[:4]
     assert [s.response for s in first] == list(TEXTS)
@@ -103,8 +106,7 @@ def test_samples_hold_what_was_said(tokenizer: Any, benchmark_file: Path) -> Non
 
 
 def test_truncated_responses_have_no_confidence(tokenizer: Any, benchmark_file: Path) -> None:
-    loaded = load_benchmark(f"toy={benchmark_file}")
-    samples = evaluate_benchmark(loaded, tokenizer, scripted(tokenizer, truncated=True), [EOS], template="raw", limit=1)
+    samples = evaluated(tokenizer, benchmark_file, truncated=True, limit=1)
     assert {s.status for s in samples} == {"truncated"}
     assert [s.correct for s in samples] == [True, True, False, True]
     assert samples[0].response == TEXTS[0]
@@ -115,7 +117,6 @@ def test_text_judging_equals_judging_on_ids(tokenizer: Any) -> None:
     from megatron_dcpo.judging.blocks import split_blocks
     from megatron_dcpo.judging.confidence import parse_confidence
     from megatron_dcpo.judging.math import verify_math
-    from megatron_dcpo.judging.token_bytes import token_bytes
 
     tokens = token_bytes(tokenizer)
     odd = [
@@ -131,14 +132,15 @@ def test_text_judging_equals_judging_on_ids(tokenizer: Any) -> None:
         response = Response("p", 0, ids, np.zeros(len(ids), np.float32), "stop", 0)
         split = split_blocks(ids, tokens, [EOS], "<conf>")
         parsed = parse_confidence(split.content.decode(errors="replace"), finished=True)
-        verdict = judge_math(decode_response(tokens, response, [EOS]), "4", "stop")
+        verdict = judge_math([(decode_response(tokens, response, [EOS]), "4", "stop")])[0]
         assert verdict.correct == verify_math(split.reasoning.decode(errors="replace"), "4"), text
         assert (verdict.confidence, verdict.status) == (parsed.confidence, parsed.status), text
 
 
 def test_confidence_line_is_never_the_answer() -> None:
-    assert not judge_math("no box\n<conf> \\boxed{4}", "4", "stop").correct
-    assert judge_math("no box\n<conf> \\boxed{4}", "4", "stop").answer is None
+    verdict = judge_math([("no box\n<conf> \\boxed{4}", "4", "stop")])[0]
+    assert not verdict.correct
+    assert verdict.answer is None
 
 
 def test_equivalence_is_mathematical() -> None:
@@ -147,8 +149,7 @@ def test_equivalence_is_mathematical() -> None:
 
 
 def test_written_evaluation(tokenizer: Any, benchmark_file: Path, tmp_path: Path) -> None:
-    loaded = load_benchmark(f"toy={benchmark_file}")
-    samples = evaluate_benchmark(loaded, tokenizer, scripted(tokenizer), [EOS], template="raw")
+    samples = evaluated(tokenizer, benchmark_file)
     evaluation = score_samples(samples, model="m", resamples=20)
     write_evaluation(tmp_path / "run", evaluation, samples)
     written = {path.name for path in (tmp_path / "run").rglob("*")}

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 
 import pytest
 
-from megatron_dcpo.judging.math import extract_boxed, verify_math
+from megatron_dcpo.judging.math import extract_boxed, verify_many, verify_math
 
 
 @pytest.mark.parametrize(
@@ -68,17 +67,15 @@ def test_the_last_complete_box_is_read() -> None:
     assert extract_boxed("nothing") is None
 
 
-def test_other_threads_have_no_alarm_and_work(caplog: pytest.LogCaptureFixture) -> None:
+def test_many_keep_their_order_and_repeat() -> None:
+    pairs = [("\\boxed{1/2}", "0.5"), ("none", "5"), ("\\boxed{x+1}", "1+x"), ("\\boxed{x+1}", "1-x")] * 3
+    assert verify_many(pairs) == [True, False, True, False] * 3
+    assert verify_many([]) == []
+
+
+def test_other_threads_work() -> None:
     found: list[bool] = []
-    with caplog.at_level(logging.DEBUG):
-        thread = threading.Thread(target=lambda: found.append(verify_math("\\boxed{0.25}", "\\frac{1}{4}")))
-        thread.start()
-        thread.join()
+    thread = threading.Thread(target=lambda: found.append(verify_math("\\boxed{0.25x}", "\\frac{x}{4}")))
+    thread.start()
+    thread.join()
     assert found == [True]
-    assert "timeout" not in caplog.text.lower()
-
-
-@pytest.mark.parametrize("answer", ["9^{9^{9^{9}}}", "100000000!"])
-def test_an_answer_without_end_is_wrong(answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_dcpo.judging.math.TIMEOUT_SECONDS", 1)
-    assert verify_math(f"\\boxed{{{answer}}}", "5") is False

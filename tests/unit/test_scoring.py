@@ -151,7 +151,7 @@ def test_token_confidence_is_the_geometric_mean() -> None:
 
 
 def test_bad_input(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="unknown confidence 'vocal'; known: verbal, token, consistency"):
+    with pytest.raises(UserError, match="unknown confidence 'vocal'; known: verbal, token, token_product, "):
         parse_kinds("verbal,vocal")
     assert parse_kinds("token, verbal,token") == ("token", "verbal")
     (tmp_path / "s.jsonl").write_text('{"benchmark": "a"}\n')

@@ -1,0 +1,53 @@
+"""``dcpo calibrate``: fit a post-hoc confidence on judged samples; ``dcpo evaluate --posthoc`` uses it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "calibrate",
+        help="fit a post-hoc confidence on judged samples",
+        description="Fit ConfClass, or temperature, Platt or isotonic scaling of one kind of confidence, on the "
+        "samples.jsonl of dcpo evaluate. Problems are split, by a hash, into fitted and held-out ones; the scores shown "
+        "are of the held-out ones. ConfClass needs samples drawn with: dcpo evaluate --repeats 20 --features.",
+    )
+    parser.add_argument("--samples", nargs="+", metavar="FILE", required=True, help="samples.jsonl of an evaluation")
+    parser.add_argument("--method", default="confclass", help="confclass, temperature, platt or isotonic")
+    parser.add_argument(
+        "--source",
+        help="what it reads: a kind of confidence (default token), for confclass mean or full (default mean)",
+    )
+    parser.add_argument("--out", metavar="FILE", required=True, help="where to save the predictor (.npz)")
+    parser.add_argument("--held-out", type=float, default=0.2, help="share of the problems held out (default 0.2)")
+    parser.add_argument("--epochs", type=int, default=200, help="confclass: most passes over the samples")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="print the held-out scores as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from megatron_dcpo.calibration import posthoc
+    from megatron_dcpo.calibration.samples import read_samples
+    from megatron_dcpo.calibration.scoring import parse_kinds
+    from megatron_dcpo.calibration.summary import json_ready
+    from megatron_dcpo.cli.report import print_table
+
+    if args.source and args.source not in ("mean", "full"):
+        parse_kinds(args.source)
+    samples = [sample for path in args.samples for sample in read_samples(path)]
+    predictor, held_out = posthoc.fit(
+        args.method, samples, args.source, held_out=args.held_out, seed=args.seed, epochs=args.epochs
+    )
+    predictor.save(args.out)
+    before = "token" if predictor.source in ("mean", "full") else predictor.source
+    rows = {before: posthoc.scores(held_out, before), args.method: posthoc.scores(held_out)}
+    if args.json:
+        print(json.dumps(json_ready({"predictor": args.out, "held_out": rows}), indent=1))
+    else:
+        print_table(rows, "held out")
+        print(f"wrote {args.out}")
+    return 0

@@ -1,0 +1,159 @@
+r"""Answers whose shape decides before their value does: numerals with a base, ratios, brackets, units, plain numbers.
+
+math-verify reads ``120_5`` as ``120``, a ratio of three as its first two parts, ``(1, 2)`` as ``{1, 2}`` and drops units.
+Here these shapes are told apart, by rules that would rather reject:
+
+- a numeral with a base equals the same digits with the same base; ``_{10}`` is no mark. ``120_5`` is not ``120`` and
+  not ``35``: which base was asked for is part of the question;
+- ratios are equal when they are proportional, ``3:4 = 6:8 = 3/4``; two clock times (``2:30``) must be the same time;
+- a set in braces is no tuple, no point and no interval;
+- two different known units of the same kind (``cm``, ``m``) differ; a missing unit is forgiven.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from typing import NamedTuple
+
+_NUMERAL = re.compile(r"\(?\s*([0-9A-F]+)\s*\)?\s*_\s*(?:\{\s*(.+?)\s*\}|([0-9]))")
+_BASE_NAMES = {
+    name: base
+    for base, name in enumerate(
+        [
+            "two",
+            "three",
+            "four",
+            "five",
+            "six",
+            "seven",
+            "eight",
+            "nine",
+            "ten",
+            "eleven",
+            "twelve",
+            "thirteen",
+            "fourteen",
+            "fifteen",
+            "sixteen",
+        ],
+        start=2,
+    )
+}
+_RATIO_MARK = re.compile(
+    r"\\colon(?![A-Za-z])|\\ratio(?![A-Za-z])|:|(?<=[0-9\s}])\\text\{\s*to\s*\}|(?<=[0-9]) to (?=[0-9])"
+)
+_CLOCK = re.compile(r"(?:[01]?[0-9]|2[0-4]):[0-5][0-9]")
+_DECIMAL = re.compile(r"([+-]?)\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
+_SIMPLE_FRACTION = re.compile(
+    r"([+-]?)\s*(?:\\[dtc]?frac\s*\{\s*([+-]?[0-9]+)\s*\}\s*\{\s*([0-9]+)\s*\}|([0-9]+)\s*/\s*([0-9]+))"
+)
+_TRAILING_UNIT = re.compile(
+    r"[0-9)}]\s*(?:\\[,;: ]|~|\s)*(?:\\(?:text|mathrm|mbox|textrm|rm)\s*\{\s*([^{}]*?)\s*\}|([A-Za-z][A-Za-z .]*))"
+    r"\s*(?:\^\s*\{?\s*([23])\s*\}?)?$"
+)
+# Spelling -> (kind, unit). Only units that answers are commonly given in; an unknown unit is never held against anyone.
+_UNITS: dict[str, tuple[str, str]] = {
+    spelling: (kind, names.split()[0])
+    for kind, row in {
+        "length": "mm millimeter millimeters|cm centimeter centimeters centimetres|m meter meters metre metres"
+        "|km kilometer kilometers kilometres|in inch inches|ft foot feet|yd yard yards|mi mile miles",
+        "mass": "g gram grams|kg kilogram kilograms|lb lbs pound pounds|oz ounce ounces",
+        "time": "s sec second seconds|min minute minutes|h hr hour hours|day days|week weeks|month months|year years",
+        "volume": "ml milliliter milliliters|l liter liters litres|gallon gallons",
+        "money": "dollar dollars|cent cents",
+        "angle": "degree degrees|radian radians",
+    }.items()
+    for names in row.split("|")
+    for spelling in names.split()
+}
+
+
+class Numeral(NamedTuple):
+    digits: str
+    base: int
+
+
+def numeral(text: str) -> Numeral | None:
+    r"""``2516_8``, ``204_{5}``, ``AB_{16}``, ``12_{\text{five}}``, ``(120)_5``; None for all else, as ``x_1``."""
+    match = _NUMERAL.fullmatch(text.strip())
+    if match is None:
+        return None
+    name = re.sub(r"\\text|[{}()\s]", "", match[2] or match[3]).lower().removeprefix("base")
+    base = int(name) if name.isdecimal() and len(name) <= 2 else _BASE_NAMES.get(name, 0)
+    digits = match[1].lstrip("0") or "0"
+    fits = 2 <= base <= 16 and all(int(digit, 16) < base for digit in digits)
+    return Numeral(digits, base) if fits and (base > 10 or digits.isdecimal()) else None
+
+
+def without_base_ten(text: str) -> str:
+    """A numeral marked as decimal is the plain number."""
+    found = numeral(text)
+    return found.digits if found is not None and found.base == 10 else text
+
+
+def ratio(text: str) -> tuple[str, ...] | None:
+    """The parts of ``3:4:5``, or None. Colons inside brackets separate something else."""
+    if any(bracket in text for bracket in "([|<>=,"):
+        return None
+    parts = tuple(part.strip() for part in _RATIO_MARK.split(text))
+    return parts if len(parts) > 1 and all(parts) else None
+
+
+def is_clock(text: str) -> bool:
+    return _CLOCK.fullmatch(text.strip()) is not None
+
+
+def is_braced_set(text: str) -> bool | None:
+    r"""True for ``\{..\}``, False for a tuple, point or interval, None for what has no brackets around a list."""
+    bare = text.strip().replace("\\lbrace", "\\{").replace("\\rbrace", "\\}")
+    if "," not in bare or _closes_early(bare):
+        return None
+    if bare.startswith(r"\{") and bare.endswith(r"\}"):
+        return True
+    return False if bare[0] in "([" and bare[-1] in ")]" else None
+
+
+def _closes_early(text: str) -> bool:
+    """Whether the first bracket closes before the end: (1,2),(3,4) is a list of two, nothing with one bracket."""
+    depth = 0
+    for position, character in enumerate(text):
+        depth += (character in "([{") - (character in ")]}")
+        if depth == 0 and character in ")]}":
+            return position + 1 < len(text)
+    return False
+
+
+def units_differ(a: str, b: str) -> bool:
+    """Two known units of the same kind that are not the same, or different powers of one: cm and m, cm and cm^2."""
+    first, second = _unit(a), _unit(b)
+    return first is not None and second is not None and first[0] == second[0] and first != second
+
+
+def _unit(text: str) -> tuple[str, str, str] | None:
+    match = _TRAILING_UNIT.search(text.strip())
+    if match is None:
+        return None
+    words = (match[1] or match[2]).lower().replace(".", " ").split()
+    power = match[3] or {"square": "2", "sq": "2", "cubic": "3"}.get(words[0] if words else "", "1")
+    found = _UNITS.get(words[-1]) if words else None
+    written = text.rstrip()[match.start() + 1 :].lstrip()
+    if found is None or (match[2] and len(match[2]) == 1 and written == text.rstrip()[match.start() + 1 :]):
+        return None  # a bare letter directly behind a number is a variable
+    return (*found, power)
+
+
+def exact_number(text: str) -> Fraction | None:
+    r"""The value of a plain integer, decimal, ``a/b`` or ``\frac{a}{b}``; None for everything else."""
+    text = text.strip()
+    if len(text) > 200:
+        return None
+    match = _DECIMAL.fullmatch(text)
+    if match is not None:
+        return Fraction(match[2]) * (-1 if match[1] == "-" else 1)
+    match = _SIMPLE_FRACTION.fullmatch(text)
+    if match is None:
+        return None
+    bottom = int(match[3] or match[5])
+    value = Fraction(int(match[2] or match[4]), bottom) if bottom else None
+    return -value if value is not None and match[1] == "-" else value

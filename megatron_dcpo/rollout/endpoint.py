@@ -1,0 +1,228 @@
+"""Samples from an OpenAI-compatible server: concurrent, with retries, one request per sample.
+
+Standard library only. A request that fails in a way that may pass (no connection, time-out, 408, 409, 425, 429, 5xx) is
+repeated with growing pauses; any other answer is an error at once, with the server's own words. Finished samples are
+handed over as soon as they are there, so that an interrupted evaluation loses none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import json
+import logging
+import queue
+import random
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from megatron_dcpo.data.prompts import plain_text
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.rollout.engine import SamplingConfig
+from megatron_dcpo.types import Completion, Prompt
+
+logger = logging.getLogger(__name__)
+
+_PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
+_LOWEST_LOGPROB = -9999.0  # what servers write for minus infinity, which JSON does not have
+
+
+class _Request(Protocol):
+    @property
+    def prompt(self) -> Prompt: ...
+
+    @property
+    def repeats(self) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where to ask and how. ``url`` ends before ``/chat/completions``, usually in ``/v1``.
+
+    ``api``: ``chat`` sends messages, which the server puts through its chat template; ``completions`` sends plain text.
+    ``extra_body`` goes into every request as it is, for instance
+    ``{"chat_template_kwargs": {"enable_thinking": false}}`` for Qwen3 behind vLLM.
+    """
+
+    url: str
+    model: str
+    sampling: SamplingConfig
+    api: Literal["chat", "completions"] = "chat"
+    api_key: str | None = None
+    concurrency: int = 32
+    timeout: float = 600.0
+    attempts: int = 8
+    first_pause: float = 0.5
+    longest_pause: float = 60.0
+    extra_body: Mapping[str, Any] = field(default_factory=dict)
+
+    def complete(self, requests: Sequence[_Request]) -> Iterator[list[Completion]]:
+        """Every repeat of every request, in the order they finish, as many at a time as have finished."""
+        todo: queue.SimpleQueue[tuple[Prompt, int]] = queue.SimpleQueue()
+        for request in requests:
+            for repeat in request.repeats:
+                todo.put((request.prompt, repeat))
+        left, stop = todo.qsize(), threading.Event()
+        done: queue.SimpleQueue[Completion | BaseException] = queue.SimpleQueue()
+        for _ in range(min(self.concurrency, left)):
+            threading.Thread(target=self._work, args=(todo, done, stop), daemon=True).start()
+        try:
+            while left:
+                batch, failed = _drain(done)
+                left -= len(batch)
+                if batch:
+                    yield batch  # before an error is raised: what is finished is kept
+                if failed is not None:
+                    raise failed
+        finally:
+            stop.set()
+
+    def ask(self, prompt: Prompt, repeat: int, stop: threading.Event | None = None) -> Completion:
+        """One sample. Raises :class:`UserError` when the server refuses, or cannot be reached ``attempts`` times."""
+        path = "/chat/completions" if self.api == "chat" else "/completions"
+        body = json.dumps(self._body(prompt, repeat)).encode()
+        reply = self._post(self.url.rstrip("/") + path, body, stop or threading.Event())
+        try:
+            return _completion(prompt.prompt_id, repeat, reply["choices"][0], self.api)
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise UserError(
+                f"{self.url}: unexpected reply ({type(error).__name__}: {error}): {str(reply)[:200]}"
+            ) from None
+
+    def _work(
+        self,
+        todo: queue.SimpleQueue[tuple[Prompt, int]],
+        done: queue.SimpleQueue[Completion | BaseException],
+        stop: threading.Event,
+    ) -> None:
+        while not stop.is_set():
+            try:
+                prompt, repeat = todo.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                done.put(self.ask(prompt, repeat, stop))
+            except BaseException as error:
+                done.put(error)
+                return
+
+    def _body(self, prompt: Prompt, repeat: int) -> dict[str, Any]:
+        sampling = self.sampling
+        body: dict[str, Any] = {
+            "model": self.model,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "max_tokens": sampling.max_tokens,
+            "seed": _seed(sampling.seed, prompt.prompt_id, repeat),
+        }
+        if sampling.top_k:
+            body["top_k"] = sampling.top_k  # not OpenAI's own, but vLLM, SGLang and llama.cpp know it
+        if self.api == "chat":
+            body |= {"messages": list(prompt.messages), "logprobs": True}
+            if sampling.top_logprobs:
+                body["top_logprobs"] = sampling.top_logprobs
+        else:
+            body |= {"prompt": plain_text(prompt.messages), "logprobs": sampling.top_logprobs}
+        return body | dict(self.extra_body)
+
+    def _post(self, url: str, body: bytes, stop: threading.Event) -> dict[str, Any]:
+        headers = {"Content-Type": "application/json"}
+        if self.api_key:
+            headers["Authorization"] = f"Bearer {self.api_key}"
+        reason = ""
+        for attempt in range(self.attempts):
+            try:
+                request = urllib.request.Request(url, data=body, headers=headers)
+                with urllib.request.urlopen(request, timeout=self.timeout) as reply:
+                    found: dict[str, Any] = json.load(reply)
+                    return found
+            except urllib.error.HTTPError as error:
+                said = error.read(500).decode(errors="replace").strip()
+                reason = f"HTTP {error.code} {said}"
+                if error.code not in _PASSING:
+                    raise UserError(f"{url}: {reason}") from None
+                pause = _retry_after(error.headers.get("Retry-After"))
+            except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
+                reason, pause = f"{type(error).__name__}: {error}", None
+            if attempt + 1 < self.attempts:
+                grown = min(self.longest_pause, self.first_pause * 2.0**attempt) * random.uniform(0.5, 1.0)
+                logger.debug("%s: %s; once more", url, reason)
+                if stop.wait(min(self.longest_pause, pause) if pause is not None else grown):
+                    break
+        raise UserError(f"{url}: no answer after {self.attempts} attempts ({reason}); the same command continues")
+
+
+def served_model(url: str, api_key: str | None = None, timeout: float = 30.0) -> str:
+    """The one model a server offers. Raises :class:`UserError` when there are several or none can be asked for."""
+    request = urllib.request.Request(url.rstrip("/") + "/models")
+    if api_key:
+        request.add_header("Authorization", f"Bearer {api_key}")
+    try:
+        with urllib.request.urlopen(request, timeout=timeout) as reply:
+            names = [row["id"] for row in json.load(reply)["data"]]
+    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{url}: cannot list its models ({error}); name one with --model-name") from None
+    if len(names) != 1:
+        raise UserError(f"{url} offers {', '.join(names) or 'no model'}; name one with --model-name")
+    return str(names[0])
+
+
+def _drain(done: queue.SimpleQueue[Completion | BaseException]) -> tuple[list[Completion], BaseException | None]:
+    """Wait for one result, and take what else is there. Waits in slices, so that Ctrl-C is heard."""
+    batch: list[Completion] = []
+    while True:
+        try:
+            found = done.get(timeout=0.2) if not batch else done.get_nowait()
+        except queue.Empty:
+            if batch:
+                return batch, None
+            continue
+        if isinstance(found, BaseException):
+            return batch, found
+        batch.append(found)
+
+
+def _seed(seed: int, prompt_id: str, repeat: int) -> int:
+    """A seed of its own for every sample, the same after an interruption."""
+    digest = hashlib.blake2b(f"{seed}/{prompt_id}/{repeat}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _retry_after(value: str | None) -> float | None:
+    """Seconds of a Retry-After header; its other form, a date, is left to our own pauses."""
+    return float(value) if value and value.strip().isdecimal() else None
+
+
+def _completion(prompt_id: str, repeat: int, choice: Mapping[str, Any], api: str) -> Completion:
+    said = choice.get("logprobs") or {}
+    if api == "chat":
+        text = choice["message"].get("content") or ""
+        tokens = said.get("content") or []
+        logprobs = [row["logprob"] for row in tokens]
+        tops = [[top["logprob"] for top in row.get("top_logprobs") or []] for row in tokens]
+    else:
+        text = choice["text"] or ""
+        logprobs = said.get("token_logprobs") or []
+        tops = [list((row or {}).values()) for row in said.get("top_logprobs") or []]
+    return Completion(
+        prompt_id,
+        repeat,
+        text,
+        "length" if choice.get("finish_reason") == "length" else "stop",
+        np.array([_LOWEST_LOGPROB if value is None else value for value in logprobs], np.float32),
+        _rectangle(tops),
+    )
+
+
+def _rectangle(rows: Sequence[Sequence[float]]) -> np.ndarray | None:
+    """[T, K], falling, of the shortest row's length: servers add the sampled token where it is not among the largest."""
+    width = min(map(len, rows), default=0)
+    if not width:
+        return None
+    return np.array([sorted(row, reverse=True)[:width] for row in rows], np.float32)

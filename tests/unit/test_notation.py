@@ -1,0 +1,286 @@
+r"""Every class of notation on which math-verify errs, in both directions: what must be accepted, and the near misses."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_dcpo.judging import notation, shapes
+from megatron_dcpo.judging.equivalence import equivalent, quick_verdict
+
+# class: (equal pairs, unequal pairs), "answer | key"
+CLASSES: dict[str, tuple[str, str]] = {
+    "shorthand fractions": (
+        r"""\frac43 | \frac{4}{3}
+        \frac{1}2 | \frac{1}{2}
+        \frac1{2} | 0.5
+        \frac 3 4 | \frac{3}{4}
+        \frac{12}5 | 2.4
+        \frac\pi2 | \frac{\pi}{2}
+        \frac{\sqrt3}2 | \frac{\sqrt{3}}{2}
+        \frac{3}{\sqrt2} | \frac{3\sqrt{2}}{2}
+        \frac123 | \frac{3}{2}
+        \dfrac12 | \tfrac{1}{2}
+        \sqrt[3]2 | \sqrt[3]{2}
+        -\frac34 | -\frac{3}{4}""",
+        r"""\frac43 | \frac{3}{4}
+        \frac123 | \frac{1}{23}
+        \sqrt12 | \sqrt{12}
+        -\frac34 | \frac{3}{4}
+        \frac\pi2 | \frac{\pi}{3}
+        \frac{1}2 | 2""",
+    ),
+    "degrees": (
+        r"""90^\circ | 90
+        90^{\circ} | 90^\circ
+        90° | 90
+        90^\circ | \frac{\pi}{2}
+        90 \text{ degrees} | 90^\circ
+        \sin 30^\circ | \frac{1}{2}
+        \sin(30°) | 0.5
+        \tan 45^\circ | 1
+        \cos 40^\circ | \sin 50^\circ
+        \cos{20^\circ} | \sin{70^\circ}""",
+        r"""90^\circ | 91^\circ
+        \sin 30 | \frac{1}{2}
+        \cos 60^{\circ} | \cos 60
+        2\sin 10^\circ | \sin 20^\circ
+        \sin 30^\circ | \sin 30
+        180^\circ | 2\pi""",
+    ),
+    "base subscripts": (
+        r"""120_5 | 120_{5}
+        120_{(5)} | 120_5
+        2516_8 | 2516_{\text{eight}}
+        \text{AB}_{16} | \text{AB}_{16}
+        AB_{16} | AB_{16}
+        (120)_5 | 120_5
+        0120_5 | 120_5
+        15_{10} | 15""",
+        r"""120_5 | 120_6
+        120_5 | 120
+        120 | 120_5
+        120_5 | 35
+        1111_2 | 15_{10}
+        AB_{16} | AC_{16}
+        x_1 | x_2""",
+    ),
+    "ratios": (
+        r"""3:4 | 3 : 4
+        3:4 | 6:8
+        3:4 | \frac{3}{4}
+        0.75 | 3:4
+        3\colon 4 | 3:4
+        3 to 4 | 3:4
+        1:2:3 | 2:4:6
+        \sqrt{3}:1 | \sqrt3
+        1:\sqrt{2} | \sqrt{2}:2
+        3:30 | 3:30""",
+        r"""3:4 | 4:3
+        1:2:3 | 1:3:2
+        1:2:3 | 1:2
+        1:2:3 | \frac{1}{2}
+        1:2 | 12
+        3:30 | 1:10
+        3:30 | 3:45""",
+    ),
+    "number spacing": (
+        r"""1,000 | 1000
+        1{,}000 | 1000
+        1\,000 | 1000
+        1\ 000 | 1000
+        1~000 | 1000
+        1,\!000 | 1000
+        1 000 | 1000
+        10 000 000 | 10000000
+        1\;000\;000 | 1,000,000
+        12,345.67 | 12345.67
+        \$1,000 | 1000
+        1,000\text{ cm} | 1000""",
+        r"""(1,000) | 1000
+        \{1,000\} | 1000
+        [1,000] | 1000
+        1,00 | 100
+        1,000,00 | 100000
+        1,2 | 12
+        1 00 | 100
+        1,000 | 1
+        1\,000 | 1
+        2, 500 | 2500""",
+    ),
+    "unicode": (
+        r"""2π | 2\pi
+        √2 | \sqrt{2}
+        √(2) | \sqrt{2}
+        √12 | 2\sqrt{3}
+        2√3 | \sqrt{12}
+        ∛8 | 2
+        3×4 | 12
+        6·7 | 42
+        8÷2 | 4
+        −5 | -5
+        –5 | -5
+        ½ | \frac{1}{2}
+        2½ | \frac{5}{2}
+        x² | x^2
+        x₁ | x_1
+        10⁻³ | 0.001
+        (−∞, 2] | (-\infty,2]
+        x ≥ 2 | x \geq 2
+        １２ | 12
+        θ+1 | 1+\theta
+        [1,2]∪[3,4] | [1,2]\cup[3,4]""",
+        r"""2π | 2
+        √2 | 2
+        √23 | 3\sqrt{2}
+        ½ | 2
+        2½ | 1
+        x² | x^3
+        x² | x2
+        −5 | 5
+        x ≥ 2 | x \le 2
+        (−∞, 2] | (-\infty,2)
+        3×4 | 34""",
+    ),
+    "complex numbers": (
+        r"""(1+2i)(1-2i) | 5
+        \frac{1}{i} | -i
+        (1+i)^2 | 2i
+        \frac{2}{1+i} | 1-i
+        i^2 | -1
+        \sqrt{-4} | 2i
+        e^{i\pi} | -1
+        \frac{1+i}{\sqrt{2}} | e^{i\pi/4}
+        \frac{3}{13}+\frac{2}{13}i | \frac{3+2i}{13}
+        2i+1 | 1 + 2i""",
+        r"""1+2i | 1-2i
+        i | -i
+        3+4i | 5
+        \frac{1}{i} | i
+        i^2 | 1
+        2i | 2
+        \sqrt{-4} | -2i""",
+    ),
+    "units and percent": (
+        r"""5\text{ cm} | 5
+        5 \text{ cm} | 5\,\mathrm{cm}
+        5\text{ cm} | 5\text{ centimeters}
+        5\text{ cm}^2 | 5\text{ square cm}
+        5 | 5\text{ square inches}
+        \$5 | 5
+        10\% | 10
+        10\% | 0.1
+        12\text{ apples} | 12""",
+        r"""5\text{ cm} | 5\text{ m}
+        5\text{ cm} | 5\text{ cm}^2
+        5\text{ hours} | 5\text{ minutes}
+        10\% | 0.01
+        2t | 2
+        2m | 2
+        \frac{1}{2}h | \frac{1}{2}
+        2ab | 2
+        x^2+2t | x^2+2""",
+    ),
+    "brackets and orders": (
+        r"""3,2 | 2,3
+        \{3,2\} | \{2,3\}
+        \left(1,2\right) | (1, 2)
+        -1<x<2 | (-1,2)
+        (-1,2) | -1<x<2
+        x=5 | 5
+        5 | x=5
+        5 \text{ or } 6 | 6, 5
+        y=2x+1 | 2x+1""",
+        r"""(3,2) | (2,3)
+        (1,2) | \{1,2\}
+        \{1,2\} | (1,2)
+        (1,2) | [1,2]
+        (1,2] | (1,2)
+        x=5 | y=5
+        1 | x^2+y^2=1
+        1 | 2x+3y=1
+        5 | 5, 6
+        5, 6 | 6
+        2 | \pm 2""",
+    ),
+}
+
+
+def pairs(equal: bool) -> list[Any]:
+    return [
+        pytest.param(*(side.strip() for side in line.strip().split(" | ")), id=f"{name}: {line.strip()}")
+        for name, sides in CLASSES.items()
+        for line in sides[0 if equal else 1].splitlines()
+    ]
+
+
+@pytest.mark.parametrize(("answer", "key"), pairs(True))
+def test_equivalents_are_accepted(answer: str, key: str) -> None:
+    assert equivalent(answer, key)
+    assert equivalent(f"${answer}$", key)
+
+
+@pytest.mark.parametrize(("answer", "key"), pairs(False))
+def test_near_misses_are_rejected(answer: str, key: str) -> None:
+    assert not equivalent(answer, key)
+
+
+@pytest.mark.parametrize(("answer", "key"), [("0.3333333", r"\frac{1}{3}"), ("x+1", "1+x"), ("0.333", r"\frac{1}{3}")])
+def test_verdicts_that_need_algebra_are_not_quick(answer: str, key: str) -> None:
+    """Six digits of a decimal are math-verify's own rule; three are not enough."""
+    assert quick_verdict(answer, key) is None or answer == "0.333"
+    assert equivalent(answer, key) == (answer != "0.333")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("-0.5", Fraction(-1, 2)),
+        (r"\frac{6}{4}", Fraction(3, 2)),
+        ("-6/4", Fraction(-3, 2)),
+        ("1/0", None),
+        ("x", None),
+    ],
+)
+def test_exact_numbers(text: str, value: Fraction | None) -> None:
+    assert shapes.exact_number(text) == value
+
+
+def test_numerals_need_digits_below_their_base() -> None:
+    assert shapes.numeral("128_5") is None
+    assert shapes.numeral("x_5") is None
+    assert shapes.numeral("12_{99}") is None
+    assert shapes.numeral("12_{11}") == ("12", 11)
+
+
+@pytest.fixture(autouse=True)
+def in_time() -> Iterator[None]:
+    """These run without the pool's limits: a pattern that backtracks must fail here, not hang."""
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+
+
+@given(st.text(alphabet="\\{}()[]^_$°√½π:,. 0123456789abfracsqtint", max_size=60))
+@settings(max_examples=300, deadline=None)
+def test_notation_is_total_and_settles(text: str) -> None:
+    assert isinstance(notation.normalise(text), str)
+    assert quick_verdict(text, text) is bool(text.strip())
+    for shape in (shapes.numeral, shapes.ratio, shapes.is_braced_set, shapes.exact_number):
+        shape(text)
+    shapes.units_differ(text, text)
+
+
+@pytest.mark.parametrize(
+    "text", ["\\frac" * 150, "{" * 1000, "1\\," * 300, "√" * 900, "^\\circ" * 150, "1 " * 500, "(" * 999]
+)
+def test_long_texts_take_no_time(text: str) -> None:
+    notation.normalise(text)
+    shapes.units_differ(text, text)
+    assert shapes.ratio(text) is None
