@@ -27,7 +27,15 @@ from rich.table import Table
 
 HERE = Path(__file__).resolve().parent
 METHODS = ("grpo", "dcpo", "dcpo_proper")
-COLUMNS = ("accuracy", "ece", "pce", "brier", "auroc", "mean_confidence", "violation_rate")
+COLUMNS = {
+    "accuracy": "acc.",
+    "ece": "ECE",
+    "pce": "PCE",
+    "brier": "Brier",
+    "auroc": "AUROC",
+    "mean_confidence": "conf.",
+    "violation_rate": "viol.",
+}
 console = Console(stderr=True)
 
 
@@ -174,10 +182,11 @@ def summarise(out: Path) -> dict[str, dict[str, float]]:
 
 
 def show(summary: dict[str, dict[str, float]]) -> None:
-    table = Table(title="Held-out problems, stated confidence")
+    caption = "acc.: accuracy; conf.: mean stated confidence; viol.: share of responses without a valid one"
+    table = Table(title="Held-out problems, stated confidence", caption=caption)
     table.add_column("", no_wrap=True)
-    for column in (*COLUMNS, "n"):
-        table.add_column(column.replace("_", " "), justify="right")
+    for heading in (*COLUMNS.values(), "n"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for name, row in summary.items():
         table.add_row(name, *(f"{row[column]:.3f}" for column in COLUMNS), str(row["n"]))
     Console().print(table)
