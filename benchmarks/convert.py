@@ -26,7 +26,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from megatron_dcpo.weights.architecture import parse_architecture, read_architecture
 from megatron_dcpo.weights.convert import export_checkpoint, import_checkpoint, megatron_to_hf
-from megatron_dcpo.weights.lazy import Files, read_rows
+from megatron_dcpo.weights.lazy import open_files, read_rows
 from megatron_dcpo.weights.memory import PeakMemory
 from megatron_dcpo.weights.planner import Coordinates, Layout, plan
 from megatron_dcpo.weights.safetensors_io import SHARD_BYTES, assign_files, plan_shards, read_tensors, write_index
@@ -106,7 +106,7 @@ def naive_export(source: Path, target: Path) -> None:
     from safetensors.torch import save_file
 
     tensors = {}
-    with Files() as files:
+    with open_files() as files:
         lazy = megatron_to_hf(read_architecture(source / "hf"), source, read_checkpoint(source))
         for name, parts in lazy.items():
             loaded = []

@@ -8,6 +8,7 @@ of Megatron tensors to Hugging Face tensors, and nothing is computed on the way 
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,12 +18,13 @@ from megatron_dcpo import __version__
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.weights.architecture import Architecture, read_architecture
 from megatron_dcpo.weights.directory import new_directory, require_space
-from megatron_dcpo.weights.lazy import Files, LazyTensor, concatenate, contiguous
+from megatron_dcpo.weights.lazy import Files, LazyTensor, concatenate, contiguous, open_files
 from megatron_dcpo.weights.memory import PeakMemory
 from megatron_dcpo.weights.planner import Coordinates, Copy, Layout, interleavings, padded_vocab_size, plan
 from megatron_dcpo.weights.safetensors_io import (
     INDEX,
     SHARD_BYTES,
+    SINGLE_FILE,
     assign_files,
     check_shapes,
     copy_side_files,
@@ -96,7 +98,7 @@ def import_checkpoint(
     it all the same. Raises :class:`UserError`, and leaves no ``target``, for every kind of bad input.
     """
     clock, memory = time.perf_counter(), PeakMemory()
-    with memory, Files() as files:
+    with memory, open_files() as files:
         arch = read_architecture(source)
         layout = Layout(tensor_model_parallel_size, 1, 1, make_vocab_size_divisible_by)
         padded = padded_vocab_size(arch, layout)
@@ -179,9 +181,11 @@ def _ignored(files: Files, source: Path, arch: Architecture, tensors: Mapping[st
 
 
 def _record_files(source: Path, side: Path, arch: Architecture) -> None:
-    weight_map = read_weight_map(source)
-    files = {name: weight_map.get(name, "model.safetensors") for name in hf_shapes(arch)}
-    (side / INDEX).write_text(json.dumps({"weight_map": files}))
+    """Keep the index as it is, and write one for a single file too: export makes the same files again."""
+    if (source / INDEX).is_file():
+        shutil.copyfile(source / INDEX, side / INDEX)
+    else:
+        (side / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(hf_shapes(arch), SINGLE_FILE)}))
 
 
 # ------------------------------------------------------------------------------------------- Megatron -> Hugging Face
@@ -203,7 +207,7 @@ def export_checkpoint(
     split into files as they were before import, or into files of at most ``max_shard_bytes``.
     """
     clock, memory = time.perf_counter(), PeakMemory()
-    with memory, Files() as files:
+    with memory, open_files() as files:
         source = find_checkpoint(source)
         side = hf_config or source / HF_SUBDIRECTORY
         if not (side / "config.json").is_file():
@@ -229,7 +233,10 @@ def export_checkpoint(
                     output = Output(path, offset, sum(part.nbytes for _, part in parts))
                     streams.append(Stream(parts, (output,)))
             hashes = transfer(files, streams, _counter(progress, sum(stream.nbytes for stream in streams)))
-            write_index(temporary, shards)
+            if files_of and len(shards) > 1:
+                shutil.copyfile(side / INDEX, temporary / INDEX)
+            else:
+                write_index(temporary, shards)
             copy_side_files(side, temporary, dtype)
             seconds, checked = time.perf_counter() - clock, None
             if verify:
@@ -317,10 +324,10 @@ def _megatron_shape(arch: Architecture, copies: Sequence[Copy]) -> tuple[int, ..
 
 
 def _recorded_files(side: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str] | None:
-    path = side / INDEX
-    if not path.is_file():
+    """Tensor name -> file as import found it, if it knew exactly these tensors."""
+    if not (side / INDEX).is_file():
         return None
-    files: dict[str, str] = json.loads(path.read_text())["weight_map"]
+    files = read_weight_map(side)
     return files if set(files) == set(shapes) else None
 
 
@@ -369,7 +376,7 @@ def _verify(hashes: Mapping[str, str], written: Mapping[str, Sequence[LazyTensor
     """Read the result again and compare every tensor with what was read from the source; returns the seconds."""
     clock = time.perf_counter()
     streams = [Stream(tuple((name, part) for part in parts)) for name, parts in written.items()]
-    with Files() as files:
+    with open_files() as files:
         found = transfer(files, streams, _counter(progress, sum(stream.nbytes for stream in streams)))
     for name in sorted(set(hashes) | set(found)):
         if hashes.get(name) != found.get(name):

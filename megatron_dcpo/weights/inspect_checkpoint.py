@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.weights.lazy import Files, LazyTensor
+from megatron_dcpo.weights.lazy import LazyTensor, open_files
 from megatron_dcpo.weights.safetensors_io import INDEX, read_tensors
 from megatron_dcpo.weights.torch_dist import find_checkpoint, is_checkpoint, read_checkpoint
 from megatron_dcpo.weights.transfer import Stream, transfer
@@ -32,7 +32,7 @@ def inspect_checkpoint(
         raise UserError(f"{path} is neither a Hugging Face directory nor a torch_dist checkpoint")
     found: dict[str, str] = {}
     if hashes:
-        with Files() as files:
+        with open_files() as files:
             found = transfer(files, [Stream(((name, tensor),)) for name, tensor in tensors.items()], progress)
     return {
         "format": kind,

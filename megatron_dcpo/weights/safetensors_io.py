@@ -20,6 +20,7 @@ from megatron_dcpo.weights.lazy import DTYPES, ITEMSIZE, LazyTensor, contiguous
 from megatron_dcpo.weights.planner import Copy
 from megatron_dcpo.weights.table import hf_shapes
 
+SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 2**30
 _CODES = {name: code for code, (name, _) in DTYPES.items()}
@@ -73,7 +74,7 @@ def read_tensors(model_dir: Path) -> dict[str, LazyTensor]:
     """
     weight_map = read_weight_map(model_dir)
     tensors: dict[str, LazyTensor] = {}
-    for file in sorted(set(weight_map.values()) or {"model.safetensors"}):
+    for file in sorted(set(weight_map.values()) or {SINGLE_FILE}):
         path = model_dir / file
         if Path(file).name != file or not path.is_file():
             raise UserError(f"{path} is missing; {INDEX} names it")
@@ -91,8 +92,8 @@ def read_weight_map(model_dir: Path) -> dict[str, str]:
     """Tensor name -> file from the index; empty for a checkpoint of one file."""
     index = model_dir / INDEX
     if not index.is_file():
-        if not (model_dir / "model.safetensors").is_file():
-            raise UserError(f"{model_dir} holds neither model.safetensors nor {INDEX}; no weights to read")
+        if not (model_dir / SINGLE_FILE).is_file():
+            raise UserError(f"{model_dir} holds neither {SINGLE_FILE} nor {INDEX}; no weights to read")
         return {}
     try:
         return {str(name): str(file) for name, file in json.loads(index.read_text())["weight_map"].items()}
@@ -163,7 +164,7 @@ def assign_files(shapes: Mapping[str, tuple[int, ...]], itemsize: int, max_bytes
         parts[-1].append(name)
         size += nbytes
     if len(parts) == 1:
-        return dict.fromkeys(parts[0], "model.safetensors")
+        return dict.fromkeys(parts[0], SINGLE_FILE)
     count = len(parts)
     return {name: f"model-{i:05d}-of-{count:05d}.safetensors" for i, part in enumerate(parts, 1) for name in part}
 

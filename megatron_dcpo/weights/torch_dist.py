@@ -12,7 +12,7 @@ import itertools
 import json
 import math
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -141,25 +141,17 @@ def read_checkpoint(path: Path) -> dict[str, StoredTensors]:
     try:
         with (path / METADATA).open("rb") as file:
             metadata = _MetadataUnpickler(file).load()
-        places = [(index, info) for index, info in metadata.storage_data.items() if index.offset is not None]
-        storage = {(index.fqn, tuple(index.offset)): info for index, info in places}
-        entries = [
-            (key, entry)
-            for key, entry in metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        ]
+        _check_sizes(path, metadata.storage_data.values())
+        storage = {(index.fqn, tuple(index.offset or ())): info for index, info in metadata.storage_data.items()}
         tensors = {}
-        sizes: dict[str, int] = {}
-        for key, entry in entries:
+        for key, entry in metadata.state_dict_metadata.items():
+            if not isinstance(entry, TensorStorageMetadata):
+                continue
             chunks = []
             for chunk in entry.chunks:
                 info = storage[key, tuple(chunk.offsets)]
-                file_path = path / info.relative_path
-                if info.relative_path not in sizes:
-                    sizes[info.relative_path] = file_path.stat().st_size
-                if info.offset + info.length > sizes[info.relative_path]:
-                    raise UserError(f"{file_path} is truncated: {METADATA} promises {info.offset + info.length} bytes")
-                chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), file_path, info.offset, info.length))
+                place = path / info.relative_path
+                chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), place, info.offset, info.length))
             dtype = str(entry.properties.dtype).removeprefix("torch.")
             tensors[key] = StoredTensors(key, tuple(entry.size), dtype, tuple(chunks))
         return tensors
@@ -183,6 +175,15 @@ _KNOWN = {
         torch.Size,
     )
 }
+
+
+def _check_sizes(path: Path, places: Iterable[Any]) -> None:
+    ends: dict[str, int] = {}
+    for info in places:
+        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    for name, end in ends.items():
+        if (path / name).stat().st_size < end:
+            raise UserError(f"{path / name} is truncated: {METADATA} promises {end} bytes")
 
 
 class _Opaque:
