@@ -53,6 +53,7 @@ _DEGREE = re.compile(r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))|\\degree(
 _TRIGONOMETRY = re.compile(r"(?<![A-Za-z])(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
 _OPERAND = re.compile(rf"([0-9]+(?:\.[0-9]+)?|\\frac{_BRACES}{_BRACES}|\([^()]*\)|{_BRACES}|\\[A-Za-z]+|[A-Za-z])$")
 _TRAILING_LETTERS = re.compile(r"(?<![A-Za-z\\])((?<=[0-9}])(?:[a-zA-Z]|ab|bc|cc))$")
+_END = re.compile(r"(?:\.|\\[,;:! ]|\\$|~|\s)+$")  # full stops and TeX spaces; the last blank may be stripped off
 _WRAPPERS = re.compile(r"\\(?:left|right|big|Big|bigg|Bigg)(?=[()\[\]|.]|\\[{}])|\\(?:displaystyle|limits)(?![A-Za-z])")
 
 
@@ -63,7 +64,7 @@ def normalise(text: str) -> str:
 
 def spell_out(text: str) -> str:
     """Everything but what a degree sign outside trigonometry means, which depends on the other side."""
-    text = expand_arguments(plain_symbols(text.strip().rstrip(".")))
+    text = expand_arguments(plain_symbols(_END.sub("", text.strip())))
     return degrees_in_trigonometry(join_digits(without_sizes(text)).strip())
 
 

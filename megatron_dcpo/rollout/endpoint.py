@@ -119,7 +119,7 @@ class Endpoint:
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "max_tokens": sampling.max_tokens,
-            "seed": _seed(sampling.seed, prompt.prompt_id, repeat),
+            "seed": sample_seed(sampling.seed, prompt.prompt_id, repeat),
         }
         if sampling.top_k:
             body["top_k"] = sampling.top_k  # not OpenAI's own, but vLLM, SGLang and llama.cpp know it
@@ -188,7 +188,7 @@ def _drain(done: queue.SimpleQueue[Completion | BaseException]) -> tuple[list[Co
         batch.append(found)
 
 
-def _seed(seed: int, prompt_id: str, repeat: int) -> int:
+def sample_seed(seed: int, prompt_id: str, repeat: int) -> int:
     """A seed of its own for every sample, the same after an interruption."""
     digest = hashlib.blake2b(f"{seed}/{prompt_id}/{repeat}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") >> 1

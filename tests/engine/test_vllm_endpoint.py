@@ -1,0 +1,141 @@
+"""A real ``vllm serve`` of the quickstart policy, evaluated through ``--endpoint``.
+
+Needs vLLM: in this environment, or anywhere if ``DCPO_VLLM`` names its ``vllm`` executable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_dcpo.calibration.samples import Sample, read_samples
+from megatron_dcpo.cli import main
+
+ROOT = Path(__file__).parents[2]
+POLICY = ROOT / "examples" / "quickstart" / "policy"
+HELDOUT = f"heldout={ROOT / 'examples' / 'quickstart' / 'data' / 'heldout.jsonl'}"
+BESIDE = Path(sys.executable).with_name("vllm")
+VLLM = os.environ.get("DCPO_VLLM") or (str(BESIDE) if BESIDE.exists() else shutil.which("vllm"))
+
+pytestmark = pytest.mark.skipif(VLLM is None, reason="vLLM is not installed; set DCPO_VLLM to a vllm executable")
+
+
+class Server:
+    """``vllm serve`` on a port of its own; ``kill`` and ``start`` again at will."""
+
+    def __init__(self, log: Path) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.log = log
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/v1"
+
+    def start(self) -> None:
+        options = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "32"]
+        options += ["--kv-cache-memory-bytes", str(64 << 20), "--served-model-name", "policy"]
+        settings = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
+        settings |= {"VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": ""}
+        self.process = subprocess.Popen(
+            [str(VLLM), "serve", str(POLICY), "--host", "127.0.0.1", "--port", str(self.port), *options],
+            env={**os.environ, **settings},
+            stdout=open(self.log, "a"),  # noqa: SIM115
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        deadline = time.monotonic() + 400
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, f"vllm serve ended: {self.log.read_text()[-2000:]}"
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=2).close()
+                return
+            except OSError:
+                time.sleep(0.5)
+        raise AssertionError(f"vllm serve did not start: {self.log.read_text()[-2000:]}")
+
+    def kill(self) -> None:
+        """The whole session: the engine core is a process of its own."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    made = Server(tmp_path_factory.mktemp("vllm") / "serve.log")
+    made.start()
+    yield made
+    made.kill()
+
+
+def command(source: list[str], out: Path, *more: str) -> list[str]:
+    fixed = ["--benchmarks", HELDOUT, "--template", "raw", "--max-tokens", "32", "--repeats", "4", "--resamples", "0"]
+    return ["evaluate", *source, *fixed, "--out", str(out), *more]
+
+
+def by_name(path: Path) -> dict[tuple[str, int], Sample]:
+    return {(sample.prompt_id, sample.repeat): sample for sample in read_samples(path / "samples.jsonl")}
+
+
+@pytest.mark.timeout(1200)
+def test_killed_in_the_middle_and_restarted(server: Server, tmp_path: Path) -> None:
+    out, limit = tmp_path / "run", ["--limit", "60", "--concurrency", "4", "--attempts", "40"]
+    arguments = command(["--endpoint", server.url], out, *limit)
+    client = subprocess.Popen([sys.executable, "-m", "megatron_dcpo", *arguments], cwd=ROOT)
+    samples = out / "samples.jsonl"
+
+    def written() -> list[str]:
+        return samples.read_text().splitlines(keepends=True) if samples.exists() else []
+
+    def wait_for(count: int) -> None:
+        deadline = time.monotonic() + 300
+        while len(written()) < count:
+            assert client.poll() is None, "the client ended early"
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    wait_for(30)
+    server.kill()  # the client waits for it to come back
+    assert client.poll() is None
+    server.start()
+    wait_for(len(written()) + 10)
+    client.kill()
+    client.wait()
+    before = [line for line in written() if line.endswith("\n")]
+    assert 40 <= len(before) < 240
+    assert main(arguments) == 0
+    found = [json.loads(line) for line in written()]
+    assert len(found) == len({(row["prompt_id"], row["repeat"]) for row in found}) == 240
+    after = {(row["prompt_id"], row["repeat"]): row["response"] for row in found}
+    for row in map(json.loads, before):
+        assert after[row["prompt_id"], row["repeat"]] == row["response"]
+
+
+@pytest.mark.timeout(600)
+def test_same_samples_as_the_embedded_engine(server: Server, tmp_path: Path) -> None:
+    """With ``--top-k 1`` both engines say the same, and their raw log-probs agree."""
+    options = ["--limit", "20", "--repeats", "1", "--top-k", "1", "--confidence", "verbal,token,token_entropy"]
+    assert main(command(["--endpoint", server.url], tmp_path / "vllm", *options)) == 0
+    assert main(command(["--model", str(POLICY)], tmp_path / "here", *options)) == 0
+    theirs, ours = by_name(tmp_path / "vllm"), by_name(tmp_path / "here")
+    assert theirs.keys() == ours.keys()
+    for name, sample in ours.items():
+        other = theirs[name]
+        assert (other.response, other.num_tokens, other.correct) == (sample.response, sample.num_tokens, sample.correct)
+        assert other.token_confidence == pytest.approx(sample.token_confidence, abs=1e-4)
+        assert other.min_logprob == pytest.approx(sample.min_logprob, abs=1e-3)
+        assert other.mean_entropy == pytest.approx(sample.mean_entropy, abs=1e-3)

@@ -1,0 +1,155 @@
+"""Post-hoc predictors: they learn what is there, split by problem, survive saving, and name what is missing."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sklearn.isotonic import IsotonicRegression
+
+from megatron_dcpo.calibration import posthoc
+from megatron_dcpo.calibration.samples import Sample, mean_entropy, read_samples, write_samples
+from megatron_dcpo.cli import main
+from megatron_dcpo.errors import UserError
+
+
+def world(problems: int = 240, repeats: int = 5, seed: int = 0) -> list[Sample]:
+    """Over-confident samples: difficulty shows in the log-probs, right with p, says sigmoid(3 logit p)."""
+    generator = np.random.default_rng(seed)
+    samples = []
+    for problem in range(problems):
+        p = generator.uniform(0.1, 0.9)
+        for repeat in range(repeats):
+            stated = 1 / (1 + np.exp(-3 * np.log(p / (1 - p))))
+            top = np.log(np.sort(generator.dirichlet(np.full(20, 1 - p + 0.05), size=30))[:, ::-1] + 1e-9)
+            samples.append(
+                Sample(
+                    "toy", f"toy/{problem}", repeat, "q", "r", "1", "1", bool(generator.random() < p),
+                    float(stated), "ok", float(stated), -1.0, 30, "stop", features=posthoc.features(top),
+                )
+            )  # fmt: skip
+    return samples
+
+
+SAMPLES = world()
+
+
+@pytest.mark.parametrize("method", ["temperature", "platt", "isotonic"])
+def test_scaling_repairs_over_confidence(method: str) -> None:
+    predictor, held_out = posthoc.fit(method, SAMPLES, "verbal", held_out=0.3)
+    before, after = posthoc.scores(held_out, "verbal"), posthoc.scores(held_out)
+    assert after["ece"] < before["ece"] - 0.05
+    assert after["brier"] < before["brier"]
+    if method == "temperature":
+        assert float(predictor.weights["temperature"]) == pytest.approx(3.0, rel=0.25)
+    if method == "platt":
+        assert float(predictor.weights["slope"]) == pytest.approx(1 / 3, rel=0.25)
+        assert float(predictor.weights["intercept"]) == pytest.approx(0.0, abs=0.3)
+    if method == "isotonic":
+        fitted = [s for s in SAMPLES if not posthoc.is_held_out("toy/" + s.prompt_id, 0.3, 0)]
+        peer = IsotonicRegression(y_min=0, y_max=1, out_of_bounds="clip").fit(
+            [s.confidence for s in fitted], [float(s.correct) for s in fitted]
+        )
+        expected = peer.predict([s.confidence for s in held_out])
+        np.testing.assert_allclose([s.posthoc_confidence for s in held_out], expected, atol=1e-12)
+
+
+def test_confclass_learns_difficulty_from_log_probs() -> None:
+    _, held_out = posthoc.fit("confclass", SAMPLES, held_out=0.3, width=64, epochs=60)
+    assert posthoc.scores(held_out)["auroc"] > 0.65
+    assert posthoc.scores(held_out)["ece"] < 0.15
+    _, again = posthoc.fit("confclass", SAMPLES, held_out=0.3, width=64, epochs=60)
+    assert [s.posthoc_confidence for s in again] == [s.posthoc_confidence for s in held_out]
+
+
+def test_targets_are_soft_and_problems_are_not_shared() -> None:
+    targets = posthoc.soft_targets(SAMPLES)
+    first = [s.correct for s in SAMPLES[:5]]
+    np.testing.assert_allclose(targets[:5], np.mean(first))
+    _, held_out = posthoc.fit("platt", SAMPLES, held_out=0.3)
+    outside = {s.prompt_id for s in held_out}
+    assert 0.2 < len(outside) / 240 < 0.4
+    assert len(held_out) == 5 * len(outside)
+
+
+def test_the_network_in_numpy_is_the_network_that_was_trained(tmp_path: Path) -> None:
+    import torch
+
+    predictor, held_out = posthoc.fit("confclass", SAMPLES, "full", width=16, epochs=3)
+    w = {name: torch.tensor(np.asarray(value)) for name, value in predictor.weights.items()}
+    x = (torch.tensor([s.features for s in held_out]) - w["mean"]) / w["deviation"]
+    h = torch.relu(torch.nn.functional.linear(x.float(), w["weight1"], w["bias1"]))
+    h = torch.relu(torch.nn.functional.linear(h, w["weight2"], w["bias2"]))
+    expected = torch.sigmoid(torch.nn.functional.linear(h, w["weight3"], w["bias3"]))[:, 0]
+    np.testing.assert_allclose([s.posthoc_confidence for s in held_out], expected.numpy(), atol=1e-5)
+    predictor.save(tmp_path / "p.npz")
+    assert posthoc.Posthoc.load(tmp_path / "p.npz").predict(held_out) == predictor.predict(held_out)
+
+
+def test_missing_inputs_give_no_confidence() -> None:
+    predictor, _ = posthoc.fit("platt", SAMPLES, "verbal")
+    odd = [
+        replace(SAMPLES[0], confidence=None),
+        replace(SAMPLES[0], confidence=1.0),
+        replace(SAMPLES[0], confidence=0.0),
+    ]
+    found = predictor.predict(odd)
+    assert found[0] is None
+    assert all(c is not None and 0 <= c <= 1 for c in found[1:])
+    assert predictor.predict([]) == []
+
+
+def test_errors_are_named(tmp_path: Path) -> None:
+    bare = [replace(s, features=None) for s in SAMPLES]
+    for arguments, message in (
+        (("confclass", bare), "sample with --features"),
+        (("platt", [replace(s, correct=True) for s in SAMPLES]), "every response is correct"),
+        (("platt", SAMPLES[:1]), "more problems"),
+        (("guess", SAMPLES), "unknown method 'guess'"),
+        (("platt", SAMPLES, "mean"), "confclass reads features"),
+    ):
+        with pytest.raises(UserError, match=message):
+            posthoc.fit(*arguments)
+    (tmp_path / "bad.npz").write_bytes(b"PK")
+    for name in ("bad.npz", "none.npz"):
+        with pytest.raises(UserError, match=name):
+            posthoc.Posthoc.load(tmp_path / name)
+
+
+def test_features_and_entropy() -> None:
+    top = np.log(np.array([[0.5, 0.25], [0.75, 0.125]]))
+    found = posthoc.features(top)
+    assert found is not None
+    assert len(found) == 60
+    assert found[:2] == pytest.approx([np.mean(top[:, 0]), np.mean(top[:, 1])], abs=1e-6)
+    assert found[2] == posthoc.LOWEST_LOGPROB
+    assert found[40:42] == pytest.approx(top[1].tolist(), abs=1e-6)
+    first = -(0.5 * np.log(0.5) + 2 * 0.25 * np.log(0.25))
+    second = -(0.75 * np.log(0.75) + 2 * 0.125 * np.log(0.125))
+    assert mean_entropy(top) == pytest.approx((first + second) / 2, abs=1e-12)
+    assert mean_entropy(None) is posthoc.features(None) is None
+    assert mean_entropy(np.array([[0.0, -np.inf]])) == pytest.approx(0.0)
+
+
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fit, save, and score the saved predictor on other samples."""
+    write_samples(SAMPLES, tmp_path / "train.jsonl")
+    other = world(40, seed=1)
+    write_samples(other, tmp_path / "test.jsonl")
+    out, fit = (
+        str(tmp_path / "platt.npz"),
+        ["calibrate", "--samples", str(tmp_path / "train.jsonl"), "--method", "platt"],
+    )
+    assert main([*fit, "--source", "verbal", "--out", out, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["held_out"]
+    assert rows["platt"]["ece"] < rows["verbal"]["ece"]
+    score = ["evaluate", "--samples", str(tmp_path / "test.jsonl"), "--posthoc", out, "--resamples", "0"]
+    assert main([*score, "--out", str(tmp_path / "run"), "--json"]) == 0
+    overall = json.loads(capsys.readouterr().out)["overall"]
+    assert overall["posthoc"]["ece"] < overall["verbal"]["ece"]
+    written = read_samples(tmp_path / "run" / "samples.jsonl")
+    assert [s.posthoc_confidence for s in written] == posthoc.Posthoc.load(out).predict(other)
+    assert main([*fit, "--source", "nothing", "--out", out]) == 2

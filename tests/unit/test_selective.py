@@ -1,0 +1,106 @@
+"""Accuracy-coverage, adaptive and debiased errors: against definitions written out, and scikit-learn where it has them."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.metrics import average_precision_score, brier_score_loss, log_loss, roc_auc_score
+
+from megatron_dcpo.calibration import (
+    accuracy_at_coverage,
+    accuracy_coverage,
+    auprc,
+    aurc,
+    auroc,
+    brier,
+    ece,
+    ece_adaptive,
+    ece_debiased,
+    nll,
+    summarize,
+)
+
+rows = st.lists(
+    st.tuples(st.sampled_from([0.0, 0.05, 0.15, 0.5, 0.85, 0.95, 1.0]), st.booleans()), min_size=1, max_size=7
+)
+
+
+@given(rows)
+@settings(max_examples=100, deadline=None)
+def test_ties_are_the_mean_over_all_their_orders(pairs: list[tuple[float, bool]]) -> None:
+    c, y = [p[0] for p in pairs], [float(p[1]) for p in pairs]
+    curves = []
+    for order in itertools.permutations(range(len(pairs))):
+        if all(c[a] >= c[b] for a, b in itertools.pairwise(order)):
+            hits = np.cumsum([y[i] for i in order])
+            curves.append(hits / np.arange(1, len(pairs) + 1))
+    expected = np.mean(curves, axis=0)
+    coverage, accuracy = accuracy_coverage(c, y)
+    np.testing.assert_allclose(accuracy, expected, atol=1e-12)
+    np.testing.assert_allclose(coverage, np.arange(1, len(pairs) + 1) / len(pairs), atol=1e-12)
+    assert aurc(c, y) == pytest.approx(float(np.mean(1 - expected)), abs=1e-12)
+    assert accuracy_at_coverage(c, y, 1.0) == pytest.approx(float(np.mean(y)), abs=1e-12)
+
+
+def test_by_hand() -> None:
+    c, y = [0.9, 0.8, 0.7, 0.6, 0.5], [1, 1, 0, 1, 0]
+    assert aurc(c, y) == pytest.approx((0 + 0 + 1 / 3 + 1 / 4 + 2 / 5) / 5, abs=1e-12)
+    assert accuracy_at_coverage(c, y, 0.4) == 1.0
+    assert accuracy_at_coverage(c, y, 0.41) == pytest.approx(2 / 3)
+    assert accuracy_at_coverage([1, 0.5, 0.2, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1], [1, 1, 1] + [0] * 7, 0.3) == 1.0
+    assert ece_adaptive(c, y, bins=2) == pytest.approx((abs(0.6 - 1 / 3) + abs(0.85 - 1)) / 2, abs=1e-12)
+    two_bins = 2 / 5 * (0.05**2 - 0.25) + 3 / 5 * ((0.8 - 2 / 3) ** 2 - 1 / 9)
+    assert ece_debiased([0.45, 0.45, 0.9, 0.8, 0.7], [1, 0, 1, 1, 0], bins=2) == 0.0
+    assert two_bins < 0
+    assert ece_debiased([0.9] * 100, [0] * 100) == pytest.approx(0.9, abs=1e-12)
+
+
+def test_debiasing_takes_the_bias_of_a_calibrated_model() -> None:
+    generator = np.random.default_rng(0)
+    plain, debiased = [], []
+    for _ in range(40):
+        c = generator.random(400)
+        y = (generator.random(400) < c).astype(float)
+        plain.append(ece(c, y))
+        debiased.append(ece_debiased(c, y) ** 2)
+    assert np.mean(plain) > 0.05
+    assert np.mean(debiased) < 0.002
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 1) | st.sampled_from([0.0, 0.05, 0.1, 0.15, 0.95, 1.0]), st.booleans()),
+        min_size=2,
+        max_size=60,
+    ).filter(lambda pairs: len({y for _, y in pairs}) == 2)
+)
+@settings(max_examples=200, deadline=None)
+def test_equal_to_scikit_learn(pairs: list[tuple[float, bool]]) -> None:
+    c, y = np.array([p[0] for p in pairs]), np.array([float(p[1]) for p in pairs])
+    assert auroc(c, y) == pytest.approx(roc_auc_score(y, c), abs=1e-12)
+    assert auprc(c, y) == pytest.approx(average_precision_score(y, c), abs=1e-12)
+    assert brier(c, y) == pytest.approx(brier_score_loss(y, c), abs=1e-12)
+    assert nll(c, y) == pytest.approx(log_loss(y, c), rel=1e-12, abs=1e-12)
+
+
+@pytest.mark.parametrize(("c", "y"), [([], []), ([None, float("nan")], [1, 0])])
+def test_nothing_to_rank(c: list[float | None], y: list[int]) -> None:
+    assert np.isnan(aurc(c, y))
+    assert np.isnan(accuracy_at_coverage(c, y, 0.5))
+    assert np.isnan(ece_adaptive(c, y))
+    assert np.isnan(ece_debiased(c, y))
+    with pytest.raises(ValueError, match="coverage"):
+        accuracy_at_coverage(c, y, 0.0)
+
+
+def test_scores_that_only_rank() -> None:
+    found = summarize([-0.1, -0.5, -3.0], [1, 1, 0], ranking_only=True)
+    assert found["auroc"] == 1.0
+    assert found["aurc"] == pytest.approx(1 / 9)
+    assert np.isnan(found["ece"])
+    assert found["parse_rate"] == 0.0
+    assert np.isnan(summarize([-0.1, -0.5, -3.0], [1, 1, 0])["auroc"])
