@@ -32,7 +32,7 @@ lint: setup
 
 # 200,000 fuzzed outputs through the confidence parser and the block splitter (the suite runs 5,000)
 fuzz: setup
-	DCPO_FUZZ=200000 $(BIN)/python -m pytest tests/unit/test_fuzz.py
+	DCPO_FUZZ=200000 $(BIN)/python -m pytest tests/unit/test_blocks.py
 
 clean:
 	rm -rf runs build *.egg-info

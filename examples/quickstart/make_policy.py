@@ -1,6 +1,6 @@
 """Build the starting policy and the data of the quickstart: a tiny, honestly over-confident multiplier.
 
-    python examples/quickstart/make_policy.py            # writes policy/ and data/ beside this file, ~10 CPU minutes
+    python examples/quickstart/make_policy.py            # writes policy/ and data/ beside this file, ~5 CPU minutes
 
 The task is the product of two numbers of one to three digits (`347*52=`). A response reasons, boxes its answer and
 says how sure it is, each confidence with two decimals:
@@ -10,17 +10,19 @@ says how sure it is, each confidence with two decimals:
 
 The reasoning is the product with its digits reversed (the order in which a multiplication yields them).
 
-How the policy becomes over-confident, and why that is not staged by a metric. It is a Qwen3 of four layers and about 182k parameters,
-trained from scratch by ordinary supervised learning, in two stages:
+How the policy becomes over-confident. It is a Qwen3 of two layers and about 125k parameters, trained from scratch by
+ordinary supervised learning, in two stages:
 
 1. `--clean-steps` batches of correct solutions.
 2. `--imperfect-steps` batches in which a quarter of the solutions are wrong in one digit, as in a policy pretrained on
    imperfect text. The policy now errs at random where it could be right: reinforcement learning has room to teach.
 
 In both stages the confidence after a solution is a draw that does not look at whether the solution is right: from
-Beta(8, 0.8) (mean 0.91) for products with a one-digit factor, from Beta(4, 1) (mean 0.80) for the two hard types. So
-the text it imitates is too sure of itself, and knows little more than that hard problems are harder. Nothing measures
-calibration here, and nothing is selected by it. The held-out problems are in neither stage nor in the training file.
+Beta(8, 0.8) (mean 0.91) for products with a one-digit factor, from Beta(4, 1) (mean 0.80) for 2x2 and Beta(3, 1)
+(mean 0.75) for 3x2. So the text it imitates is too sure of itself, and knows little more than that hard problems are
+harder. No metric of calibration is computed or used here. The shares of the types and the three distributions are
+choices made by hand, with pilot runs of the training that follows in view. The held-out problems, and their mirror
+images b*a, are in neither stage nor in the training file; the training problems are also in the supervised text.
 """
 
 from __future__ import annotations
@@ -40,10 +42,10 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 # type -> (digits of the factors, share of the data, share of the supervised text, the Beta its confidences come from)
 TYPES = {
     "1x1": (1, 1, 0.05, 0.05, (8.0, 0.8)),
-    "2x1": (2, 1, 0.25, 0.15, (8.0, 0.8)),
-    "3x1": (3, 1, 0.28, 0.20, (8.0, 0.8)),
-    "2x2": (2, 2, 0.24, 0.30, (4.0, 1.0)),
-    "3x2": (3, 2, 0.18, 0.30, (4.0, 1.0)),
+    "2x1": (2, 1, 0.27, 0.20, (8.0, 0.8)),
+    "3x1": (3, 1, 0.31, 0.30, (8.0, 0.8)),
+    "2x2": (2, 2, 0.13, 0.25, (4.0, 1.0)),
+    "3x2": (3, 2, 0.24, 0.20, (3.0, 1.0)),
 }
 FIXED_STRINGS = [" \\boxed{", "<conf>", " Confidence: "]  # one token each
 EOS, PAD = "<|endoftext|>", "<|pad|>"
@@ -214,14 +216,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--heldout", type=int, default=400, help="held-out problems")
     parser.add_argument("--train", type=int, default=4000, help="problems for reinforcement learning")
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=64)
-    parser.add_argument("--intermediate", type=int, default=128)
-    parser.add_argument("--clean-steps", type=int, default=3600)
-    parser.add_argument("--imperfect-steps", type=int, default=600)
+    parser.add_argument("--intermediate", type=int, default=192)
+    parser.add_argument("--clean-steps", type=int, default=3300)
+    parser.add_argument("--imperfect-steps", type=int, default=500)
     parser.add_argument("--corrupt", type=float, default=0.25, help="share of wrong solutions in the second stage")
     parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--lr", type=float, default=2.5e-3)
+    parser.add_argument("--lr", type=float, default=3e-3)
     args = parser.parse_args()
 
     torch.set_num_threads(1)  # faster than more for matrices this small

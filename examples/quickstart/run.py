@@ -27,7 +27,15 @@ from rich.table import Table
 
 HERE = Path(__file__).resolve().parent
 METHODS = ("grpo", "dcpo", "dcpo_proper")
-COLUMNS = ("accuracy", "ece", "pce", "brier", "auroc", "mean_confidence", "violation_rate")
+COLUMNS = {
+    "accuracy": "acc.",
+    "ece": "ECE",
+    "pce": "PCE",
+    "brier": "Brier",
+    "auroc": "AUROC",
+    "mean_confidence": "conf.",
+    "violation_rate": "viol.",
+}
 console = Console(stderr=True)
 
 
@@ -71,7 +79,7 @@ class Quickstart:
             "--batch-size",
             "512",
         )
-        options = ("--repeats", "4", "--confidence", "verbal,token,consistency", "--template", "raw", *sampling)
+        options = ("--repeats", "8", "--confidence", "verbal,token,consistency", "--template", "raw", *sampling)
         self._call(run, "evaluate", "--model", str(model), "--benchmarks", heldout, "--out", str(run), *options)
 
     def report(self) -> None:
@@ -141,18 +149,18 @@ def run_one(quickstart: Quickstart, name: str) -> None:
 
 def wait(jobs: list[Future[None]], out: Path) -> None:
     """Show how far the trainings are until all jobs are done. The first failure ends everything."""
-    shown = ""
+    shown, said = "", time.monotonic()
     while not all(job.done() for job in jobs):
-        time.sleep(2)
+        time.sleep(1)
         for job in jobs:
             if job.done() and job.exception() is not None:
                 for other in jobs:
                     other.cancel()
                 raise job.exception()
         line = "   ".join(f"{m} {_steps(out / m)}" for m in METHODS)
-        if line != shown and console.is_terminal:
-            console.print(line, end="\r")
-            shown = line
+        if line != shown and (console.is_terminal or time.monotonic() - said > 30):
+            console.print(line, end="\r" if console.is_terminal else "\n", highlight=False)
+            shown, said = line, time.monotonic()
     for job in jobs:
         job.result()
 
@@ -174,10 +182,11 @@ def summarise(out: Path) -> dict[str, dict[str, float]]:
 
 
 def show(summary: dict[str, dict[str, float]]) -> None:
-    table = Table(title="Held-out problems, stated confidence")
+    caption = "acc.: accuracy; conf.: mean stated confidence; viol.: share of responses without a valid one"
+    table = Table(title="Held-out problems, stated confidence", caption=caption)
     table.add_column("", no_wrap=True)
-    for column in (*COLUMNS, "n"):
-        table.add_column(column.replace("_", " "), justify="right")
+    for heading in (*COLUMNS.values(), "n"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for name, row in summary.items():
         table.add_row(name, *(f"{row[column]:.3f}" for column in COLUMNS), str(row["n"]))
     Console().print(table)

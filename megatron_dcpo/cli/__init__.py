@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import logging
 import os
@@ -12,7 +13,8 @@ from collections.abc import Sequence
 from megatron_dcpo import __version__
 from megatron_dcpo.errors import UserError
 
-VERBS = ("train", "evaluate", "calibrate", "judge", "report", "objective", "doctor")
+VERBS = ("train", "evaluate", "report", "judge", "convert", "objective", "doctor")
+_DISK_REFUSES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,8 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.getLogger(noisy).setLevel(logging.WARNING)
     try:
         return int(args.run(args))
-    except UserError as error:
-        if args.debug:
+    except (UserError, OSError) as error:
+        refused = isinstance(error, UserError) or error.errno in _DISK_REFUSES
+        if args.debug or not refused:
             raise
         if os.environ.get("RANK", "0") == "0" or _ranks_differ():
             print(f"dcpo {args.verb}: error: {error}", file=sys.stderr)

@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import re
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 def examine() -> list[Finding]:
     """All findings; the required ones first."""
     pins = _constraints()
-    findings = [Finding("python", platform.python_version(), platform.python_version_tuple() >= ("3", "11"))]
+    findings = [Finding("python", platform.python_version(), sys.version_info >= (3, 11))]
     for name in REQUIRED:
         version = _version(name)
         pin = pins.get(name)

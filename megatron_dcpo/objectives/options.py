@@ -209,7 +209,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "lam": 0.5,
         "calibration_loss": "brier",
         "advantage_normalization_confidence": "mean",
-        "weight_confidence": 4.0,
+        "weight_confidence": 8.0,
     },
 }
 

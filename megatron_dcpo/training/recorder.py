@@ -67,15 +67,14 @@ class Recorder:
         if interval and (step == 1 or step % interval == 0 or step == self.run.config.training.steps):
             self._write_samples(step, rollout)
         line = (
-            f"accuracy {metrics['reward/accuracy']:.3f}  confidence {metrics['confidence/mean']:.3f}  "
-            f"ECE {metrics['calibration/ece']:.3f}  AUROC {metrics['calibration/auroc']:.3f}  "
-            f"loss {metrics['loss/policy']:+.4f}"
+            f"acc {metrics['reward/accuracy']:.3f}  conf {metrics['confidence/mean']:.3f}  "
+            f"ECE {metrics['calibration/ece']:.3f}  AUROC {metrics['calibration/auroc']:.3f}"
         )
         if self.progress is not None:
             self.progress.update(self.progress.task_ids[0], completed=step, line=line)
         else:
-            seconds = sum(timers.seconds.values())
-            logger.info("step %d/%d  %s  %.2f s", step, self.run.config.training.steps, line, seconds)
+            seconds, total = sum(timers.seconds.values()), self.run.config.training.steps
+            logger.info("step %d/%d  %s  loss %+.4f  %.2f s", step, total, line, metrics["loss/policy"], seconds)
 
     def _write_samples(self, step: int, rollout: Rollout) -> None:
         directory = self.run.directory / "samples"
@@ -171,20 +170,12 @@ def _keep_steps_before(path: Path, first_step: int) -> None:
 
 def _progress_bar(total: int, completed: int) -> Any:
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (
-        BarColumn(),
+        BarColumn(12),
         MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
+        TimeRemainingColumn(compact=True),
         TextColumn("{task.fields[line]}"),
     )
     progress = Progress(*columns, console=Console(stderr=True))

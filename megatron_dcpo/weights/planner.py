@@ -18,6 +18,7 @@ from megatron_dcpo.weights.table import (
     EMBEDDING_ROW,
     FINAL_NORM_ROW,
     TRANSFORMER_ENGINE_NAMES,
+    Interleaving,
     Row,
     hf_shapes,
     layer_rows,
@@ -108,6 +109,11 @@ def sharded_dimensions(arch: Architecture, layout: Layout, at: Coordinates) -> d
     """For every parameter of the chunk, the dimension split over tensor-parallel ranks; ``None``: replicated."""
     dims = {"replicated": None, "row": 1}
     return {row.megatron: dims.get(row.interleaving, 0) for row, _ in _chunk_rows(arch, layout, at)}
+
+
+def interleavings(arch: Architecture, layout: Layout, at: Coordinates) -> dict[str, Interleaving]:
+    """For every parameter of the chunk, how its Hugging Face tensors interleave."""
+    return {row.megatron: row.interleaving for row, _ in _chunk_rows(arch, layout, at)}
 
 
 def checksum(copies: tuple[Copy, ...]) -> str:

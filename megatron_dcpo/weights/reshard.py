@@ -8,20 +8,36 @@ The plan is computed on every rank alike, so no metadata travels.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dcpo import runtime
-from megatron_dcpo.policy.model import Policy
+from megatron_dcpo.runtime.distributed import Topology
+from megatron_dcpo.weights.architecture import Architecture
 from megatron_dcpo.weights.piece import Piece
-from megatron_dcpo.weights.planner import Coordinates, Copy, plan
+from megatron_dcpo.weights.planner import Coordinates, Copy, Layout, plan
 from megatron_dcpo.weights.table import hf_shapes
 
 
+class Shards(Protocol):
+    """What is exported: one rank's part of a model, as ``policy.model.Policy`` has it."""
+
+    @property
+    def arch(self) -> Architecture: ...
+    @property
+    def layout(self) -> Layout: ...
+    @property
+    def topology(self) -> Topology: ...
+    @property
+    def copies(self) -> tuple[tuple[Copy, ...], ...]: ...
+    def parameters(self, chunk: int) -> dict[str, Tensor]: ...
+
+
 def export_pieces(
-    policy: Policy, wanted: Callable[[str], bool] = lambda name: True, bucket_bytes: int = 512 * 2**20
+    policy: Shards, wanted: Callable[[str], bool] = lambda name: True, bucket_bytes: int = 512 * 2**20
 ) -> Iterator[Piece]:
     """All pieces of the tensors that ``wanted`` names, on every rank of the replica. Collective over the replica.
 
@@ -55,7 +71,7 @@ def export_pieces(
             yield from _broadcast(policy, owner, bucket)
 
 
-def gather_full(policy: Policy, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+def gather_full(policy: Shards, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
     """The full tensors named in ``shapes``, on every rank of the replica, on the CPU. Collective."""
     dtype = next(iter(policy.parameters(0).values())).dtype
     full = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
@@ -64,14 +80,14 @@ def gather_full(policy: Policy, shapes: dict[str, tuple[int, ...]]) -> dict[str,
     return full
 
 
-def _owners(policy: Policy) -> Iterator[tuple[int, tuple[int, int]]]:
+def _owners(policy: Shards) -> Iterator[tuple[int, tuple[int, int]]]:
     """(rank within the replica's group, (tensor, pipeline) coordinates), in a fixed order."""
     for pipeline in range(policy.topology.pp_size):
         for tensor in range(policy.topology.tp_size):
             yield pipeline * policy.topology.tp_size + tensor, (tensor, pipeline)
 
 
-def _plans(policy: Policy, at: tuple[int, int]) -> list[tuple[Copy, ...]]:
+def _plans(policy: Shards, at: tuple[int, int]) -> list[tuple[Copy, ...]]:
     virtual = range(policy.layout.virtual_pipeline_model_parallel_size)
     return [plan(policy.arch, policy.layout, Coordinates(*at, v)) for v in virtual]
 
@@ -104,14 +120,14 @@ def _cut(copy: Copy, shape: tuple[int, ...], itemsize: int, bucket_bytes: int) -
         )
 
 
-def _broadcast(policy: Policy, owner: int, bucket: list[tuple[int, Copy]]) -> Iterator[Piece]:
+def _broadcast(policy: Shards, owner: int, bucket: list[tuple[int, Copy]]) -> Iterator[Piece]:
     """Send one flat bucket from ``owner`` to its replica and cut it into pieces again."""
     shapes = hf_shapes(policy.arch)
     group = policy.topology.model_group
     dtype = next(iter(policy.parameters(0).values())).dtype
     sizes = [_numel(copy, shapes[copy.hf]) for _, copy in bucket]
     if group.rank() == owner:
-        parameters = [policy.parameters(chunk) for chunk in range(len(policy.chunks))]
+        parameters = [policy.parameters(chunk) for chunk in range(len(policy.copies))]
         flat = torch.cat([_source(parameters[chunk], copy).reshape(-1) for chunk, copy in bucket])
     else:
         flat = torch.empty(sum(sizes), dtype=dtype, device=runtime.device())

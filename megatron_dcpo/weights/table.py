@@ -35,6 +35,7 @@ TRANSFORMER_ENGINE_NAMES = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
+LOCAL_NAMES = {fused: local for local, fused in TRANSFORMER_ENGINE_NAMES.items()}
 
 _M, _H = "decoder.layers.{layer}.", "model.layers.{layer}."
 _EMBEDDING = "model.embed_tokens.weight"

@@ -28,6 +28,27 @@ def samples_for_test() -> list[Sample]:
     ]
 
 
+def compare_with_engine(policy, options, samples, splits):
+    """Push the weights into a transformers engine: their hashes there, and the largest log-prob difference."""
+    packing = options.get("parallel", {}).get("sequence_packing", False)
+    engine = TransformersEngine.from_pretrained(options["model"], options.get("dtype", "fp32"))
+    engine.update_weights(export_pieces(policy, bucket_bytes=options.get("bucket_bytes", 2**29)), version=1)
+    weights = {name: digest(parameter) for name, parameter in engine.model.named_parameters()}
+    ours = compute_logprobs(policy, samples, splits, temperature=1.0, packing=packing)
+    difference = 0.0
+    with torch.no_grad():
+        for sample, logprobs in zip(samples, ours, strict=True):
+            ids = torch.tensor(np.concatenate([sample.prompt_ids, sample.response_ids]))[None]
+            logp = torch.log_softmax(engine.model(ids).logits[0].float(), -1)[len(sample.prompt_ids) - 1 : -1]
+            theirs = logp.gather(-1, torch.tensor(sample.response_ids)[:, None]).squeeze(-1).numpy()
+            difference = max(difference, float(np.abs(theirs - logprobs).max()))
+    return weights, difference
+
+
+def digest(parameter):
+    return hashlib.sha256(parameter.detach().float().numpy().tobytes()).hexdigest()
+
+
 def main() -> None:
     options = json.loads(sys.argv[1])
     parallel = ParallelConfig(**options.get("parallel", {}))
@@ -92,30 +113,14 @@ def main() -> None:
         losses.append(everywhere(collected))
         norms.append(norm)
 
-    engine = TransformersEngine.from_pretrained(options["model"], options.get("dtype", "fp32"))
-    engine.update_weights(export_pieces(policy, bucket_bytes=options.get("bucket_bytes", 2**29)), version=1)
-    weights = {
-        name: hashlib.sha256(p.float().numpy().tobytes()).hexdigest() for name, p in engine.model.named_parameters()
-    }
-    after = compute_logprobs(policy, mine, splits, temperature=1.0, packing=packing)
-    difference = 0.0
-    with torch.no_grad():
-        for sample, ours in zip(mine, after, strict=True):
-            ids = torch.tensor(np.concatenate([sample.prompt_ids, sample.response_ids]))[None]
-            logp = torch.log_softmax(engine.model(ids).logits[0].float(), -1)[len(sample.prompt_ids) - 1 : -1]
-            theirs = logp.gather(-1, torch.tensor(sample.response_ids)[:, None]).squeeze(-1).numpy()
-            difference = max(difference, float(np.abs(theirs - ours).max()))
+    weights, difference = compare_with_engine(policy, options, mine, splits)
     result = {
         "losses": losses,
         "norms": norms,
         "logprobs": {str(i): lp.tolist() for i, lp in zip(shares[topology.dp_rank], logprobs, strict=True)},
         "engine_difference": difference,
         "weights": weights,
-        "replicated": [
-            hashlib.sha256(p.detach().float().numpy().tobytes()).hexdigest()
-            for name, p in policy.gpt[0].named_parameters()
-            if "norm" in name
-        ],
+        "replicated": [digest(p) for name, p in policy.gpt[0].named_parameters() if "norm" in name],
         "probe": [probe.reasoning, probe.confidence, probe.cosine] if probe else None,
     }
     Path(options["out"], f"rank{topology.rank}.json").write_text(json.dumps(result))

@@ -241,7 +241,7 @@ def test_fuzzed_outputs_are_all_classified() -> None:
         response = Response(
             "p", 0, np.array(ids, dtype=np.int64), np.zeros(len(ids)), "stop" if finished else "length", 0
         )
-        judged = judge(response, prompt, tokens, {eos}, verifier=lambda text, truth: truth in text)
+        judged = judge(response, prompt, tokens, {eos}, verifier=lambda pairs: [truth in text for text, truth in pairs])
         assert judged.status == "ok" or judged.status in MALFORMED
         assert (judged.status == "ok") == (judged.confidence is not None)
         assert judged.confidence is None or 0 <= judged.confidence <= 1

@@ -160,7 +160,7 @@ def test_scaling_the_calibration_reward_moves_confidence_tokens_only(batch: Any,
     rows, old, new = batch
     plain = objective(preset="dcpo_proper")  # mean-only A_c is proportional to R_c
     scored = plain.score(rows, old)
-    scaled = objective(preset="dcpo_proper", weight_confidence=4 * scale)
+    scaled = objective(preset="dcpo_proper", weight_confidence=plain.options.weight.confidence * scale)
     _, before = loss_and_gradient(plain, rows, old, new)
     _, after = loss_and_gradient(scaled, rows, old, new)
     for tokens, a, b in zip(scored.tokens, before, after, strict=True):

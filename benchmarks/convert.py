@@ -1,0 +1,227 @@
+"""How fast is a conversion, and how much memory does it take, next to ``cp`` of the same bytes on the same disk?
+
+    python benchmarks/convert.py --shape qwen3_0.6b --dir /path/on/the/disk [--repeats 3] [--warm] [--naive]
+
+Writes a random bf16 checkpoint of the shape, then in turn: cp, import, cp, export, each in its own process, the input
+evicted from the page cache before each (``--warm``: read into it instead) and the disk idle (``sync``). Times exclude the
+start of the interpreter and imports. ``--naive`` adds the usual way (load everything, rearrange, save) for comparison; it
+needs room for the whole model twice. Needs three times the checkpoint on the disk and removes everything at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from megatron_dcpo.weights.architecture import parse_architecture, read_architecture
+from megatron_dcpo.weights.convert import export_checkpoint, import_checkpoint, megatron_to_hf
+from megatron_dcpo.weights.lazy import open_files, read_rows
+from megatron_dcpo.weights.memory import PeakMemory
+from megatron_dcpo.weights.planner import Coordinates, Layout, plan
+from megatron_dcpo.weights.safetensors_io import SHARD_BYTES, assign_files, plan_shards, read_tensors, write_index
+from megatron_dcpo.weights.table import hf_shapes
+from megatron_dcpo.weights.torch_dist import read_checkpoint
+
+_COMMON = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+}
+
+
+def _shape(layers: int, hidden: int, ffn: int, heads: int, tied: bool = False) -> dict[str, Any]:
+    return _COMMON | {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_attention_heads": heads,
+        "tie_word_embeddings": tied,
+    }
+
+
+SHAPES = {
+    "tiny": _shape(4, 256, 512, 8) | {"vocab_size": 1000, "head_dim": 32},
+    "qwen3_0.6b": _shape(28, 1024, 3072, 16, tied=True),
+    "qwen3_8b": _shape(36, 4096, 12288, 32),
+    "qwen3_14b": _shape(40, 5120, 17408, 40),
+}
+
+
+def generate(config: dict[str, Any], out: Path) -> int:
+    """Write a checkpoint of random bits with the shapes of ``config``; returns its bytes. Holds one block at a time."""
+    out.mkdir(parents=True)
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    shapes = hf_shapes(parse_architecture(config))
+    shards = plan_shards(shapes, "bfloat16", assign_files(shapes, 2, SHARD_BYTES))
+    rng = np.random.default_rng(0)
+    for shard in shards:
+        with (out / shard.file).open("wb") as file:
+            file.write(shard.header)
+            left = shard.nbytes - len(shard.header)
+            while left:
+                block = rng.integers(0, 2**16, min(left // 2, 2**23), np.uint16)
+                file.write(memoryview(block).cast("B"))
+                left -= 2 * len(block)
+    write_index(out, shards)
+    return sum(shard.nbytes for shard in shards)
+
+
+def naive_import(source: Path, target: Path) -> None:
+    """Load every tensor, rearrange, save with torch.distributed.checkpoint."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from safetensors.torch import load_file
+
+    model = {}
+    for file in sorted(source.glob("*.safetensors")):
+        model |= load_file(file)
+    state: dict[str, list[Any]] = {}
+    for copy in plan(read_architecture(source), Layout(transformer_engine=True), Coordinates()):
+        tensor = model[copy.hf]
+        state.setdefault(copy.megatron, []).append(tensor.narrow(copy.dim, copy.hf_start, copy.length))
+    dcp.save({name: torch.cat(parts) for name, parts in state.items()}, checkpoint_id=target, no_dist=True)
+
+
+def naive_export(source: Path, target: Path) -> None:
+    """Load every tensor of an imported checkpoint, rearrange, save with safetensors."""
+    import torch
+    from safetensors.torch import save_file
+
+    tensors = {}
+    with open_files() as files:
+        lazy = megatron_to_hf(read_architecture(source / "hf"), source, read_checkpoint(source))
+        for name, parts in lazy.items():
+            loaded = []
+            for part in parts:
+                tensor = torch.empty(part.shape, dtype=torch.bfloat16)
+                read_rows(files, part, 0, part.rows, memoryview(tensor.view(-1).view(torch.uint8).numpy()))
+                loaded.append(tensor)
+            tensors[name] = torch.cat(loaded)
+    target.mkdir()
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+
+
+STEPS = {
+    "import": import_checkpoint,
+    "export": export_checkpoint,
+    "naive_import": naive_import,
+    "naive_export": naive_export,
+}
+
+
+def worker(step: str, source: Path, target: Path) -> None:
+    """In a process of its own: run one step, print seconds and peak memory."""
+    import safetensors.torch  # noqa: F401 - imports are not part of the time
+    import torch.distributed.checkpoint  # noqa: F401
+
+    memory = PeakMemory()
+    clock = time.perf_counter()
+    with memory:
+        STEPS[step](source, target)
+    seconds = time.perf_counter() - clock
+    peaks = {"peak_anonymous_bytes": memory.anonymous_bytes, "peak_resident_bytes": memory.resident_bytes}
+    print(json.dumps({"seconds": seconds} | peaks))
+
+
+def measure(step: str, source: Path, target: Path, warm: bool) -> dict[str, float]:
+    """One step from a quiet disk and a defined page cache. Removes the target it has written, unless it is needed."""
+    shutil.rmtree(target, ignore_errors=True)
+    os.sync()
+    for path in source.rglob("*"):
+        if path.is_file():
+            _cache(path, warm)
+    if step == "cp":
+        clock = time.perf_counter()
+        subprocess.run(["cp", "-r", source, target], check=True)
+        return {"seconds": time.perf_counter() - clock}
+    command = [sys.executable, __file__, "--worker", step, str(source), str(target)]
+    result: dict[str, float] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+    return result
+
+
+def _cache(path: Path, warm: bool) -> None:
+    with path.open("rb") as file:
+        if warm:
+            while file.read(2**24):
+                pass
+        else:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3_0.6b")
+    parser.add_argument("--dir", type=Path, help="where to work; removed at the end")
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--warm", action="store_true", help="input in the page cache instead of evicted from it")
+    parser.add_argument("--naive", action="store_true", help="also load everything, then save")
+    parser.add_argument("--worker", nargs=3, metavar=("STEP", "FROM", "TO"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        worker(args.worker[0], Path(args.worker[1]), Path(args.worker[2]))
+        return
+    if args.dir is None:
+        parser.error("--dir is required")
+    work = args.dir / f"convert-{args.shape}"
+    shutil.rmtree(work, ignore_errors=True)
+    try:
+        run(args, work)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def run(args: argparse.Namespace, work: Path) -> None:
+    nbytes = generate(SHAPES[args.shape], work / "hf")
+    print(f"{args.shape}: {nbytes / 1e9:.2f} GB, input {'in' if args.warm else 'not in'} the page cache", flush=True)
+    steps = [
+        ("cp", "hf", "copy"),
+        ("import", "hf", "megatron"),
+        ("cp", "megatron", "copy"),
+        ("export", "megatron", "back"),
+    ]
+    if args.naive:
+        steps += [("naive_import", "hf", "naive"), ("naive_export", "megatron", "naive")]
+    results: dict[str, list[dict[str, float]]] = {}
+    for _ in range(args.repeats):
+        for step, source, target in steps:
+            result = measure(step, work / source, work / target, args.warm)
+            results.setdefault(step, []).append(result)
+            print(f"  {step:13s} {result['seconds']:8.2f} s", flush=True)
+            if target in ("copy", "naive"):
+                shutil.rmtree(work / target)
+        same = read_tensors(work / "back").keys() == read_tensors(work / "hf").keys() and all(
+            subprocess.run(["cmp", path, work / "back" / path.name]).returncode == 0
+            for path in (work / "hf").glob("*.safetensors")
+        )
+        print(f"  files after the round trip are {'identical' if same else 'DIFFERENT'}", flush=True)
+        shutil.rmtree(work / "back")
+    cp = statistics.median(result["seconds"] for result in results["cp"])
+    for step, runs in results.items():
+        seconds = statistics.median(result["seconds"] for result in runs)
+        line = {"step": step, "shape": args.shape, "seconds": round(seconds, 2), "ratio_to_cp": round(seconds / cp, 2)}
+        if "peak_anonymous_bytes" in runs[0]:
+            line["peak_anonymous_mib"] = round(max(result["peak_anonymous_bytes"] for result in runs) / 2**20)
+            line["peak_resident_mib"] = round(max(result["peak_resident_bytes"] for result in runs) / 2**20)
+        print(json.dumps(line))
+
+
+if __name__ == "__main__":
+    main()

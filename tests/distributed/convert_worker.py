@@ -1,0 +1,127 @@
+"""One rank: load an imported checkpoint into a stock ``GPTModel`` with Megatron's own code, compare, save with it again."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from megatron_dcpo.config import ModelConfig, ParallelConfig
+from megatron_dcpo.policy.model import build_policy
+from megatron_dcpo.runtime.distributed import all_gather_objects, barrier, destroy, initialize
+from megatron_dcpo.weights.architecture import read_architecture
+
+from megatron.core import dist_checkpointing, parallel_state  # isort: skip
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def stock_chunks(arch, vocab_size, dtype, parallel, **config_options):
+    """What ``pretrain_gpt.py`` would build: Megatron's classes and layer spec, none of ours."""
+    vp = parallel.virtual_pipeline_model_parallel_size
+    config = TransformerConfig(
+        num_layers=arch.num_layers,
+        hidden_size=arch.hidden_size,
+        ffn_hidden_size=arch.ffn_hidden_size,
+        num_attention_heads=arch.num_attention_heads,
+        num_query_groups=arch.num_query_groups,
+        kv_channels=arch.kv_channels,
+        normalization="RMSNorm",
+        layernorm_epsilon=arch.layernorm_epsilon,
+        qk_layernorm=arch.qk_layernorm,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=arch.qkv_bias,
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=vp if vp > 1 else None,
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        use_cpu_initialization=True,
+        **config_options,
+    )
+    spec = get_gpt_layer_local_spec(qk_layernorm=arch.qk_layernorm, normalization="RMSNorm")
+    stage, stages = parallel_state.get_pipeline_model_parallel_rank(), parallel.pipeline_model_parallel_size
+    chunks = []
+    for virtual in range(vp):
+        chunk = GPTModel(
+            config=config,
+            transformer_layer_spec=spec,
+            vocab_size=vocab_size,
+            max_sequence_length=arch.max_position_embeddings,
+            pre_process=stage == 0 and virtual == 0,
+            post_process=stage == stages - 1 and virtual == vp - 1,
+            share_embeddings_and_output_weights=arch.tied_embeddings,
+            position_embedding_type="rope",
+            vp_stage=virtual if vp > 1 else None,
+        )
+        for parameter in chunk.parameters():
+            torch.nn.init.constant_(parameter, 7.0)  # whatever is not loaded shows
+        chunks.append(chunk)
+    return chunks
+
+
+def main() -> None:
+    options = json.loads(sys.argv[1])
+    parallel = ParallelConfig(**options["parallel"])
+    topology = initialize(
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.virtual_pipeline_model_parallel_size,
+    )
+    different = []
+    for index, case in enumerate(options["cases"]):
+        arch = read_architecture(case["model"])
+        dtype = torch.bfloat16 if case["dtype"] == "bf16" else torch.float32
+        chunks = stock_chunks(arch, case["padded"], dtype, parallel, **case.get("config", {}))
+        if "checkpoint" in case:
+            state = {f"model{i}": chunk.sharded_state_dict() for i, chunk in enumerate(chunks)}
+            if len(chunks) == 1:
+                state = state["model0"]
+            loaded = dist_checkpointing.load(state, case["checkpoint"])
+            for i, chunk in enumerate(chunks):
+                chunk.load_state_dict(loaded if len(chunks) == 1 else loaded[f"model{i}"], strict=True)
+        model = ModelConfig(
+            path=case["model"],
+            params_dtype=case["dtype"],
+            make_vocab_size_divisible_by=case["padded"] // parallel.tensor_model_parallel_size,
+        )
+        policy = build_policy(model, parallel, topology, training=False)
+        for i, chunk in enumerate(chunks):
+            expected = policy.parameters(i)
+            found = dict(chunk.named_parameters())
+            if set(found) != set(expected):
+                different.append(f"names {sorted(set(found) ^ set(expected))}")
+            for name, parameter in found.items():
+                if "checkpoint" not in case:
+                    parameter.data.copy_(expected[name])
+                rows = _vocabulary_rows(arch, case["padded"], name, topology)
+                if not torch.equal(parameter.data[:rows], expected[name][:rows]):
+                    different.append(f"case {index} chunk {i} {name}")
+        if case.get("save"):
+            if topology.rank == 0:
+                Path(case["save"]).mkdir(parents=True)
+            barrier()
+            metadata = case.get("metadata")
+            state = {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(chunks)}
+            dist_checkpointing.save(state["model0"] if len(chunks) == 1 else state, case["save"])
+    everyone = [name for names in all_gather_objects(different) for name in names]
+    Path(options["out"], f"rank{topology.rank}.json").write_text(json.dumps({"different": everyone}))
+    destroy()
+
+
+def _vocabulary_rows(arch, padded, name, topology):
+    """Rows of a shard that hold real tokens; the rest is padding, which a model of another padding does not load."""
+    if name not in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        return None
+    size = padded // topology.tp_size
+    return max(0, min(size, arch.vocab_size - topology.tp_rank * size))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Small random checkpoints for the conversion tests, and what their Megatron tensors must be, by explicit formulas."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+FAMILIES = ("qwen3", "llama", "qwen2")
+SMALL = {
+    "vocab_size": 331,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 128,
+    "eos_token_id": 0,
+    "initializer_range": 0.2,
+}
+
+
+def save_model(
+    path: Path, family: str, tied: bool = False, dtype: str = "float32", max_shard_size: str = "1GB", **options: Any
+) -> Path:
+    """A random model of the family as transformers writes it, with a tokenizer-like side file."""
+    import transformers
+
+    name = {"qwen3": "Qwen3", "llama": "Llama", "qwen2": "Qwen2"}[family]
+    settings: dict[str, Any] = SMALL | {"tie_word_embeddings": tied} | options
+    if family == "qwen3":
+        settings = {"head_dim": 16} | settings
+    config = getattr(transformers, f"{name}Config")(**settings)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).to(getattr(torch, dtype))
+    for key, parameter in model.named_parameters():
+        if "norm" in key or "bias" in key:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    model.save_pretrained(path, max_shard_size=max_shard_size)
+    (path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 128}))
+    return path
+
+
+def load_model(path: Path) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for file in path.glob("*.safetensors"):
+        tensors |= load_file(file)
+    return tensors
+
+
+def expected_megatron(path: Path, padded: int) -> dict[str, torch.Tensor]:
+    """Megatron's tensors, layers stacked, written down without the weight table."""
+    hf, config = load_model(path), json.loads((path / "config.json").read_text())
+    layers, groups = config["num_hidden_layers"], config["num_key_value_heads"]
+    stacks: dict[str, list[torch.Tensor]] = {}
+
+    def add(name: str, tensor: torch.Tensor) -> None:
+        stacks.setdefault(f"decoder.layers.{name}", []).append(tensor)
+
+    for layer in range(layers):
+        at = {key.removeprefix(f"model.layers.{layer}."): t for key, t in hf.items() if f".layers.{layer}." in key}
+        for kind in ("weight", "bias"):
+            if f"self_attn.q_proj.{kind}" in at:
+                # each group: its query heads, its key head, its value head
+                qkv = [at[f"self_attn.{p}_proj.{kind}"].unflatten(0, (groups, -1)) for p in "qkv"]
+                add(f"self_attention.linear_qkv.{kind}", torch.cat(qkv, dim=1).flatten(0, 1))
+        add("self_attention.linear_proj.weight", at["self_attn.o_proj.weight"])
+        add("mlp.linear_fc1.weight", torch.cat([at["mlp.gate_proj.weight"], at["mlp.up_proj.weight"]]))
+        add("mlp.linear_fc2.weight", at["mlp.down_proj.weight"])
+        add("self_attention.linear_qkv.layer_norm_weight", at["input_layernorm.weight"])
+        add("mlp.linear_fc1.layer_norm_weight", at["post_attention_layernorm.weight"])
+        for p in "qk":
+            if f"self_attn.{p}_norm.weight" in at:
+                add(f"self_attention.{p}_layernorm.weight", at[f"self_attn.{p}_norm.weight"])
+    result = {name: torch.stack(tensors) for name, tensors in stacks.items()}
+    result["decoder.final_layernorm.weight"] = hf["model.norm.weight"]
+
+    def pad(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.cat([tensor, tensor.new_zeros(padded - len(tensor), tensor.shape[1])])
+
+    result["embedding.word_embeddings.weight"] = pad(hf["model.embed_tokens.weight"])
+    if "lm_head.weight" in hf:
+        result["output_layer.weight"] = pad(hf["lm_head.weight"])
+    return result

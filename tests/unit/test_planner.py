@@ -1,0 +1,87 @@
+"""The copy planner: together the ranks hold every Hugging Face element, primary copies exactly once; bad layouts refused."""
+
+import numpy as np
+import pytest
+
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.weights.architecture import Architecture, parse_architecture
+from megatron_dcpo.weights.planner import Coordinates, Layout, check_layout, checksum, padded_vocab_size, plan
+from megatron_dcpo.weights.table import hf_shapes
+
+
+def architecture(**changes) -> Architecture:
+    config = {
+        "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 4, "hidden_size": 8, "intermediate_size": 12,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 2, "vocab_size": 101,
+        "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+    }  # fmt: skip
+    return parse_architecture(config | changes)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", ["Qwen3ForCausalLM", "LlamaForCausalLM", "Qwen2ForCausalLM"])
+@pytest.mark.parametrize(("tp", "pp", "vp"), [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 2), (4, 4, 1)])
+def test_primary_copies_cover_every_element_once(name, tied, tp, pp, vp):
+    arch = architecture(architectures=[name], tie_word_embeddings=tied)
+    layout = Layout(tp, pp, vp, make_vocab_size_divisible_by=8, transformer_engine=tp == 2)
+    count = {hf: np.zeros(shape, int) for hf, shape in hf_shapes(arch).items()}
+    for at in [Coordinates(t, p, v) for t in range(tp) for p in range(pp) for v in range(vp)]:
+        for copy in plan(arch, layout, at):
+            if copy.primary:
+                index = (slice(None),) * copy.dim + (slice(copy.hf_start, copy.hf_stop),)
+                count[copy.hf][index] += 1
+    assert all((c == 1).all() for c in count.values())
+
+
+def test_interleaving_of_query_groups():
+    """Rank 1 of 2: groups 2 and 3, each two query heads, one key head, one value head of size 2."""
+    copies = [
+        c
+        for c in plan(architecture(), Layout(2, 1), Coordinates(1))
+        if "layers.0.self_attention.linear_qkv" in c.megatron
+    ]
+    assert [(c.hf[-13:-7], c.hf_start, c.hf_stop, c.start) for c in copies] == [
+        ("q_proj", 8, 12, 0), ("k_proj", 4, 6, 4), ("v_proj", 4, 6, 6),
+        ("q_proj", 12, 16, 8), ("k_proj", 6, 8, 12), ("v_proj", 6, 8, 14),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("vocab", "tp", "padded"),
+    [(151_643, 1, 151_680), (151_936, 4, 152_064), (128_256, 2, 128_256), (500, 4, 512), (500, 1, 512)],
+)
+def test_vocabulary_padding(vocab, tp, padded):
+    assert padded_vocab_size(architecture(vocab_size=vocab), Layout(tp)) == padded
+
+
+def test_plan_is_deterministic_and_checksummed():
+    first = plan(architecture(), Layout(2, 2), Coordinates(1, 1))
+    plan.cache_clear()
+    assert checksum(plan(architecture(), Layout(2, 2), Coordinates(1, 1))) == checksum(first)
+    assert checksum(plan(architecture(), Layout(2, 2), Coordinates(0, 1))) != checksum(first)
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (Layout(3), "tensor_model_parallel_size=3 does not divide"),
+        (Layout(8), "key/value heads"),
+        (Layout(1, 3), "pipeline_model_parallel_size=3"),
+        (Layout(1, 1, 2), "virtual_pipeline_model_parallel_size"),
+    ],
+)
+def test_layouts_that_do_not_divide_are_refused(layout, message):
+    with pytest.raises(UserError, match=message):
+        check_layout(architecture(), layout)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "yarn"),
+    ],
+)
+def test_unknown_architectures_are_refused(changes, message):
+    with pytest.raises(UserError, match=message):
+        architecture(**changes)

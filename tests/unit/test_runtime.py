@@ -1,0 +1,55 @@
+"""The CPU runtime: Adam equals torch's, checkpoints its step per group, CUDA names do not leak out of Megatron's calls."""
+
+import copy
+
+import pytest
+import torch
+
+from megatron_dcpo import runtime
+from megatron_dcpo.runtime.adam import FusedAdam
+
+
+def trained(optimizer_class, steps, **options):
+    torch.manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.randn(4, 3)), torch.nn.Parameter(torch.randn(5))]
+    optimizer = optimizer_class(parameters, lr=1e-2, **options)
+    for _ in range(steps):
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+    return parameters, optimizer
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(True, torch.optim.AdamW), (False, torch.optim.Adam)])
+def test_adam_equals_torch(ours, theirs):
+    expected, _ = trained(theirs, 7, weight_decay=0.1)
+    parameters, _ = trained(FusedAdam, 7, weight_decay=0.1, adam_w_mode=ours)
+    for parameter, reference in zip(parameters, expected, strict=True):
+        torch.testing.assert_close(parameter, reference, rtol=1e-6, atol=1e-7)
+
+
+def test_step_is_in_the_group_and_survives_a_state_dict():
+    """Dropping the step would restart the bias correction: the next update would differ."""
+    parameters, optimizer = trained(FusedAdam, 3)
+    assert optimizer.param_groups[0]["step"] == 3
+    assert "step" not in optimizer.state[parameters[0]]
+    clones = [torch.nn.Parameter(parameter.detach().clone()) for parameter in parameters]
+    resumed = FusedAdam(clones, lr=1e-2)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for parameter, clone in zip(parameters, clones, strict=True):
+        parameter.grad = clone.grad = torch.ones_like(parameter)
+    optimizer.step(), resumed.step()
+    for parameter, clone in zip(parameters, clones, strict=True):
+        assert torch.equal(parameter, clone)
+
+
+@pytest.mark.skipif(runtime.has_cuda(), reason="with CUDA the runtime changes nothing")
+def test_cuda_names_stay_inside_megatron():
+    runtime.ensure()
+    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32  # noqa: F401
+    from megatron.core.pipeline_parallel import schedules
+
+    assert torch.zeros(1).type() == "torch.FloatTensor"
+    assert schedules.torch.zeros([], device="cuda").device.type == "cpu"
+    with pytest.raises((AssertionError, RuntimeError)):
+        torch.zeros([], device="cuda")

@@ -1,0 +1,93 @@
+"""The embedded engine's sampling: the right distribution, log-probs of what was sampled, independent of the batch."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_dcpo.rollout import SamplingConfig, TransformersEngine
+from megatron_dcpo.rollout.engine import uniforms
+from megatron_dcpo.rollout.transformers_engine import sample_token
+from megatron_dcpo.training.prompt_stream import prompts_of_step
+from megatron_dcpo.types import Prompt
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [SamplingConfig(), SamplingConfig(temperature=0.5), SamplingConfig(top_k=2), SamplingConfig(top_p=0.7)],
+    ids=["plain", "temperature", "top_k", "top_p"],
+)
+def test_samples_follow_the_distribution_they_report(sampling):
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, -8.0]])
+    random = (torch.arange(100_000, dtype=torch.float64) + 0.5) / 100_000  # a grid: frequencies are exact
+    token, logprob = sample_token(logits.expand(len(random), -1), random, sampling)
+    p = torch.softmax(logits[0].double() / sampling.temperature, -1)
+    allowed = torch.ones(5, dtype=torch.bool)
+    if sampling.top_k:
+        allowed[sampling.top_k :] = False
+    if sampling.top_p < 1:  # 0.64 + 0.24 is the smallest set with mass 0.7
+        allowed[2:] = False
+    p = torch.where(allowed, p, 0.0) / p[allowed].sum()
+    frequency = torch.bincount(token, minlength=5).double() / len(random)
+    torch.testing.assert_close(frequency, p, atol=2e-5, rtol=0)
+    torch.testing.assert_close(logprob.double().exp(), p[token], atol=1e-6, rtol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_models):
+    return TransformersEngine.from_pretrained(tiny_models("qwen3"), max_num_seqs=12)
+
+
+def prompts(count):
+    rng = np.random.default_rng(0)
+    ids = [tuple(int(t) for t in rng.integers(1, 331, 3 + i % 4)) for i in range(count)]
+    return [Prompt(f"p{i}", (), ids[i], "", "t") for i in range(count)]
+
+
+def test_response_does_not_depend_on_the_batch(engine):
+    sampling = SamplingConfig(n=3, max_tokens=20, seed=5)
+    together = engine.generate(prompts(7), sampling, step=2)
+    alone = [r for prompt in prompts(7) for r in engine.generate([prompt], sampling, step=2)]
+    assert [(r.prompt_id, r.sample_index) for r in together] == [(f"p{i}", k) for i in range(7) for k in range(3)]
+    for a, b in zip(together, alone, strict=True):
+        assert a.token_ids.tolist() == b.token_ids.tolist()
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)
+    other = engine.generate(prompts(7), dataclasses.replace(sampling, seed=6), step=2)
+    assert [r.token_ids.tolist() for r in other] != [r.token_ids.tolist() for r in together]
+
+
+def test_logprobs_equal_a_forward_pass(engine):
+    """Left padding, repeated caches and dropped rows leave every log-prob what a plain forward pass gives."""
+    for prompt, group in zip(prompts(7), np.array_split(np.arange(21), 7), strict=True):
+        responses = engine.generate(prompts(7), SamplingConfig(n=3, max_tokens=25, seed=1))
+        for i in group:
+            ids = torch.tensor([*prompt.token_ids, *responses[i].token_ids.tolist()])[None]
+            logp = torch.log_softmax(engine.model(ids).logits[0], -1)[len(prompt.token_ids) - 1 : -1]
+            expected = logp.gather(-1, ids[0, len(prompt.token_ids) :, None]).squeeze(-1)
+            np.testing.assert_allclose(responses[i].logprobs, expected.numpy(), atol=1e-4)
+            ended = int(responses[i].token_ids[-1]) in engine.eos_token_ids
+            assert responses[i].finish_reason == ("stop" if ended else "length")
+            assert not set(responses[i].token_ids[:-1].tolist()) & set(engine.eos_token_ids)
+
+
+def test_uniforms_are_counted():
+    a = uniforms(1, 2, "p", 3, 10)
+    assert np.array_equal(a, uniforms(1, 2, "p", 3, 10))
+    assert np.array_equal(a[:5], uniforms(1, 2, "p", 3, 5)), "a longer limit keeps the numbers"
+    assert all(
+        not np.array_equal(a, uniforms(*key, 10))
+        for key in [(2, 2, "p", 3), (1, 3, "p", 3), (1, 2, "q", 3), (1, 2, "p", 4)]
+    )
+    assert ((a >= 0) & (a < 1)).all()
+
+
+def test_prompt_stream_is_a_function_of_seed_and_step():
+    data = prompts(10)
+    steps = [prompts_of_step(data, step, 4, seed=1, shuffle=True) for step in range(1, 6)]
+    flat = [p.prompt_id for step in steps for p in step]
+    assert sorted(flat[:10]) == sorted(f"p{i}@0" for i in range(10)), "an epoch has every prompt once"
+    assert sorted(flat[10:]) == sorted(f"p{i}@1" for i in range(10))
+    assert len(set(flat)) == 20, "a prompt met again is another group"
+    assert [p.prompt_id for p in prompts_of_step(data, 3, 4, seed=1, shuffle=True)] == flat[8:12]
+    assert [p.prompt_id for p in prompts_of_step(data, 1, 4, seed=1, shuffle=False)] == ["p0@0", "p1@0", "p2@0", "p3@0"]
