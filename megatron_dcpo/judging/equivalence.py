@@ -58,6 +58,8 @@ def equivalent(answer: str, key: str) -> bool:
     answer, key = (shapes.without_base_ten(_undelimited(text)) for text in (answer, key))
     if answer == key:
         return bool(key)
+    if not shapes.is_well_formed(answer):
+        return False
     numerals = shapes.numeral(answer), shapes.numeral(key)
     if any(numerals):
         return numerals[0] == numerals[1]

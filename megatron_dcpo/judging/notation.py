@@ -50,6 +50,7 @@ _COMMAS = re.compile(
 )
 
 _DEGREE = re.compile(r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))|\\degree(?![A-Za-z])")
+_DROPPED = re.compile(rf"(?<=[0-9A-Za-z)}}])(?:{_DEGREE.pattern})(?!\s*[0-9])")
 _TRIGONOMETRY = re.compile(r"(?<![A-Za-z])(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
 _OPERAND = re.compile(rf"([0-9]+(?:\.[0-9]+)?|\\frac{_BRACES}{_BRACES}|\([^()]*\)|{_BRACES}|\\[A-Za-z]+|[A-Za-z])$")
 _TRAILING_LETTERS = re.compile(r"(?<![A-Za-z\\])((?<=[0-9}])(?:[a-zA-Z]|ab|bc|cc))$")
@@ -170,7 +171,8 @@ def degrees_to_radians(text: str) -> str:
 
 
 def drop_degrees(text: str) -> str:
-    return _DEGREE.sub("", text)
+    """A sign stands behind something and not between two numbers: ``201°60`` is no 20160."""
+    return _DROPPED.sub("", text)
 
 
 def protect_letters(text: str) -> str:

@@ -104,6 +104,21 @@ def is_clock(text: str) -> bool:
     return _CLOCK.fullmatch(text.strip()) is not None
 
 
+def is_well_formed(text: str) -> bool:
+    r"""Braces match and no bare ``$`` stands between two digits.
+
+    math-verify reads ``763}6`` up to the stray brace, as 763, and ``541$6`` without the dollar sign, as 5416.
+    """
+    if re.search(r"[0-9]\s*(?<!\\)\$\s*[0-9]", text):
+        return False
+    depth = 0
+    for brace in re.findall(r"\\.|[{}]", text):
+        depth += (brace == "{") - (brace == "}")
+        if depth < 0:
+            return False
+    return depth == 0
+
+
 def is_braced_set(text: str) -> bool | None:
     r"""True for ``\{..\}``, False for a tuple, point or interval, None for what has no brackets around a list."""
     bare = text.strip().replace("\\lbrace", "\\{").replace("\\rbrace", "\\}")

@@ -52,6 +52,8 @@ CLASSES: dict[str, tuple[str, str]] = {
         \cos 60^{\circ} | \cos 60
         2\sin 10^\circ | \sin 20^\circ
         \sin 30^\circ | \sin 30
+        201°60 | 20160
+        7°°91 | 791
         180^\circ | 2\pi""",
     ),
     "base subscripts": (
@@ -207,6 +209,9 @@ CLASSES: dict[str, tuple[str, str]] = {
         1 | 2x+3y=1
         5 | 5, 6
         5, 6 | 6
+        763}6 | 763
+        541$6 | 5416
+        \frac{1}{7 | \frac{1}{7}
         2 | \pm 2""",
     ),
 }
