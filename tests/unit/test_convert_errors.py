@@ -77,7 +77,7 @@ NORM = "model__layers__1__input_layernorm__weight"
 IMPORT_CASES: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated data": (lambda d: _truncate(_first(d), 10), "is truncated: its header promises"),
     "truncated header": (lambda d: _first(d).write_bytes(_first(d).read_bytes()[:100]), "is truncated or not a safet"),
-    "empty file": (lambda d: _first(d).write_bytes(b""), "is truncated: its header promises|not a readable"),
+    "empty file": (lambda d: _first(d).write_bytes(b""), "is truncated or not a safetensors file: it has 0 bytes"),
     "not safetensors": (
         lambda d: _first(d).write_bytes(b"\x08" + b"\0" * 7 + b"[[[[[[[["),
         "not a readable safetensors",
