@@ -47,9 +47,9 @@ def make_pairs(keys: list[str], count: int, pathological: int, seed: int) -> tup
 
 def respelt(key: str) -> str:
     """The same answer as a model might write it."""
-    text = key.replace("\\frac", "\\dfrac").replace("\\left", "").replace("\\right", "")
-    whole = re.fullmatch(r"-?\d{4,}", text)
-    return f"{int(text):,}" if whole else text.replace(" ", "") if text != key else f"{key}\\ "
+    if re.fullmatch(r"-?\d+", key):
+        return f"{int(key):,}" if len(key) > 3 else f"x = {key}"
+    return key.replace("\\frac", "\\dfrac").replace("\\left", "").replace("\\right", "").replace(" ", "")
 
 
 def naive(answer: str, key: str) -> bool:

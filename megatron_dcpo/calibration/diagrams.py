@@ -157,6 +157,22 @@ def curve_figure(runs: Mapping[str, Sequence[Mapping[str, Any]]], curve: Curve) 
 
 
 @rc_context(_STYLE)
+def coverage_figure(curves: Mapping[str, Mapping[str, Sequence[float]]], title: str = "") -> Figure:
+    """Accuracy of the most confident samples against their share; one line per name."""
+    figure = _figure(4.4, 3.0)
+    axes = figure.add_subplot()
+    for position, (name, curve) in enumerate(curves.items()):
+        color = PALETTE[position % len(PALETTE)]
+        axes.plot(curve["coverage"], curve["accuracy"], color=color, linewidth=1.7, label=name)
+    axes.set(xlim=(0, 1), ylim=(0, 1.02), xlabel="Share answered, most confident first", ylabel="Accuracy")
+    axes.xaxis.set_major_formatter(FuncFormatter(_percent))
+    axes.yaxis.set_major_formatter(FuncFormatter(_percent))
+    axes.set_title(title, loc="left")
+    axes.legend(loc="lower left", fontsize=8)
+    return figure
+
+
+@rc_context(_STYLE)
 def training_curves(
     runs: Mapping[str, Sequence[Mapping[str, Any]]], curves: Sequence[Curve] = TRAINING_CURVES, columns: int = 2
 ) -> Figure | None:

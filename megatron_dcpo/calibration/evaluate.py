@@ -14,7 +14,7 @@ from typing import Any
 from megatron_dcpo.calibration import diagrams
 from megatron_dcpo.calibration.journal import Journal
 from megatron_dcpo.calibration.posthoc import features
-from megatron_dcpo.calibration.report import read_run, summary_of, write_report
+from megatron_dcpo.calibration.report import Run, read_run, summary_of, write_report
 from megatron_dcpo.calibration.samples import (
     Sample,
     geometric_mean_probability,
@@ -177,15 +177,37 @@ def write_evaluation(
     run = read_run(root)
     names: list[str | None] = [*evaluation["benchmarks"]]
     for benchmark in names if len(names) == 1 else [None, *names]:
-        scores = evaluation["benchmarks"][benchmark] if benchmark else evaluation["overall"]
-        for kind in (key for key, block in scores.items() if isinstance(block, Mapping) and "bins" in block):
-            name, values = benchmark or "overall", summary_of(run, kind, benchmark)
-            bins = bins_from_json(scores[kind]["bins"])
-            note = "\n".join(f"{key.upper()} {values[key]:.3f}" for key in ("ece", "pce") if values[key] is not None)
-            heading = f"{name}, {kind} confidence"
-            diagrams.save(diagrams.reliability_diagram(bins, heading, note), pictures / f"reliability_{name}_{kind}")
-            diagrams.save(diagrams.confidence_histogram(bins, heading), pictures / f"confidence_{name}_{kind}")
+        _draw(evaluation["benchmarks"][benchmark] if benchmark else evaluation["overall"], run, benchmark, pictures)
+    if len(names) > 1:
+        _draw_grids(evaluation["benchmarks"], pictures)
     write_report([run], root / "report.html", title or f"Evaluation of {evaluation['model'] or run.name}")
+
+
+def _draw(scores: Mapping[str, Any], run: Run, benchmark: str | None, pictures: Path) -> None:
+    """Reliability diagram and histogram of every kind of confidence, and the accuracy-coverage curves of all kinds."""
+    kinds, name = scored_kinds(scores), benchmark or "overall"
+    for kind in kinds:
+        values = summary_of(run, kind, benchmark)
+        bins = bins_from_json(scores[kind]["bins"])
+        note = "\n".join(f"{key.upper()} {values[key]:.3f}" for key in ("ece", "pce") if values[key] is not None)
+        heading = f"{name}, {kind} confidence"
+        diagrams.save(diagrams.reliability_diagram(bins, heading, note), pictures / f"reliability_{name}_{kind}")
+        diagrams.save(diagrams.confidence_histogram(bins, heading), pictures / f"confidence_{name}_{kind}")
+    curves = {kind: scores[kind]["curve"] for kind in kinds if scores[kind].get("curve", {}).get("coverage")}
+    if curves:
+        diagrams.save(diagrams.coverage_figure(curves, name), pictures / f"coverage_{name}")
+
+
+def _draw_grids(benchmarks: Mapping[str, Mapping[str, Any]], pictures: Path) -> None:
+    """One picture per kind of confidence: all benchmarks side by side, on the same axes."""
+    for kind in dict.fromkeys(kind for scores in benchmarks.values() for kind in scored_kinds(scores)):
+        bins = {name: bins_from_json(scores[kind]["bins"]) for name, scores in benchmarks.items() if kind in scores}
+        diagrams.save(diagrams.comparison_grid(bins), pictures / f"grid_{kind}")
+
+
+def scored_kinds(scores: Mapping[str, Any]) -> list[str]:
+    """The kinds of confidence that one benchmark's scores hold."""
+    return [key for key, block in scores.items() if isinstance(block, Mapping) and "bins" in block]
 
 
 def _sample(

@@ -16,8 +16,9 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from megatron_dcpo.calibration import diagrams
+from megatron_dcpo.calibration import diagrams, paper
 from megatron_dcpo.calibration.metrics import Bins
+from megatron_dcpo.calibration.paper import Published
 from megatron_dcpo.calibration.report_page import PAGE
 from megatron_dcpo.calibration.samples import read_jsonl
 from megatron_dcpo.calibration.scoring import CONFIDENCE_KINDS, HEADLINE, bins_from_json, headline
@@ -163,16 +164,21 @@ def benchmarks_of(runs: Sequence[Run]) -> list[str]:
 # ------------------------------------------------------------------------------------------------ the page
 
 
-def write_report(runs: Sequence[Run], path: str | Path, title: str = "Accuracy and calibration") -> Path:
+def write_report(
+    runs: Sequence[Run], path: str | Path, title: str = "Accuracy and calibration", against: Sequence[Published] = ()
+) -> Path:
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(render_report(runs, title), encoding="utf-8")
+    target.write_text(render_report(runs, title, against), encoding="utf-8")
     return target
 
 
-def render_report(runs: Sequence[Run], title: str = "Accuracy and calibration") -> str:
-    """The page as one string."""
-    sections = [_tables(runs), _reliability(runs), _curves(runs), _samples(runs)]
+def render_report(
+    runs: Sequence[Run], title: str = "Accuracy and calibration", against: Sequence[Published] = ()
+) -> str:
+    """The page as one string. ``against``: published numbers to set beside."""
+    published = paper.render(paper.compare({run.name: run.evaluation for run in runs}, against))
+    sections = [_tables(runs), published, _reliability(runs), _coverage(runs), _curves(runs), _samples(runs)]
     return Template(PAGE).substitute(
         title=html.escape(title),
         runs=html.escape(", ".join(run.name for run in runs)),
@@ -287,6 +293,23 @@ def _panels(runs: Sequence[Run], kind: str, benchmark: str | None = None) -> str
         )
         cards.append(f"<figure>{picture}<figcaption>{notes[name]}</figcaption></figure>")
     return f'<div class="grid panels">{"".join(cards)}</div>'
+
+
+def _coverage(runs: Sequence[Run]) -> str:
+    """Accuracy of the most confident share of the samples, one picture per kind of confidence, all runs overlaid."""
+    figures = []
+    for kind in kinds_of(runs):
+        scored = {run.name: run.evaluation["overall"].get(kind, {}) for run in runs if run.evaluation is not None}
+        curves = {name: scores["curve"] for name, scores in scored.items() if scores.get("curve", {}).get("coverage")}
+        if curves:
+            aurc = ", ".join(f"{name} {format_value('aurc', scored[name].get('aurc'))}" for name in curves)
+            picture = diagrams.inline_svg(diagrams.coverage_figure(curves, f"{kind} confidence"), f"coverage {kind}")
+            figures.append(f"<figure>{picture}<figcaption>AURC: {html.escape(aurc)}</figcaption></figure>")
+    if not figures:
+        return ""
+    hint = "Accuracy if only the most confident share of the samples is answered. A flat line: the confidence says nothing."
+    grid = f'<div class="grid curves">{"".join(figures)}</div>'
+    return f'<section><h2>Accuracy and coverage</h2><p class="hint">{hint}</p>{grid}</section>'
 
 
 def _curves(runs: Sequence[Run]) -> str:

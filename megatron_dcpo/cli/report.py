@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +21,35 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory")
     parser.add_argument("--out", metavar="FILE", help="where to write the page (default: report.html in the first RUN)")
     parser.add_argument("--title", default="Accuracy and calibration", help="heading of the page")
+    parser.add_argument("--against", metavar="paper|FILE", help="published numbers to set beside: paper, or a CSV file")
     parser.add_argument("--json", action="store_true", help="print the comparison as JSON instead of a table")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    from megatron_dcpo.calibration import report  # matplotlib is slow to import; other verbs do not need it
+    from megatron_dcpo.calibration import paper, report  # matplotlib is slow to import; other verbs do not need it
 
     runs = report.find_runs(args.runs)
-    page = report.write_report(runs, args.out or Path(args.runs[0]) / "report.html", args.title)
+    published = paper.load_published(args.against) if args.against else []
+    page = report.write_report(runs, args.out or Path(args.runs[0]) / "report.html", args.title, published)
     numbers = report.comparison(runs)
+    beside = paper.compare({found.name: found.evaluation for found in runs}, published)
     if args.json:
-        print(json.dumps(json_ready({"report": str(page), "runs": numbers}), indent=1))
+        against = {"against": beside} if args.against else {}
+        print(json.dumps(json_ready({"report": str(page), "runs": numbers, **against}), indent=1))
     else:
         print_table(numbers)
+        _print_published(beside)
         print(f"wrote {page}")
     return 0
+
+
+def _print_published(rows: Sequence[Mapping[str, Any]]) -> None:
+    for row in rows:
+        ours = ", ".join(f"{name} {value:.4g}" for name, value in row["ours"].items() if value is not None)
+        mark = f"  ! {row['mark']}" if row["mark"] else ""
+        name = f"{row['method']}, {row['benchmark']}, {row['confidence'] or '?'} {row['metric']}"
+        print(f"{name}: printed {row['printed']:.4g}, ours {ours or '–'}{mark}")
 
 
 def print_table(numbers: Mapping[str, Mapping[str, Any]], first: str = "run") -> None:

@@ -26,8 +26,8 @@ from pathlib import Path
 
 from megatron_dcpo.judging.equivalence import quick_verdict
 
-CPU_SECONDS = 2.0
-WALL_SECONDS = 10.0
+CPU_SECONDS = 1.5
+WALL_SECONDS = 6.0
 PAIRS_PER_WORKER = 32
 CACHE_SIZE = 200_000
 _START_SECONDS = 120.0  # imports on a machine that is busy; no pair is waiting in the worker yet

@@ -1,6 +1,7 @@
 """A real ``vllm serve`` of the quickstart policy, evaluated through ``--endpoint``.
 
-Needs vLLM: in this environment, or anywhere if ``DCPO_VLLM`` names its ``vllm`` executable.
+Needs vLLM: in this environment, or in another whose Python ``DCPO_VLLM`` names. The server is started by its module,
+which is what ``vllm serve`` runs: the console script of the CPU build asks for the metadata of a package named vllm.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -16,6 +16,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -26,10 +27,11 @@ from megatron_dcpo.cli import main
 ROOT = Path(__file__).parents[2]
 POLICY = ROOT / "examples" / "quickstart" / "policy"
 HELDOUT = f"heldout={ROOT / 'examples' / 'quickstart' / 'data' / 'heldout.jsonl'}"
-BESIDE = Path(sys.executable).with_name("vllm")
-VLLM = os.environ.get("DCPO_VLLM") or (str(BESIDE) if BESIDE.exists() else shutil.which("vllm"))
+PYTHON = os.environ.get("DCPO_VLLM") or (sys.executable if find_spec("vllm") else None)
 
-pytestmark = pytest.mark.skipif(VLLM is None, reason="vLLM is not installed; set DCPO_VLLM to a vllm executable")
+pytestmark = pytest.mark.skipif(
+    PYTHON is None, reason="vLLM is not installed; set DCPO_VLLM to the Python of an environment that has it"
+)
 
 
 class Server:
@@ -51,7 +53,18 @@ class Server:
         settings = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
         settings |= {"VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": ""}
         self.process = subprocess.Popen(
-            [str(VLLM), "serve", str(POLICY), "--host", "127.0.0.1", "--port", str(self.port), *options],
+            [
+                str(PYTHON),
+                "-m",
+                "vllm.entrypoints.openai.api_server",
+                "--model",
+                str(POLICY),
+                "--host",
+                "127.0.0.1",
+                "--port",
+                str(self.port),
+                *options,
+            ],
             env={**os.environ, **settings},
             stdout=open(self.log, "a"),  # noqa: SIM115
             stderr=subprocess.STDOUT,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,8 @@ def test_written_evaluation(tokenizer: Any, benchmark_file: Path, tmp_path: Path
     write_evaluation(tmp_path / "run", evaluation, samples)
     written = {path.name for path in (tmp_path / "run").rglob("*")}
     assert {"evaluation.json", "samples.jsonl", "report.html", "reliability_toy_verbal.png"} <= written
+    assert {"coverage_toy.png", "coverage_toy.svg"} <= written
+    assert not any(name.startswith("grid") for name in written)  # one benchmark needs no grid
     assert json.loads((tmp_path / "run" / "evaluation.json").read_text()) == evaluation
     assert read_samples(tmp_path / "run" / "samples.jsonl") == samples
     toy = evaluation["benchmarks"]["toy"]
@@ -163,6 +166,26 @@ def test_written_evaluation(tokenizer: Any, benchmark_file: Path, tmp_path: Path
     assert {"ece", "pce", "brier", "auroc", "mean", "parse_rate"} <= set(toy["verbal"])
     assert {"accuracy", "verbal", "token", "consistency"} <= set(toy["ci95"])
     assert "toy" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_several_benchmarks_have_a_grid(tokenizer: Any, benchmark_file: Path, tmp_path: Path) -> None:
+    samples = evaluated(tokenizer, benchmark_file)
+    samples += [replace(sample, benchmark="other") for sample in samples]
+    write_evaluation(tmp_path, score_samples(samples, ["verbal", "token_min"], resamples=0), samples)
+    written = {path.name for path in tmp_path.rglob("*")}
+    assert {"grid_verbal.png", "grid_token_min.svg", "coverage_overall.png", "coverage_other.png"} <= written
+
+
+def test_token_kinds_are_functions_of_the_same_samples(tokenizer: Any, benchmark_file: Path) -> None:
+    samples = evaluated(tokenizer, benchmark_file)
+    kinds = ["token", "token_product", "token_min", "token_mean_logprob"]
+    toy = score_samples(samples, kinds, resamples=0)["benchmarks"]["toy"]
+    lengths = [len(text) + 1 for text in TEXTS]
+    assert toy["token"]["mean"] == pytest.approx(0.5)
+    assert toy["token_product"]["mean"] == pytest.approx(np.mean([0.5**n for n in lengths]), rel=1e-5)
+    assert toy["token_min"]["mean"] == pytest.approx(0.5)
+    assert toy["token_mean_logprob"]["ece"] is None
+    assert toy["token_mean_logprob"]["auroc"] == toy["token"]["auroc"] == 0.5
 
 
 def arguments(*args: str) -> argparse.Namespace:

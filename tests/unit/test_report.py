@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dcpo.calibration import report
+from megatron_dcpo.calibration import paper, report
 from megatron_dcpo.calibration.samples import Sample, write_samples
 from megatron_dcpo.calibration.scoring import score_samples
+from megatron_dcpo.cli import main
 from megatron_dcpo.cli import report as cli
 from megatron_dcpo.errors import UserError
 from tests.unit.test_scoring import make_samples
@@ -77,7 +78,7 @@ def test_report_is_self_contained_and_holds_the_numbers(tmp_path: Path) -> None:
         assert f"{100 * overall['accuracy']:.1f}%</td>" in page
     assert 'name="viewport"' in page
     assert "prefers-color-scheme: dark" in page
-    assert page.count("<svg") == 4 + 2  # two runs x two kinds, two logged curves
+    assert page.count("<svg") == 4 + 2 + 2  # two runs x two kinds, coverage of two kinds, two logged curves
     ids = re.findall(r'\bid="([^"]+)"', page)
     assert len(ids) == len(set(ids))
     embedded = json.loads(re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', page)[0])
@@ -181,3 +182,47 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert args.run(args) == 0
     assert "Accuracy" in capsys.readouterr().out
     assert (tmp_path / "report.html").exists()
+
+
+def test_published_numbers_stand_beside_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every shipped row is shown with its mark; ours are the means over benchmarks, as the paper's are."""
+    evaluation = evaluated(tmp_path / "run")
+    assert main(["report", str(tmp_path / "run"), "--against", "paper", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["against"]
+    shipped = paper.load_published("paper")
+    assert len(rows) == len(shipped) > 15
+    ours = {(r["method"], r["benchmark"], r["confidence"], r["metric"]): r["ours"]["run"] for r in rows}
+    macro = evaluation["overall"]["macro"]  # type: ignore[index]
+    assert ours["DCPO", "overall", "verbal", "pce"] == macro["verbal"]["pce"]
+    assert ours["DCPO", "overall", "verbal", "accuracy"] == macro["accuracy"]
+    assert ours["DCPO", "overall", "verbal", "mean_length"] == evaluation["overall"]["mean_length"]  # type: ignore[index]
+    assert ours["base", "aime24", "token", "ece"] is None
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert page.count("not the mean of the five columns") == sum("five columns" in row.mark for row in shipped) == 7
+    assert main(["report", str(tmp_path / "run"), "--against", "paper"]) == 0
+    assert "DCPO, overall, verbal pce: printed 0.126, ours run" in capsys.readouterr().out
+
+
+def test_marked_rows_are_really_inconsistent() -> None:
+    """What is called no mean differs from the mean of the columns by more than rounding."""
+    for row in paper.load_published("paper"):
+        if "five columns" in row.mark:
+            assert row.recomputed is not None
+            assert abs(row.printed - row.recomputed) > 0.001
+        else:
+            assert row.recomputed is None
+    assert round(1 - 0.128 / 0.435, 3) == 0.706
+
+
+def test_another_table_and_bad_ones(tmp_path: Path) -> None:
+    head = "method,benchmark,confidence,metric,printed,recomputed,mark,source\n"
+    (tmp_path / "t.csv").write_text(head + "me,toy,verbal,ece,0.1,,,here\n")
+    assert paper.load_published(str(tmp_path / "t.csv")) == [
+        paper.Published("me", "toy", "verbal", "ece", 0.1, None, "", "here")
+    ]
+    for text in (head + "me,toy,verbal,ece,much,,,here\n", "method,printed\nme,0.1\n"):
+        (tmp_path / "bad.csv").write_text(text)
+        with pytest.raises(UserError, match=r"bad\.csv:2"):
+            paper.load_published(str(tmp_path / "bad.csv"))
+    with pytest.raises(UserError, match="No such file"):
+        paper.load_published(str(tmp_path / "none.csv"))
