@@ -17,7 +17,7 @@ from pathlib import Path
 from megatron_dcpo import __version__
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.weights.architecture import Architecture, read_architecture
-from megatron_dcpo.weights.directory import new_directory, require_space
+from megatron_dcpo.weights.directory import new_directory, require_apart, require_space
 from megatron_dcpo.weights.lazy import Files, LazyTensor, concatenate, contiguous, open_files
 from megatron_dcpo.weights.memory import PeakMemory
 from megatron_dcpo.weights.planner import Coordinates, Copy, Layout, interleavings, padded_vocab_size, plan
@@ -100,6 +100,7 @@ def import_checkpoint(
     """
     clock, memory = time.perf_counter(), PeakMemory()
     with memory, open_files() as files:
+        require_apart(target, source)
         arch = read_architecture(source)
         layout = Layout(tensor_model_parallel_size, 1, 1, make_vocab_size_divisible_by)
         padded = padded_vocab_size(arch, layout)
@@ -211,6 +212,7 @@ def export_checkpoint(
     with memory, open_files() as files:
         source = find_checkpoint(source)
         side = hf_config or source / HF_SUBDIRECTORY
+        require_apart(target, source, side)
         if not (side / "config.json").is_file():
             raise UserError(
                 f"{side / 'config.json'} is missing; name the model's Hugging Face directory with --hf-config"

@@ -220,6 +220,19 @@ def test_target_in_use_or_unwritable(tmp_path):
     assert inspect_checkpoint(tmp_path / "used") == inspect_checkpoint(tmp_path / "empty")
 
 
+def test_the_input_is_never_replaced(tmp_path):
+    source = save_model(tmp_path / "hf", "qwen3")
+    before = sorted(path.name for path in source.iterdir())
+    for target in (source, tmp_path):
+        with pytest.raises(UserError, match="it holds the input"):
+            import_checkpoint(source, target, overwrite=True)
+    import_checkpoint(source, tmp_path / "megatron")
+    for target in (source, tmp_path / "megatron"):
+        with pytest.raises(UserError, match="it holds the input"):
+            export_checkpoint(tmp_path / "megatron", target, hf_config=source, overwrite=True)
+    assert sorted(path.name for path in source.iterdir()) == before
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_target_without_permission(tmp_path):
     source = save_model(tmp_path / "hf", "qwen3")
