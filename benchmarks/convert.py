@@ -29,7 +29,7 @@ from megatron_dcpo.weights.convert import export_checkpoint, import_checkpoint, 
 from megatron_dcpo.weights.lazy import open_files, read_rows
 from megatron_dcpo.weights.memory import PeakMemory
 from megatron_dcpo.weights.planner import Coordinates, Layout, plan
-from megatron_dcpo.weights.safetensors_io import SHARD_BYTES, assign_files, plan_shards, read_tensors, write_index
+from megatron_dcpo.weights.safetensors_io import assign_files, plan_shards, read_tensors, write_index
 from megatron_dcpo.weights.table import hf_shapes
 from megatron_dcpo.weights.torch_dist import read_checkpoint
 
@@ -69,8 +69,8 @@ def generate(config: dict[str, Any], out: Path) -> int:
     """Write a checkpoint of random bits with the shapes of ``config``; returns its bytes. Holds one block at a time."""
     out.mkdir(parents=True)
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    shapes = hf_shapes(parse_architecture(config))
-    shards = plan_shards(shapes, "bfloat16", assign_files(shapes, 2, SHARD_BYTES))
+    specs = {name: (shape, "bfloat16") for name, shape in hf_shapes(parse_architecture(config)).items()}
+    shards = plan_shards(specs, assign_files(specs))
     rng = np.random.default_rng(0)
     for shard in shards:
         with (out / shard.file).open("wb") as file:

@@ -49,7 +49,9 @@ class TransformersEngine:
             "bfloat16": torch.bfloat16,
         }
         try:
-            model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch_dtype[dtype], local_files_only=True)
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                model_dir, dtype=torch_dtype[dtype], local_files_only=True
+            )
         except (OSError, ValueError) as error:
             raise UserError(f"cannot load a model from {model_dir}: {' '.join(str(error).split())}") from None
         return cls(model.to(runtime.device()), eos_token_ids(model_dir, model), max_num_seqs)

@@ -17,7 +17,7 @@ from pathlib import Path
 from megatron_dcpo import __version__
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.weights.architecture import Architecture, read_architecture
-from megatron_dcpo.weights.directory import new_directory, require_space
+from megatron_dcpo.weights.directory import new_directory, require_apart, require_space
 from megatron_dcpo.weights.lazy import Files, LazyTensor, concatenate, contiguous, open_files
 from megatron_dcpo.weights.memory import PeakMemory
 from megatron_dcpo.weights.planner import Coordinates, Copy, Layout, interleavings, padded_vocab_size, plan
@@ -25,6 +25,7 @@ from megatron_dcpo.weights.safetensors_io import (
     INDEX,
     SHARD_BYTES,
     SINGLE_FILE,
+    Specs,
     assign_files,
     check_shapes,
     copy_side_files,
@@ -99,6 +100,7 @@ def import_checkpoint(
     """
     clock, memory = time.perf_counter(), PeakMemory()
     with memory, open_files() as files:
+        require_apart(target, source)
         arch = read_architecture(source)
         layout = Layout(tensor_model_parallel_size, 1, 1, make_vocab_size_divisible_by)
         padded = padded_vocab_size(arch, layout)
@@ -210,16 +212,17 @@ def export_checkpoint(
     with memory, open_files() as files:
         source = find_checkpoint(source)
         side = hf_config or source / HF_SUBDIRECTORY
+        require_apart(target, source, side)
         if not (side / "config.json").is_file():
             raise UserError(
                 f"{side / 'config.json'} is missing; name the model's Hugging Face directory with --hf-config"
             )
         arch, shapes = read_architecture(side), hf_shapes(read_architecture(side))
         tensors = megatron_to_hf(arch, source, read_checkpoint(source))
-        dtype = _one_dtype(source, {name: parts[0] for name, parts in tensors.items()})
-        itemsize = 4 if dtype == "float32" else 2
+        specs = {name: (shapes[name], parts[0].dtype) for name, parts in tensors.items()}
+        dtype = _float_dtype(source, specs)
         files_of = None if max_shard_bytes or hf_config else _recorded_files(side, shapes)
-        shards = plan_shards(shapes, dtype, files_of or assign_files(shapes, itemsize, max_shard_bytes or SHARD_BYTES))
+        shards = plan_shards(specs, files_of or assign_files(specs, max_shard_bytes or SHARD_BYTES))
         require_space(target, sum(shard.nbytes for shard in shards))
         with new_directory(target, overwrite) as temporary:
             streams = []
@@ -363,13 +366,20 @@ def _slice(tensor: LazyTensor, start: int, stop: int, dim: int) -> LazyTensor:
 
 def _one_dtype(where: Path, tensors: Mapping[str, LazyTensor]) -> str:
     """The common element type. Raises :class:`UserError` naming the first tensor that differs."""
-    first, expected = next((name, tensor.dtype) for name, tensor in tensors.items())
+    expected = _float_dtype(where, {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()})
     for name, tensor in tensors.items():
-        if tensor.dtype not in _FLOATS:
-            raise UserError(f"{where}: {name} has dtype {tensor.dtype}; known: {', '.join(_FLOATS)}")
         if tensor.dtype != expected:
-            raise UserError(f"{where}: {name} has dtype {tensor.dtype}, but {first} has {expected}")
+            raise UserError(f"{where}: {name} has dtype {tensor.dtype}, but {_EMBEDDING} has {expected}")
     return expected
+
+
+def _float_dtype(where: Path, specs: Specs) -> str:
+    """The element type of the embedding. Megatron's local RMSNorm is fp32 in a bf16 model that was never wrapped, so in
+    a checkpoint other tensors may differ from it; they keep their bits."""
+    for name, (_, dtype) in specs.items():
+        if dtype not in _FLOATS:
+            raise UserError(f"{where}: {name} has dtype {dtype}; known: {', '.join(_FLOATS)}")
+    return specs[_EMBEDDING][1]
 
 
 def _verify(hashes: Mapping[str, str], written: Mapping[str, Sequence[LazyTensor]], progress: Progress) -> float:

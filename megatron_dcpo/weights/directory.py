@@ -38,6 +38,14 @@ def new_directory(out: Path, overwrite: bool = False) -> Iterator[Path]:
         raise
 
 
+def require_apart(target: Path, *sources: Path) -> None:
+    """Raise :class:`UserError` when writing ``target`` would replace one of the ``sources``."""
+    resolved = target.resolve()
+    for source in sources:
+        if resolved == source.resolve() or resolved in source.resolve().parents:
+            raise UserError(f"cannot write {target}: it holds the input {source}; choose another name")
+
+
 def require_space(out: Path, nbytes: int) -> None:
     """Raise :class:`UserError` when the file system of ``out`` has less than ``nbytes`` left."""
     parent = next(path for path in out.absolute().parents if path.exists())

@@ -152,38 +152,47 @@ class Shard:
     nbytes: int
 
 
-def assign_files(shapes: Mapping[str, tuple[int, ...]], itemsize: int, max_bytes: int) -> dict[str, str]:
+# What is to be written: tensor name -> (shape, torch's name of its type), in the order of the model.
+Specs = Mapping[str, tuple[tuple[int, ...], str]]
+
+
+def assign_files(specs: Specs, max_bytes: int = SHARD_BYTES) -> dict[str, str]:
     """Tensor name -> file: in order, files of at most ``max_bytes`` (one tensor at least)."""
     parts: list[list[str]] = [[]]
     size = 0
-    for name, shape in shapes.items():
-        nbytes = itemsize * math.prod(shape)
-        if parts[-1] and size + nbytes > max_bytes:
+    for name, spec in specs.items():
+        if parts[-1] and size + _nbytes(spec) > max_bytes:
             parts.append([])
             size = 0
         parts[-1].append(name)
-        size += nbytes
+        size += _nbytes(spec)
     if len(parts) == 1:
         return dict.fromkeys(parts[0], SINGLE_FILE)
     count = len(parts)
     return {name: f"model-{i:05d}-of-{count:05d}.safetensors" for i, part in enumerate(parts, 1) for name in part}
 
 
-def plan_shards(shapes: Mapping[str, tuple[int, ...]], dtype: str, files: Mapping[str, str]) -> list[Shard]:
+def plan_shards(specs: Specs, files: Mapping[str, str]) -> list[Shard]:
     """Headers and offsets, in the order and the form in which the safetensors library writes them."""
     shards = []
-    for file in dict.fromkeys(files[name] for name in shapes):
+    for file in dict.fromkeys(files[name] for name in specs):
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
-        for name in sorted(name for name in shapes if files[name] == file):
-            start, end = end, end + ITEMSIZE[dtype] * math.prod(shapes[name])
-            header[name] = {"dtype": _CODES[dtype], "shape": list(shapes[name]), "data_offsets": [start, end]}
+        for name in sorted((n for n in specs if files[n] == file), key=lambda n: (-ITEMSIZE[specs[n][1]], n)):
+            start, end = end, end + _nbytes(specs[name])
+            shape, dtype = specs[name]
+            header[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % 8)
         data = 8 + len(text)
         offsets = {name: data + header[name]["data_offsets"][0] for name in header if name != "__metadata__"}
         shards.append(Shard(file, len(text).to_bytes(8, "little") + text, offsets, data + end))
     return shards
+
+
+def _nbytes(spec: tuple[tuple[int, ...], str]) -> int:
+    shape, dtype = spec
+    return ITEMSIZE[dtype] * math.prod(shape)
 
 
 def write_checkpoint(
@@ -201,7 +210,8 @@ def write_checkpoint(
     complete. Everything that is not weights (config, tokenizer, templates) is taken from ``source_dir``.
     """
     shapes, name = hf_shapes(arch), str(dtype).removeprefix("torch.")
-    shards = plan_shards(shapes, name, assign_files(shapes, dtype.itemsize, max_bytes))
+    specs = {key: (shape, name) for key, shape in shapes.items()}
+    shards = plan_shards(specs, assign_files(specs, max_bytes))
     parts = ((shard, collect({key: shapes[key] for key in shapes if key in shard.offsets})) for shard in shards)
     if not writer:
         for _ in parts:

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import torch
 
-from megatron_dcpo.config import ModelConfig, ParallelConfig
+from megatron_dcpo.checkpoints.checkpoint import save_checkpoint
+from megatron_dcpo.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_dcpo.policy.model import build_policy
+from megatron_dcpo.policy.optimizer import build_optimizer
 from megatron_dcpo.runtime.distributed import all_gather_objects, barrier, destroy, initialize
 from megatron_dcpo.weights.architecture import read_architecture
 
@@ -79,6 +81,8 @@ def main() -> None:
         arch = read_architecture(case["model"])
         dtype = torch.bfloat16 if case["dtype"] == "bf16" else torch.float32
         chunks = stock_chunks(arch, case["padded"], dtype, parallel, **case.get("config", {}))
+        if not case.get("mixed"):
+            chunks = [chunk.to(dtype) for chunk in chunks]  # as Float16Module does: the local RMSNorm is fp32 otherwise
         if "checkpoint" in case:
             state = {f"model{i}": chunk.sharded_state_dict() for i, chunk in enumerate(chunks)}
             if len(chunks) == 1:
@@ -101,9 +105,11 @@ def main() -> None:
                 if "checkpoint" not in case:
                     parameter.data.copy_(expected[name])
                 rows = _vocabulary_rows(arch, case["padded"], name, topology)
-                if not torch.equal(parameter.data[:rows], expected[name][:rows]):
+                if not torch.equal(parameter.data[:rows].to(dtype), expected[name][:rows]):
                     different.append(f"case {index} chunk {i} {name}")
-        if case.get("save"):
+        if case.get("run"):
+            save_run(Path(case["save"]), model, parallel, topology)
+        elif case.get("save"):
             if topology.rank == 0:
                 Path(case["save"]).mkdir(parents=True)
             barrier()
@@ -113,6 +119,20 @@ def main() -> None:
     everyone = [name for names in all_gather_objects(different) for name in names]
     Path(options["out"], f"rank{topology.rank}.json").write_text(json.dumps({"different": everyone}))
     destroy()
+
+
+def save_run(directory, model, parallel, topology):
+    """A training run's checkpoint, before its first step so that the weights are still those of the model."""
+    config = Config(
+        run_dir="unused",
+        model=model,
+        data=DataConfig(path="unused"),
+        parallel=parallel,
+        optimizer=OptimizerConfig(lr=0.0),
+    )
+    policy = build_policy(model, parallel, topology)
+    optimizer, scheduler = build_optimizer(config, policy)
+    save_checkpoint(directory, 0, policy, optimizer, scheduler, {}, keep=1)
 
 
 def _vocabulary_rows(arch, padded, name, topology):

@@ -29,7 +29,7 @@ def save_model(
     """A random model of the family as transformers writes it, with a tokenizer-like side file."""
     import transformers
 
-    name = {"qwen3": "Qwen3", "llama": "Llama", "qwen2": "Qwen2"}[family]
+    name = family.capitalize()
     settings: dict[str, Any] = SMALL | {"tie_word_embeddings": tied} | options
     if family == "qwen3":
         settings = {"head_dim": 16} | settings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import filecmp
+import hashlib
 import json
 from pathlib import Path
 
@@ -169,6 +170,19 @@ def test_tied_checkpoint_with_a_copy_of_the_embedding(tmp_path):
     assert not (tmp_path / "other").exists()
 
 
+def test_worked_example_of_a_new_architecture(tmp_path, monkeypatch):
+    """docs/conversion.md: Mistral has Llama's names, so one entry is all."""
+    from megatron_dcpo.weights import architecture
+
+    source = save_model(tmp_path / "hf", "mistral")
+    with pytest.raises(UserError, match="MistralForCausalLM is not supported"):
+        import_checkpoint(source, tmp_path / "megatron")
+    monkeypatch.setitem(architecture.ARCHITECTURES, "MistralForCausalLM", architecture._Traits("mistral"))
+    import_checkpoint(source, tmp_path / "megatron", verify=True)
+    export_checkpoint(tmp_path / "megatron", tmp_path / "back", verify=True)
+    assert filecmp.cmp(source / "model.safetensors", tmp_path / "back" / "model.safetensors", shallow=False)
+
+
 def test_record_and_inspection_agree(tmp_path, capsys):
     """``conversion.json`` says what was done; its hashes are those ``inspect`` finds in the Hugging Face directory."""
     source = save_model(tmp_path / "hf", "llama", False, "bfloat16")
@@ -185,8 +199,6 @@ def test_record_and_inspection_agree(tmp_path, capsys):
     report = inspect_checkpoint(out)
     assert report["format"] == "torch_dist"
     for name, tensor in expected_megatron(source, 384).items():
-        import hashlib
-
         digest = hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
         facts = {"shape": list(tensor.shape), "dtype": "bfloat16", "bytes": tensor.nbytes, "sha256": digest}
         assert report["tensors"][name] == facts

@@ -77,7 +77,7 @@ NORM = "model__layers__1__input_layernorm__weight"
 IMPORT_CASES: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated data": (lambda d: _truncate(_first(d), 10), "is truncated: its header promises"),
     "truncated header": (lambda d: _first(d).write_bytes(_first(d).read_bytes()[:100]), "is truncated or not a safet"),
-    "empty file": (lambda d: _first(d).write_bytes(b""), "is truncated: its header promises|not a readable"),
+    "empty file": (lambda d: _first(d).write_bytes(b""), "is truncated or not a safetensors file: it has 0 bytes"),
     "not safetensors": (
         lambda d: _first(d).write_bytes(b"\x08" + b"\0" * 7 + b"[[[[[[[["),
         "not a readable safetensors",
@@ -218,6 +218,19 @@ def test_target_in_use_or_unwritable(tmp_path):
     import_checkpoint(source, tmp_path / "empty")
     import_checkpoint(source, tmp_path / "used", overwrite=True)
     assert inspect_checkpoint(tmp_path / "used") == inspect_checkpoint(tmp_path / "empty")
+
+
+def test_the_input_is_never_replaced(tmp_path):
+    source = save_model(tmp_path / "hf", "qwen3")
+    before = sorted(path.name for path in source.iterdir())
+    for target in (source, tmp_path):
+        with pytest.raises(UserError, match="it holds the input"):
+            import_checkpoint(source, target, overwrite=True)
+    import_checkpoint(source, tmp_path / "megatron")
+    for target in (source, tmp_path / "megatron"):
+        with pytest.raises(UserError, match="it holds the input"):
+            export_checkpoint(tmp_path / "megatron", target, hf_config=source, overwrite=True)
+    assert sorted(path.name for path in source.iterdir()) == before
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

@@ -1,0 +1,79 @@
+"""An imported checkpoint loads into Megatron's own ``GPTModel`` at any layout, and what Megatron saves exports exactly.
+
+The loaded parameters are compared with those of a policy built directly from the Hugging Face files at the same layout,
+which ``test_parallel_parity`` compares with transformers. Every rank of every layout then saves with stock
+``dist_checkpointing.save``; the export of that must be the original Hugging Face file to the byte.
+"""
+
+import filecmp
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_dcpo.weights.convert import export_checkpoint, import_checkpoint
+from tests.distributed.launch import torchrun
+from tests.unit.convert_cases import load_model, save_model
+
+WORKER = Path(__file__).with_name("convert_worker.py")
+MODELS = [
+    ("qwen3", True, "float32"),
+    ("qwen3", False, "bfloat16"),
+    ("llama", False, "float32"),
+    ("qwen2", True, "float32"),
+]
+LAYOUTS = {
+    "one": (1, {}),
+    "tp2": (2, {"tensor_model_parallel_size": 2}),
+    "pp2": (2, {"pipeline_model_parallel_size": 2}),
+    "pp2_virtual2": (2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
+    "tp2_pp2": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
+    "tp4": (4, {"tensor_model_parallel_size": 4}),
+}
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory):
+    """(Hugging Face directory, imported checkpoint, dtype) of every model; vocabulary 500, padded to 512 as for TP 1."""
+    made = []
+    for family, tied, dtype in MODELS:
+        base = tmp_path_factory.mktemp(f"{family}_{tied}")
+        source = save_model(base / "hf", family, tied, dtype, vocab_size=500)
+        import_checkpoint(source, base / "megatron")
+        made.append((source, base / "megatron", {"float32": "fp32", "bfloat16": "bf16"}[dtype]))
+    return made
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_stock_model_loads_and_saves(imported, tmp_path, layout):
+    processes, parallel = LAYOUTS[layout]
+    tp = parallel.get("tensor_model_parallel_size", 1)
+    cases = [
+        {"model": str(source), "checkpoint": str(checkpoint), "dtype": dtype, "save": str(tmp_path / str(number))}
+        # half of the models with Megatron's default padding, half with the least: 512 x TP and 500
+        | {"padded": -(-500 // (128 * tp)) * 128 * tp if number % 2 == 0 else 500}
+        for number, (source, checkpoint, dtype) in enumerate(imported)
+    ]
+    if layout == "one":
+        # Megatron's other ways to name the tensors, and a run's own checkpoint, which holds an optimizer too
+        more = {key: cases[0][key] for key in ("model", "dtype", "padded")}
+        cases += [
+            more | {"save": str(tmp_path / "4"), "config": {"hetereogenous_dist_checkpoint": True}},
+            more | {"save": str(tmp_path / "5"), "metadata": {"singleton_local_shards": True}},
+            more | {"save": str(tmp_path / "6"), "run": True},
+        ]
+        cases.append(cases[1] | {"save": str(tmp_path / "mixed"), "mixed": True})
+    ranks = torchrun(WORKER, processes, tmp_path / "out", {"parallel": parallel, "cases": cases})
+    assert ranks[0]["different"] == []
+    for case in cases:
+        source, back = Path(case["model"]), Path(case["save"]).with_suffix(".hf")
+        export_checkpoint(Path(case["save"]), back, hf_config=source, verify=True)
+        assert filecmp.cmp(source / "config.json", back / "config.json", shallow=False), case
+        if not case.get("mixed"):
+            assert filecmp.cmp(source / "model.safetensors", back / "model.safetensors", shallow=False), case
+            continue
+        before, after = load_model(source), load_model(back)
+        assert set(before) == set(after)
+        for name, tensor in after.items():
+            assert tensor.dtype == (torch.float32 if "norm" in name else torch.bfloat16), name
+            assert torch.equal(tensor.bfloat16(), before[name]), name
