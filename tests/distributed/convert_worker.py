@@ -122,7 +122,7 @@ def main() -> None:
 
 
 def save_run(directory, model, parallel, topology):
-    """A training run's checkpoint, before its first step so that the weights are still those of the model."""
+    """A training run's checkpoint, optimizer included, with the weights still those of the model."""
     config = Config(
         run_dir="unused",
         model=model,
@@ -132,6 +132,7 @@ def save_run(directory, model, parallel, topology):
     )
     policy = build_policy(model, parallel, topology)
     optimizer, scheduler = build_optimizer(config, policy)
+    optimizer.step()  # gradients and learning rate are zero: it makes the state of the optimizer and leaves the weights
     save_checkpoint(directory, 0, policy, optimizer, scheduler, {}, keep=1)
 
 

@@ -23,7 +23,7 @@ MODELS = [
     ("qwen2", True, "float32"),
 ]
 LAYOUTS = {
-    "one": (1, {}),
+    "one": (1, {"use_distributed_optimizer": True}),
     "tp2": (2, {"tensor_model_parallel_size": 2}),
     "pp2": (2, {"pipeline_model_parallel_size": 2}),
     "pp2_virtual2": (2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
