@@ -25,7 +25,7 @@ policy: setup
 	$(BIN)/python examples/quickstart/make_policy.py
 
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests
 
 lint: setup
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
