@@ -249,8 +249,10 @@ from megatron_dcpo.weights import convert
 source, target, limit, kill = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 if limit:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+sent = []
 def progress(done, total):
-    if kill and done > total // 2:
+    if kill and done > total // 2 and not sent:  # once: a second signal would interrupt the cleaning up
+        sent.append(True)
         os.kill(os.getpid(), kill)
 try:
     getattr(convert, sys.argv[5])(source, target, progress=progress)
