@@ -11,11 +11,6 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
-from megatron_dcpo import runtime
-
-from megatron.core.models.backends import LocalSpecProvider  # isort: skip
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -25,6 +20,9 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron_dcpo import runtime
 
 
 def has_transformer_engine() -> bool:
@@ -110,4 +108,4 @@ def block_spec(spec: ModuleSpec, layers: int, transformer_engine: bool) -> Modul
     return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=RMSNorm)
 
 
-__all__ = ["CausalAttention", "LocalSpecProvider", "RMSNorm", "block_spec", "has_transformer_engine", "layer_spec"]
+__all__ = ["CausalAttention", "RMSNorm", "block_spec", "has_transformer_engine", "layer_spec"]

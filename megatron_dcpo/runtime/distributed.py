@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -135,15 +134,6 @@ def broadcast_object(value: Any, src: int = 0) -> Any:
     box = [value]
     dist.broadcast_object_list(box, src=src)
     return box[0]
-
-
-def all_reduce_sums(values: Sequence[float], group: dist.ProcessGroup | None = None) -> list[float]:
-    """Element-wise sums over ``group`` in float64."""
-    if dist.get_world_size(group) == 1:
-        return [float(v) for v in values]
-    tensor = torch.tensor(values, dtype=torch.float64, device=device())
-    dist.all_reduce(tensor, group=group)
-    return tensor.tolist()
 
 
 def _free_port() -> int:

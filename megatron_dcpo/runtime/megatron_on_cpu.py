@@ -18,7 +18,6 @@ import contextlib
 import functools
 import importlib
 import logging
-import random
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -172,9 +171,3 @@ def _with_cuda_type_names(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return call
-
-
-def seed_everything(seed: int) -> None:
-    """Seed Python and torch. Sampling does not use these: its random numbers are counted per response."""
-    random.seed(seed)
-    torch.manual_seed(seed)
