@@ -6,7 +6,7 @@ OUT ?= runs/quickstart
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup quickstart policy test lint fuzz clean
+.PHONY: setup quickstart policy test test-gpu lint fuzz clean
 
 setup: $(VENV)/.installed
 
@@ -26,6 +26,10 @@ policy: setup
 
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests
+
+# on a machine with a GPU: the same commands on CUDA, NCCL, Transformer Engine
+test-gpu: setup
+	$(BIN)/python -m pytest -rs tests/gpu
 
 lint: setup
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
