@@ -11,9 +11,9 @@ import sys
 from collections.abc import Sequence
 
 from megatron_dcpo import __version__
-from megatron_dcpo.errors import UserError
+from megatron_dcpo.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, Stopped, UserError
 
-VERBS = ("train", "evaluate", "report", "judge", "calibrate", "convert", "objective", "doctor")
+VERBS = ("train", "launch", "evaluate", "report", "judge", "calibrate", "convert", "objective", "doctor")
 _DISK_REFUSES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
@@ -38,16 +38,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.getLogger(noisy).setLevel(logging.WARNING)
     try:
         return int(args.run(args))
+    except Stopped as stopped:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"dcpo {args.verb}: {stopped}", file=sys.stderr)
+        return stopped.exit_status
     except (UserError, OSError) as error:
         refused = isinstance(error, UserError) or error.errno in _DISK_REFUSES
         if args.debug or not refused:
             raise
         if os.environ.get("RANK", "0") == "0" or _ranks_differ():
             print(f"dcpo {args.verb}: error: {error}", file=sys.stderr)
-        return 2
+        return EXIT_USER_ERROR
     except KeyboardInterrupt:
         print(f"dcpo {args.verb}: interrupted", file=sys.stderr)
-        return 130
+        return EXIT_INTERRUPTED
 
 
 def _ranks_differ() -> bool:
