@@ -28,7 +28,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         importlib.import_module(f"megatron_dcpo.cli.{verb}").add_parser(subparsers)
     for subparser in subparsers.choices.values():
         subparser.add_argument("--debug", action="store_true", help="show tracebacks and debug logs")
-    args = parser.parse_args(argv)
+    args, rest = parser.parse_known_args(argv)
+    # argparse takes overrides in one piece only; those after a later option arrive here.
+    if rest and not (hasattr(args, "overrides") and all("=" in word and word[0] != "-" for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.overrides += rest
     logging.basicConfig(
         level=logging.DEBUG if args.debug else logging.INFO,
         format="%(asctime)s %(name)s: %(message)s" if args.debug else "%(message)s",

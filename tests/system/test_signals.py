@@ -60,6 +60,7 @@ def test_stopped_run_continues_bit_for_bit(stopped_by_warning, tmp_path):
     """Stopped, continued for one step, and compared with a run of that many steps that nobody stopped."""
     run_dir, _, _ = stopped_by_warning
     steps = saved_step(run_dir) + 1
+    # overrides before and after an option: both are heard
     words = ("train", "--config", QUICKSTART / "dcpo.yaml", *SMALL, f"training.steps={steps}", "--resume", "auto")
     for directory in (run_dir, tmp_path / "whole"):
         done = run(*words, f"run_dir={directory}", processes=2)
