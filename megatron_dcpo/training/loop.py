@@ -7,7 +7,7 @@ from megatron_dcpo.runtime import distributed
 from megatron_dcpo.training.finish import export_policy
 from megatron_dcpo.training.prompt_stream import prompts_of_step
 from megatron_dcpo.training.recorder import Recorder
-from megatron_dcpo.training.recovery import resume, save
+from megatron_dcpo.training.recovery import resume, save, stop_if_asked
 from megatron_dcpo.training.rollouts import judge_rollout, roll_out
 from megatron_dcpo.training.setup import Run, build_run
 from megatron_dcpo.training.timers import Timers
@@ -19,7 +19,8 @@ def train(config: Config) -> None:
     """Train as ``config`` says; collective over all processes of ``torchrun``.
 
     Leaves ``config.yaml``, ``metrics.jsonl``, ``checkpoints/``, ``samples/``, TensorBoard events and the trained policy
-    as a Hugging Face directory ``policy/`` in ``run_dir``. Raises :class:`UserError` on bad input.
+    as a Hugging Face directory ``policy/`` in ``run_dir``. Raises :class:`UserError` on bad input, and :class:`Stopped`
+    after a signal, when everything done is saved.
     """
     run = build_run(config)
     first = resume(run) + 1
@@ -32,6 +33,7 @@ def train(config: Config) -> None:
             )
             with timers("rollout"):
                 responses = roll_out(run, prompts, step)
+            stop_if_asked(run, done=step - 1)
             with timers("judge"):
                 rollout = judge_rollout(run, prompts, responses)
             with timers("train"):
@@ -40,6 +42,7 @@ def train(config: Config) -> None:
                 synchronise_engine(run, version=step)
             recorder.log(step, rollout, statistics, timers)
             save(run, step)
+            stop_if_asked(run, done=step)
     if config.training.export_hf:
         export_policy(run)
     distributed.barrier()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.rollout import SamplingConfig
 from megatron_dcpo.runtime.distributed import all_gather_objects
+from megatron_dcpo.signals import RolloutAbandoned
 from megatron_dcpo.training.setup import Run
 from megatron_dcpo.types import Judgement, Prompt, Response
 
@@ -31,7 +32,8 @@ class Rollout:
 
 
 def roll_out(run: Run, prompts: Sequence[Prompt], step: int) -> list[Response]:
-    """G responses to each prompt of this rank's share, sampled by this rank's engine."""
+    """G responses to each prompt of this rank's share, sampled by this rank's engine; none when a signal cut it short,
+    which ``stop_if_asked`` then finds out together with the other ranks."""
     config = run.config.rollout
     sampling = SamplingConfig(
         n=config.group_size,
@@ -40,7 +42,10 @@ def roll_out(run: Run, prompts: Sequence[Prompt], step: int) -> list[Response]:
         seed=run.config.seed,
     )
     share = prompts[run.topology.rank :: run.topology.world_size]
-    return run.engine.generate(share, sampling, step)
+    try:
+        return run.engine.generate(share, sampling, step)
+    except RolloutAbandoned:
+        return []
 
 
 def judge_rollout(run: Run, prompts: Sequence[Prompt], responses: Sequence[Response]) -> Rollout:
