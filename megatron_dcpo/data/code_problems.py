@@ -72,8 +72,17 @@ def code_problem(row: Row, where: str = "row") -> CodeProblem | None:
     return None
 
 
-def is_code_row(row: Row) -> bool:
-    return any(applies(row) for applies, _ in _FORMATS)
+def reference_solution(row: Row) -> str | None:
+    """The reference program that a data set gives, ready to be judged: None where there is none."""
+    if "canonical_solution" in row:
+        return str(row.get("prompt", "")) + str(row["canonical_solution"])
+    for name in ("completion", "solutions", "gold_standard_solution", "code"):
+        value = row.get(name)
+        value = value[0] if isinstance(value, list) and value else value
+        if isinstance(value, str) and value.strip():
+            fenced = re.search(r"```(?:python)?\n(.*?)\n?```", value, re.DOTALL)
+            return fenced[1] if fenced else value
+    return None
 
 
 def checked_tests(tests: Any, where: str = "tests") -> Tests:
@@ -189,9 +198,13 @@ def _verification_info(row: Row) -> CodeProblem | None:
 
 
 def _human_eval(row: Row) -> CodeProblem:
-    """HumanEval, and HumanEval+ in the same format. What stands before the function belongs to the program."""
+    """HumanEval, and HumanEval+ in the same format. What stands before the function belongs to the program.
+
+    The published HumanEval+ in this format cannot be solved in problem 32: its test swaps two arguments.
+    """
     before = _before_function(row["prompt"], row["entry_point"])
-    tests = {"kind": "check", "entry_point": row["entry_point"], "code": row["test"], "setup": before}
+    code = row["test"].replace("_poly(*candidate(*inp), inp)", "abs(_poly(*inp, candidate(*inp)))")
+    tests = {"kind": "check", "entry_point": row["entry_point"], "code": code, "setup": before}
     return CodeProblem(_completion_statement(row["prompt"]), tests)
 
 
@@ -228,7 +241,9 @@ def _mbpp_plus(row: Row) -> CodeProblem:
         f"SOURCE = {row['test']!r}\n\n\ndef check(candidate):\n"
         f"    exec(compile(SOURCE, 'tests', 'exec'), {{'__name__': 'tests', {entry!r}: candidate}})\n"
     )
-    statement = f"{str(row['prompt']).strip()}\n\nYour program must satisfy this:\n```python\n{row['test_list'][0]}\n```"
+    statement = (
+        f"{str(row['prompt']).strip()}\n\nYour program must satisfy this:\n```python\n{row['test_list'][0]}\n```"
+    )
     return CodeProblem(statement, {"kind": "check", "entry_point": entry, "code": code})
 
 
@@ -293,7 +308,7 @@ _FORMATS: tuple[tuple[Callable[[Row], bool], Callable[[Row], Any]], ...] = (
 )
 
 # What LeetCode's own environment gives: names that solutions use without importing them, and linked nodes.
-LEETCODE_SETUP = '''\
+LEETCODE_SETUP = """\
 import bisect, collections, datetime, functools, heapq, itertools, math, operator, random, re, string
 from bisect import *
 from collections import *
@@ -356,10 +371,10 @@ def is_same_tree(p, q):
         else:
             waiting += [(p.left, q.left), (p.right, q.right)]
     return True
-'''
+"""
 
 # evalplus' rule: equal, or both floats (or lists of them) within the tolerance; find_zero is judged by its residue.
-_AGAINST_REFERENCE = '''
+_AGAINST_REFERENCE = """
 
 import copy
 
@@ -388,4 +403,4 @@ def check(candidate):
             assert abs(names["poly"](args[0], out)) <= (ATOL or 1e-6)
         else:
             assert same(out, expected), args
-'''
+"""

@@ -103,9 +103,7 @@ def bare_problem(text: str) -> str:
     return _REFERENCE_SUFFIX.sub("", text)
 
 
-def ask(
-    messages: tuple[Message, ...], template: str, marker: str = MARKER, code: bool = False
-) -> tuple[Message, ...]:
+def ask(messages: tuple[Message, ...], template: str, marker: str = MARKER, code: bool = False) -> tuple[Message, ...]:
     """The messages as sent. ``messages``: what the data set holds, the problem being the last user turn. ``code``: it
     is a programming problem."""
     if not messages or messages[-1]["role"] != "user":

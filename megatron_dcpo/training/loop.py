@@ -8,7 +8,7 @@ from megatron_dcpo.training.finish import export_policy
 from megatron_dcpo.training.prompt_stream import prompts_of_step
 from megatron_dcpo.training.recorder import Recorder
 from megatron_dcpo.training.recovery import resume, save
-from megatron_dcpo.training.rollouts import judge_rollout, roll_out
+from megatron_dcpo.training.rollouts import roll_out
 from megatron_dcpo.training.setup import Run, build_run
 from megatron_dcpo.training.timers import Timers
 from megatron_dcpo.training.update import update_policy
@@ -30,10 +30,7 @@ def train(config: Config) -> None:
             prompts = prompts_of_step(
                 run.prompts, step, config.data.prompts_per_step, seed=config.seed, shuffle=config.data.shuffle
             )
-            with timers("rollout"):
-                responses = roll_out(run, prompts, step)
-            with timers("judge"):
-                rollout = judge_rollout(run, prompts, responses)
+            rollout = roll_out(run, prompts, step, timers)
             with timers("train"):
                 statistics = update_policy(run, rollout, step)
             with timers("reshard"):
