@@ -116,6 +116,8 @@ def run(args: argparse.Namespace) -> int:
         samples = predictor.apply(samples)
         kinds = tuple(dict.fromkeys((*kinds, "posthoc")))
     evaluation = score_samples(samples, kinds, model, resamples=args.resamples, seed=args.seed)
+    if args.marker != MARKER:
+        evaluation["marker"] = args.marker
     write_evaluation(args.out, evaluation, samples)
     if args.json:
         print(json.dumps(evaluation, indent=1, allow_nan=False, ensure_ascii=False))
