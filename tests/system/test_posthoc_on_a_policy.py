@@ -13,22 +13,8 @@ from megatron_dcpo.calibration.samples import read_samples
 from megatron_dcpo.cli import main
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
-SAMPLING = [
-    "--template",
-    "raw",
-    "--max-tokens",
-    "40",
-    "--temperature",
-    "1",
-    "--top-p",
-    "1",
-    "--top-k",
-    "0",
-    "--batch-size",
-    "512",
-    "--resamples",
-    "0",
-]
+SAMPLING = ["--template", "raw", "--max-tokens", "40", "--temperature", "1", "--top-p", "1", "--top-k", "0"]
+SAMPLING += ["--batch-size", "512", "--resamples", "0"]
 
 
 def evaluate(out: Path, data: str, *options: object) -> None:
