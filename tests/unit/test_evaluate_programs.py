@@ -14,6 +14,7 @@ from megatron_dcpo.cli import main
 from megatron_dcpo.data.code_problems import pack_tests
 from megatron_dcpo.data.code_problems import tests_key as key_of
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.judging.program_verifier import ProgramJudge
 from tests.unit.test_endpoint import FakeServer
 
 ADD = {"kind": "stdin", "cases": [{"input": "1 2\n", "output": "3\n"}, {"input": "-4 4\n", "output": "0\n"}]}
@@ -201,7 +202,7 @@ def test_nothing_behind_the_confidence_line_is_run() -> None:
         ("no program\n<conf> 0.1", key, "stop"),
         (f"{right}", key, "length"),
     ]
-    verdicts = judge_code(said, {key: packed})
+    verdicts = judge_code(said, {key: packed}, ProgramJudge(workers=1))
     assert [v.correct for v in verdicts] == [True, False, False, False, True]
     assert [v.status for v in verdicts] == ["ok", "before_box", "before_box", "ok", "truncated"]
     assert [v.answer is None for v in verdicts] == [False, True, False, True, False]
