@@ -83,12 +83,16 @@ class RolloutConfig:
 class JudgingConfig:
     """``marker`` opens the confidence block; ``verifier`` decides correctness R.
 
-    ``sandbox``: what programs run in (``auto``, a named isolation, the URL of a Sandbox-Fusion server, ``unsafe``).
+    ``sandbox``: what programs run in (``auto``, ``bubblewrap``, ``landlock``, the URL of a Sandbox-Fusion server,
+    ``unsafe``). ``test_seconds``, ``program_seconds``: wall time of one test and of all tests of a program.
     """
 
     marker: Annotated[str, Field(min_length=1)] = "<conf>"
     verifier: Literal["math", "code"] = "math"
     sandbox: Annotated[str, Field(min_length=1)] = "auto"
+    test_seconds: Annotated[float, Field(gt=0)] = 6.0
+    program_seconds: Annotated[float, Field(gt=0)] = 60.0
+    memory_mb: Annotated[int, Field(ge=128)] = 1024
 
 
 @dataclass(frozen=True, config=_STRICT)

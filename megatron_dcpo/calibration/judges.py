@@ -14,13 +14,13 @@ from megatron_dcpo.calibration.samples import Sample, read_jsonl
 from megatron_dcpo.data.code_problems import checked_tests, pack_tests, tests_key, unpack_tests
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.answers import BOXED, FENCED, AnswerForm
-from megatron_dcpo.judging.blocks import find_marker
 from megatron_dcpo.judging.confidence import MARKER, parse_confidence
 from megatron_dcpo.judging.math import equivalent_many, extract_boxed, verify_many
 from megatron_dcpo.judging.program_text import same_program
+from megatron_dcpo.judging.programs import extract_program
 
 if TYPE_CHECKING:
-    from megatron_dcpo.judging.code import CodeLimits
+    from megatron_dcpo.judging.program_verifier import ProgramJudge
 
 Said = tuple[str, str, str]  # response text without its end token, ground truth, finish reason
 Judge = Callable[[Sequence[Said]], "list[Verdict]"]
@@ -50,28 +50,23 @@ def judge_math(responses: Sequence[Said], marker: str = MARKER) -> list[Verdict]
 def judge_code(
     responses: Sequence[Said],
     tests: PackedTests,
+    programs: ProgramJudge,
     marker: str = MARKER,
-    sandbox: str = "auto",
-    limits: CodeLimits | None = None,
 ) -> list[Verdict]:
     """The last fenced program before the confidence line against the tests that the ground truth names."""
-    from megatron_dcpo.judging.code import extract_program
-    from megatron_dcpo.judging.programs import run_programs
-
     reasonings = [_before_confidence(text, marker, FENCED) for text, _, _ in responses]
     pairs = [(said, truth) for said, (_, truth, _) in zip(reasonings, responses, strict=True)]
-    found = run_programs(pairs, tests, limits=limits, sandbox=sandbox)
-    programs = [extract_program(reasoning) for reasoning in reasonings]
+    found = programs(pairs, tests)
+    answers = [extract_program(reasoning, marker=None) for reasoning in reasonings]
     correct = [verdict.correct == 1 for verdict in found]
-    return _verdicts(responses, marker, FENCED, programs, correct, [verdict.category for verdict in found])
+    return _verdicts(responses, marker, FENCED, answers, correct, [verdict.category for verdict in found])
 
 
-def judge_of(
-    tests: PackedTests, marker: str = MARKER, sandbox: str = "auto", limits: CodeLimits | None = None
-) -> Judge:
+def judge_of(tests: PackedTests, marker: str = MARKER, programs: ProgramJudge | None = None) -> Judge:
     """``judge_code`` where there are tests, else ``judge_math``."""
     if tests:
-        return partial(judge_code, tests=tests, marker=marker, sandbox=sandbox, limits=limits)
+        assert programs is not None
+        return partial(judge_code, tests=tests, programs=programs, marker=marker)
     return partial(judge_math, marker=marker)
 
 
@@ -92,7 +87,7 @@ def is_code(sample: Sample) -> bool:
 
 def _before_confidence(text: str, marker: str, form: AnswerForm) -> str:
     content = text.encode(errors="surrogatepass")
-    return content[: find_marker(content, marker.encode(), form)].decode(errors="replace")
+    return content[: form.find_marker(content, marker.encode())].decode(errors="replace")
 
 
 def _verdicts(

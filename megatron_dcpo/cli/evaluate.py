@@ -13,13 +13,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_dcpo.cli.sandbox import add_sandbox_arguments, check_sandbox, limits_of
+from megatron_dcpo.cli.sandbox import add_sandbox_arguments, program_judge
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.confidence import MARKER
 
 if TYPE_CHECKING:
     from megatron_dcpo.calibration.evaluate import Complete, Generate, Progress
-    from megatron_dcpo.calibration.judges import Judge
     from megatron_dcpo.calibration.samples import Sample
     from megatron_dcpo.data import LoadedBenchmark
     from megatron_dcpo.rollout import SamplingConfig
@@ -116,6 +115,8 @@ def run(args: argparse.Namespace) -> int:
         samples = predictor.apply(samples)
         kinds = tuple(dict.fromkeys((*kinds, "posthoc")))
     evaluation = score_samples(samples, kinds, model, resamples=args.resamples, seed=args.seed)
+    if args.marker != MARKER:
+        evaluation["marker"] = args.marker
     write_evaluation(args.out, evaluation, samples)
     if args.json:
         print(json.dumps(evaluation, indent=1, allow_nan=False, ensure_ascii=False))
@@ -153,13 +154,14 @@ def _old_samples(args: argparse.Namespace) -> tuple[list[Sample], str]:
 def _judged_anew(samples: list[Sample], tests: dict[str, bytes], args: argparse.Namespace) -> list[Sample]:
     """Mathematics and programs each by their judge, in the order given."""
     from megatron_dcpo.calibration.evaluate import rejudge
-    from megatron_dcpo.calibration.judges import equivalent_of, is_code
+    from megatron_dcpo.calibration.judges import equivalent_of, is_code, judge_of
 
     judged: dict[int, Sample] = {}
     for of_kind in ({}, tests):
         places = [place for place, sample in enumerate(samples) if is_code(sample) is bool(of_kind)]
         if places:
-            found = rejudge([samples[p] for p in places], _judge(args, of_kind), equivalent_of(of_kind))
+            judge = judge_of(of_kind, args.marker, program_judge(args) if of_kind else None)
+            found = rejudge([samples[p] for p in places], judge, equivalent_of(of_kind))
             judged |= dict(zip(places, found, strict=True))
     return [judged[place] for place in range(len(samples))]
 
@@ -168,7 +170,7 @@ def _new_samples(args: argparse.Namespace) -> tuple[list[Sample], str]:
     """Sample the model or the server on every benchmark and judge."""
     from megatron_dcpo.calibration.evaluate import evaluate_benchmark
     from megatron_dcpo.calibration.journal import Journal
-    from megatron_dcpo.calibration.judges import equivalent_of, write_tests
+    from megatron_dcpo.calibration.judges import equivalent_of, judge_of, write_tests
     from megatron_dcpo.data.benchmarks import load_benchmark, parse_specs
     from megatron_dcpo.data.prompts import find_template
 
@@ -180,8 +182,8 @@ def _new_samples(args: argparse.Namespace) -> tuple[list[Sample], str]:
     for warning in (text for benchmark in loaded for text in benchmark.warnings):
         logger.warning(warning)
     tests = {benchmark.name: _tests_of(benchmark) for benchmark in loaded}
-    if any(tests.values()):
-        check_sandbox(args)  # programs that cannot be run here are found before the model is loaded as well
+    # A machine that cannot run programs is found before the model is loaded as well.
+    programs = program_judge(args) if any(tests.values()) else None
     model, render, complete = _server(args) if args.endpoint else _local_model(args)
     settings = {name: getattr(args, name) for name in _SETTINGS} | {"model": model}
     if args.marker != MARKER:  # not in the settings of evaluations that know no other
@@ -197,7 +199,7 @@ def _new_samples(args: argparse.Namespace) -> tuple[list[Sample], str]:
                 render(benchmark),
                 complete,
                 repeats=args.repeats,
-                judge=_judge(args, tests[benchmark.name]),
+                judge=judge_of(tests[benchmark.name], args.marker, programs),
                 equivalent=equivalent_of(tests[benchmark.name]),
                 journal=journal,
                 keep_features=args.features,
@@ -209,12 +211,6 @@ def _new_samples(args: argparse.Namespace) -> tuple[list[Sample], str]:
 def _tests_of(benchmark: LoadedBenchmark) -> dict[str, bytes]:
     """The packed tests of a code benchmark by their key, nothing for others."""
     return {record.answer: record.tests for record in benchmark.records if record.tests is not None}
-
-
-def _judge(args: argparse.Namespace, tests: dict[str, bytes]) -> Judge:
-    from megatron_dcpo.calibration.judges import judge_of
-
-    return judge_of(tests, args.marker, args.sandbox, limits_of(args) if tests else None)
 
 
 def _sampling(args: argparse.Namespace) -> SamplingConfig:

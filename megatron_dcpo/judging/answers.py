@@ -9,25 +9,25 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from megatron_dcpo.judging.boxes import last_box
-from megatron_dcpo.judging.fences import last_fence
+from megatron_dcpo.judging.programs import find_marker_after_program
 
 
 class AnswerForm(NamedTuple):
-    """``opener`` begins an answer; ``end(content)`` is the offset behind the last complete one, 0 without any."""
+    """``opener`` begins an answer; ``find_marker(content, marker)`` is the offset of the marker that opens the
+    confidence block, None when there is none."""
 
     opener: str
-    end: Callable[[bytes], int]
+    find_marker: Callable[[bytes, bytes], int | None]
 
 
-def _end_of_box(content: bytes) -> int:
+def find_marker_after_box(content: bytes, marker: bytes) -> int | None:
+    """With several markers, the first one behind the last complete box: the answer and everything before it is
+    reasoning even where the marker was only talked about. When no marker follows the last box, the last marker."""
     box = last_box(content)
-    return box.end if box else 0
+    after = content.find(marker, box.end if box else 0)
+    at = after if after >= 0 else content.rfind(marker)
+    return at if at >= 0 else None
 
 
-def _end_of_fence(content: bytes) -> int:
-    fence = last_fence(content)
-    return fence.end if fence else 0
-
-
-BOXED = AnswerForm("\\boxed", _end_of_box)
-FENCED = AnswerForm("```", _end_of_fence)
+BOXED = AnswerForm("\\boxed", find_marker_after_box)
+FENCED = AnswerForm("```", find_marker_after_program)

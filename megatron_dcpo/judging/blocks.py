@@ -50,19 +50,8 @@ def split_blocks(
     ended = len(token_ids) > 0 and int(token_ids[-1]) in eos_ids
     pieces = tokens.pieces(token_ids[: len(token_ids) - ended])
     content = b"".join(pieces)
-    at = find_marker(content, marker.encode(), form)
+    at = form.find_marker(content, marker.encode())
     if at is None:
         return Split(len(pieces), content, None, ended)
     starts = np.cumsum([0, *map(len, pieces)])[:-1]
     return Split(int(np.searchsorted(starts, at)), content, at, ended)
-
-
-def find_marker(content: bytes, marker: bytes, form: AnswerForm = BOXED) -> int | None:
-    """Offset of the marker that opens the confidence block, None when there is none.
-
-    With several, the first one behind the last complete answer (box, or fenced program): the answer and everything
-    before it is reasoning even where the marker was only talked about. When no marker follows it, the last marker.
-    """
-    after = content.find(marker, form.end(content))
-    at = after if after >= 0 else content.rfind(marker)
-    return at if at >= 0 else None

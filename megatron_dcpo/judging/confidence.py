@@ -11,7 +11,6 @@ import math
 import re
 from dataclasses import dataclass
 
-from megatron_dcpo.judging.answers import BOXED
 from megatron_dcpo.types import ConfidenceStatus
 
 MARKER = "<conf>"
@@ -32,9 +31,7 @@ class ParsedConfidence:
     stated: float | None = None
 
 
-def parse_confidence(
-    text: str, *, marker: str = MARKER, finished: bool, opener: str = BOXED.opener
-) -> ParsedConfidence:
+def parse_confidence(text: str, *, marker: str = MARKER, finished: bool, opener: str = "\\boxed") -> ParsedConfidence:
     """Read the confidence of a response, or why there is none.
 
     Args:

@@ -113,9 +113,11 @@ def build_verifier(config: Config, prompts: Sequence[Prompt]) -> tuple[Verifier,
             "judging.verifier=code needs programming problems"
         )
     from megatron_dcpo.judging.code import CodeLimits
-    from megatron_dcpo.judging.programs import program_verifier
+    from megatron_dcpo.judging.program_verifier import ProgramJudge
 
-    return program_verifier(tests, CodeLimits(), config.judging.sandbox), FENCED
+    judging = config.judging
+    limits = CodeLimits(judging.test_seconds, judging.program_seconds, judging.memory_mb)
+    return ProgramJudge(limits, judging.sandbox).verifier(tests), FENCED
 
 
 def load_tokenizer(model_dir: str | Path) -> Any:

@@ -1,64 +1,22 @@
-"""Fenced programs: where they begin and end, and where the confidence block of a code response begins."""
+"""Where the confidence block of a code response begins, and what of the response is judged."""
 
 from __future__ import annotations
-
-import time
 
 import pytest
 
 from megatron_dcpo.judging.answers import FENCED
-from megatron_dcpo.judging.blocks import find_marker, split_blocks
+from megatron_dcpo.judging.blocks import split_blocks
 from megatron_dcpo.judging.confidence import parse_confidence
-from megatron_dcpo.judging.fences import fences, last_fence
 from megatron_dcpo.judging.judge import judge_many
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.types import Prompt, Response
-
-
-def contents(text: str) -> list[tuple[str, str]]:
-    data = text.encode()
-    return [(f.info, data[f.inner : f.close].decode()) for f in fences(data)]
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("```python\nx = 1\n```", [("python", "x = 1\n")]),
-        ("a\n```\nx\n```\nb\n~~~\n```py\ny\n```\n", [("", "x\n"), ("py", "y\n")]),
-        ("Here it is: ```python\nx\n```\n", [("python", "x\n")]),
-        ("  ```python\n  x\n  ```", [("python", "  x\n")]),
-        ("````md\n```python\nx\n```\n````\n", [("md", "```python\nx\n```\n")]),
-        ("```python\nx\n```<conf> Confidence: 0.5", [("python", "x\n")]),
-        ("```python\nx\n``` <conf> 0.5", [("python", "x\n")]),
-        ("```python\r\nx\r\n```\r\n", [("python", "x\r\n")]),
-        ("```python\nprint('```')\n```", [("python", "print('```')\n")]),
-        ("```python\nx = 1", []),
-        ("`x` and ```x``` inline\n", []),
-        ("a ``` b\nx\n```\n", []),
-        ("", []),
-    ],
-)
-def test_complete_blocks(text: str, found: list[tuple[str, str]]) -> None:
-    assert contents(text) == found
-
-
-def test_a_second_opening_does_not_close_the_first() -> None:
-    assert contents("```python\na\n```python\nb\n```\n") == [("python", "a\n```python\nb\n")]
-
-
-def test_hostile_texts_take_linear_time() -> None:
-    start = time.process_time()
-    for unit in (b"```\n", b"````\n```\n", b"```python\n", b"`" * 7, b" ", b"a```b\n"):
-        last_fence(unit * (200_000 // len(unit)))
-    assert time.process_time() - start < 20
-
 
 RESPONSE = "I print '<conf>'.\n```python\nprint('<conf> Confidence: 0.1')\n```\n<conf> Confidence: 0.75"
 
 
 def test_the_marker_behind_the_program_opens_the_confidence_block() -> None:
     content = RESPONSE.encode()
-    assert find_marker(content, b"<conf>", FENCED) == content.rindex(b"<conf>")
+    assert FENCED.find_marker(content, b"<conf>") == content.rindex(b"<conf>")
     table = TokenBytes(tuple(bytes([b]) for b in range(256)))
     split = split_blocks([*content, 0], table, {0}, "<conf>", FENCED)
     assert split.boundary == content.rindex(b"<conf>")
