@@ -110,6 +110,7 @@ class TrainingConfig:
     resume: Literal["none", "auto"] = "none"
     export_hf: bool = True
     gradient_probe_interval: NonNegative = 10
+    phase_warning_seconds: Positive = 900
 
 
 @dataclass(frozen=True, config=_STRICT)

@@ -53,9 +53,12 @@ class Recorder:
             self.progress.stop()
 
     def log(self, step: int, rollout: Rollout, statistics: UpdateStatistics, timers: Timers) -> None:
-        """Record one step."""
-        if not self.writes:
-            return
+        """Record one step and clear the timers."""
+        if self.writes:
+            self._log(step, rollout, statistics, timers)
+        timers.clear()
+
+    def _log(self, step: int, rollout: Rollout, statistics: UpdateStatistics, timers: Timers) -> None:
         metrics = {"step": step, **step_metrics(rollout, statistics, timers)}
         with self.metrics_path.open("a") as file:
             file.write(json.dumps(json_ready(metrics)) + "\n")
@@ -138,6 +141,7 @@ def step_metrics(rollout: Rollout, statistics: UpdateStatistics, timers: Timers)
         "learning_rate": statistics.learning_rate,
         **{f"tokens/s/{phase}": sum(lengths) / seconds[phase] for phase in ("rollout", "train") if seconds.get(phase)},
         **{f"time/{phase}": value for phase, value in seconds.items()},
+        **{f"memory/{name}": value for name, value in timers.memory.items()},
     }
 
 

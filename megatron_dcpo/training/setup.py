@@ -19,6 +19,7 @@ from megatron_dcpo.policy.optimizer import build_optimizer
 from megatron_dcpo.rollout import Engine, TransformersEngine
 from megatron_dcpo.runtime import distributed
 from megatron_dcpo.runtime.distributed import Topology
+from megatron_dcpo.runtime.watch import Watch
 from megatron_dcpo.training.preflight import check_model
 from megatron_dcpo.types import Judgement, Prompt, Response
 
@@ -38,6 +39,7 @@ class Run:
     engine: Engine
     objective: Objective
     reference: Policy | None
+    watch: Watch
     judge: Callable[[Sequence[Response], Mapping[str, Prompt]], list[Judgement]]
 
     @property
@@ -63,6 +65,9 @@ def build_run(config: Config) -> Run:
         seed=config.seed,
         timeout_minutes=parallel.distributed_timeout_minutes,
     )
+    watch = Watch(
+        Path(config.run_dir) / "heartbeat", topology.rank, topology.world_size, config.training.phase_warning_seconds
+    ).start()
     policy = build_policy(config.model, parallel, topology)
     optimizer, scheduler = build_optimizer(config, policy)
     dtype = config.model.params_dtype if config.rollout.dtype == "same" else config.rollout.dtype
@@ -81,6 +86,7 @@ def build_run(config: Config) -> Run:
         reference=build_policy(config.model, parallel, topology, training=False)
         if any(objective.options.kl_coef)
         else None,
+        watch=watch,
         judge=partial(
             judge_many, tokens=token_bytes(tokenizer), eos_ids=engine.eos_token_ids, marker=config.judging.marker
         ),
