@@ -111,6 +111,8 @@ class TrainingConfig:
     export_hf: bool = True
     gradient_probe_interval: NonNegative = 10
     phase_warning_seconds: Positive = 900
+    async_save: bool = False
+    max_nonfinite_steps: Positive = 3
 
 
 @dataclass(frozen=True, config=_STRICT)

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron_dcpo.checkpoints.saving import Saver
 from megatron_dcpo.config import Config
 from megatron_dcpo.data import load_prompts
 from megatron_dcpo.errors import UserError
@@ -21,7 +22,16 @@ from megatron_dcpo.runtime import distributed
 from megatron_dcpo.runtime.distributed import Topology
 from megatron_dcpo.runtime.watch import Watch
 from megatron_dcpo.training.preflight import check_model
+from megatron_dcpo.training.prompt_stream import fingerprint
 from megatron_dcpo.types import Judgement, Prompt, Response
+
+
+@dataclass
+class Progress:
+    """What changes while a run goes on, beside model and optimizer."""
+
+    saved_step: int = 0
+    nonfinite_in_a_row: int = 0
 
 
 @dataclass(frozen=True)
@@ -33,6 +43,7 @@ class Run:
     topology: Topology
     tokenizer: Any
     prompts: list[Prompt]
+    data_fingerprint: str
     policy: Policy
     optimizer: Any
     scheduler: Any
@@ -40,6 +51,8 @@ class Run:
     objective: Objective
     reference: Policy | None
     watch: Watch
+    saver: Saver
+    progress: Progress
     judge: Callable[[Sequence[Response], Mapping[str, Prompt]], list[Judgement]]
 
     @property
@@ -78,6 +91,7 @@ def build_run(config: Config) -> Run:
         topology=topology,
         tokenizer=tokenizer,
         prompts=prompts,
+        data_fingerprint=fingerprint(prompts),
         policy=policy,
         optimizer=optimizer,
         scheduler=scheduler,
@@ -87,6 +101,13 @@ def build_run(config: Config) -> Run:
         if any(objective.options.kl_coef)
         else None,
         watch=watch,
+        saver=Saver(
+            Path(config.run_dir) / "checkpoints",
+            topology.rank,
+            config.training.keep_checkpoints,
+            config.training.async_save,
+        ),
+        progress=Progress(),
         judge=partial(
             judge_many, tokens=token_bytes(tokenizer), eos_ids=engine.eos_token_ids, marker=config.judging.marker
         ),
