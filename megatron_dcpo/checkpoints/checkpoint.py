@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint import CheckpointException
 
 from megatron_dcpo.checkpoints.integrity import damage, iteration_dir, iterations, latest_iteration, listed_files
 from megatron_dcpo.errors import UserError
@@ -23,12 +24,14 @@ from megatron_dcpo.runtime.distributed import Topology, all_gather_objects, broa
 
 from megatron.core import dist_checkpointing, tensor_parallel  # isort: skip
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 logger = logging.getLogger(__name__)
 
 # Resumable at another data-parallel size, also with the distributed optimizer.
 _SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}
-RUN_PARTS = ("iteration", "seed", "rng_state", "data", "reward", "engine")
+PARTS = ("optimizer", "opt_param_scheduler", "run")
+RUN_PARTS = ("iteration", "distributed_optimizer", "seed", "rng_state", "data", "reward", "engine")
 
 
 def checkpoint_state(
@@ -36,7 +39,11 @@ def checkpoint_state(
 ) -> dict[str, Any]:
     """The sharded state to save. ``run``: all of :data:`RUN_PARTS` but iteration and generators. Collective."""
     state = _sharded_state(policy, optimizer, scheduler, is_loading=False)
-    parts = {"iteration": iteration, "rng_state": gather_rng_states(policy.topology)} | run
+    parts = {
+        "iteration": iteration,
+        "rng_state": gather_rng_states(policy.topology),
+        "distributed_optimizer": _is_distributed(optimizer),
+    } | run
     assert set(RUN_PARTS) <= set(parts)
     # what dist_checkpointing.save(content_metadata=...) adds
     return state | {"run": parts, "content_metadata": _SHARDING}
@@ -69,13 +76,10 @@ def load_checkpoint(directory: Path, iteration: int, policy: Policy, optimizer: 
     Raises :class:`UserError` naming the checkpoint when a part is missing or unreadable.
     """
     path = iteration_dir(directory, iteration)
-    state = _sharded_state(policy, optimizer, scheduler, is_loading=True)
     logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.ERROR)
     try:
-        loaded = dist_checkpointing.load(state, str(path))
-        absent = [part for part in RUN_PARTS if part not in loaded.get("run", {})]
-        if absent:
-            raise CheckpointingException(f"{', '.join(absent)} missing from its run state")
+        _check_parts(path, optimizer)
+        loaded = dist_checkpointing.load(_sharded_state(policy, optimizer, scheduler, is_loading=True), str(path))
         for index, gpt in enumerate(policy.gpt):
             result = gpt.load_state_dict(loaded[_model_key(policy, index)], strict=False)
             missing = [name for name in result.missing_keys if not name.endswith("_extra_state")]
@@ -88,10 +92,30 @@ def load_checkpoint(directory: Path, iteration: int, policy: Policy, optimizer: 
         scheduler.load_state_dict(loaded["opt_param_scheduler"])
         _restore_rng_states(policy.topology, loaded["run"]["rng_state"])
         return dict(loaded["run"])
-    except (OSError, KeyError, TypeError, ValueError, CheckpointingException) as error:
+    except (OSError, KeyError, TypeError, ValueError, CheckpointingException, CheckpointException) as error:
         raise UserError(
             f"checkpoint {path} cannot be read ({type(error).__name__}: {' '.join(str(error).split())})"
         ) from None
+
+
+def _check_parts(path: Path, optimizer: Any) -> None:
+    """Everything that is not a tensor must be there before anything is loaded."""
+    common = dist_checkpointing.load_common_state_dict(str(path))
+    absent = [part for part in PARTS if part not in common]
+    absent += [part for part in RUN_PARTS if part not in common.get("run", {})]
+    if absent:
+        raise CheckpointingException(f"it has no {', '.join(absent)}")
+    saved, now = common["run"]["distributed_optimizer"], _is_distributed(optimizer)
+    if saved != now:
+        raise UserError(
+            f"checkpoint {path} was saved with parallel.use_distributed_optimizer={str(saved).lower()}, whose state "
+            "Megatron stores in another form; keep the option to resume (TP, PP and DP may change)"
+        )
+
+
+def _is_distributed(optimizer: Any) -> bool:
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return any(isinstance(part, DistributedOptimizer) for part in parts)
 
 
 def gather_rng_states(topology: Topology) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
 COMMON = "common.pt"
+_NOTHING_FREE = 1 << 20  # bytes
 
 
 @dataclass
@@ -201,7 +202,9 @@ def _write(pending: Pending) -> None:
             pending.results += results
             pending.files[bucket[1]] = digest(pending.temporary / bucket[1])
     except (OSError, RuntimeError, CheckpointingException) as refused:
-        pending.error = _line(refused)
+        # torch's writer turns a full disk into something about file positions
+        full = shutil.disk_usage(pending.temporary).free < _NOTHING_FREE
+        pending.error = "No space left on device" if full else _line(refused)
     finally:
         pending.writer.write_buckets = []  # the snapshot is not needed any more
 
