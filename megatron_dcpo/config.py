@@ -123,6 +123,9 @@ class TrainingConfig:
     resume: Literal["none", "auto"] = "none"
     export_hf: bool = True
     gradient_probe_interval: NonNegative = 10
+    phase_warning_seconds: Positive = 900
+    async_save: bool = False
+    max_nonfinite_steps: Positive = 3
 
 
 @dataclass(frozen=True, config=_STRICT)

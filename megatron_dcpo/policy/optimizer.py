@@ -64,6 +64,12 @@ def zero_gradients(policy: Policy, optimizer: Any) -> None:
     optimizer.zero_grad()
 
 
+def gradient_norm(optimizer: Any) -> float:
+    """The norm of the whole gradient, as every rank agrees on it; not a number when any element is not finite."""
+    optimizer.prepare_grads()
+    return float(optimizer.get_grad_norm())
+
+
 @dataclass(frozen=True)
 class BlockGradients:
     """Norms of the reasoning and confidence gradients and the cosine between them (dimensionless)."""

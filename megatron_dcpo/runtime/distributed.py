@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -87,6 +89,8 @@ def initialize(
             distributed_timeout_minutes=timeout_minutes,
         )
     # Dropout is off in RL and sampling has counted random numbers of its own; Megatron still wants its tracker.
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return topology()
 

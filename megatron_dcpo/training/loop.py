@@ -23,11 +23,18 @@ def train(config: Config) -> None:
     after a signal, when everything done is saved.
     """
     run = build_run(config)
+    with run.watch:
+        _train(run)
+
+
+def _train(run: Run) -> None:
+    config = run.config
     first = resume(run) + 1
+    timers = Timers(run.watch)
     with Recorder(run, first) as recorder:
         synchronise_engine(run, version=first - 1)
         for step in range(first, config.training.steps + 1):
-            timers = Timers()
+            timers.step = step
             prompts = prompts_of_step(
                 run.prompts, step, config.data.prompts_per_step, seed=config.seed, shuffle=config.data.shuffle
             )
@@ -41,7 +48,8 @@ def train(config: Config) -> None:
             with timers("reshard"):
                 synchronise_engine(run, version=step)
             recorder.log(step, rollout, statistics, timers)
-            save(run, step)
+            with timers("save"):
+                save(run, step)
             stop_if_asked(run, done=step)
     if config.training.export_hf:
         export_policy(run)

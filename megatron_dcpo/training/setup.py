@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron_dcpo.checkpoints.saving import Saver
 from megatron_dcpo.config import Config
 from megatron_dcpo.data import load_prompts
 from megatron_dcpo.errors import UserError
@@ -21,8 +22,18 @@ from megatron_dcpo.policy.optimizer import build_optimizer
 from megatron_dcpo.rollout import Engine, TransformersEngine
 from megatron_dcpo.runtime import distributed
 from megatron_dcpo.runtime.distributed import Topology
+from megatron_dcpo.runtime.watch import Watch
 from megatron_dcpo.training.preflight import check_model
+from megatron_dcpo.training.prompt_stream import fingerprint
 from megatron_dcpo.types import Judgement, Prompt, Response
+
+
+@dataclass
+class Progress:
+    """What changes while a run goes on, beside model and optimizer."""
+
+    saved_step: int = 0
+    nonfinite_in_a_row: int = 0
 
 
 @dataclass(frozen=True)
@@ -34,12 +45,16 @@ class Run:
     topology: Topology
     tokenizer: Any
     prompts: list[Prompt]
+    data_fingerprint: str
     policy: Policy
     optimizer: Any
     scheduler: Any
     engine: Engine
     objective: Objective
     reference: Policy | None
+    watch: Watch
+    saver: Saver
+    progress: Progress
     judge: Callable[[Sequence[Response], Mapping[str, Prompt]], list[Judgement]]
 
     @property
@@ -69,6 +84,9 @@ def build_run(config: Config) -> Run:
         seed=config.seed,
         timeout_minutes=parallel.distributed_timeout_minutes,
     )
+    watch = Watch(
+        Path(config.run_dir) / "heartbeat", topology.rank, topology.world_size, config.training.phase_warning_seconds
+    ).start()
     policy = build_policy(config.model, parallel, topology)
     optimizer, scheduler = build_optimizer(config, policy)
     dtype = config.model.params_dtype if config.rollout.dtype == "same" else config.rollout.dtype
@@ -79,6 +97,7 @@ def build_run(config: Config) -> Run:
         topology=topology,
         tokenizer=tokenizer,
         prompts=prompts,
+        data_fingerprint=fingerprint(prompts),
         policy=policy,
         optimizer=optimizer,
         scheduler=scheduler,
@@ -87,6 +106,14 @@ def build_run(config: Config) -> Run:
         reference=build_policy(config.model, parallel, topology, training=False)
         if any(objective.options.kl_coef)
         else None,
+        watch=watch,
+        saver=Saver(
+            Path(config.run_dir) / "checkpoints",
+            topology.rank,
+            config.training.keep_checkpoints,
+            config.training.async_save,
+        ),
+        progress=Progress(),
         judge=partial(
             judge_many,
             tokens=token_bytes(tokenizer),

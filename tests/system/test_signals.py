@@ -1,6 +1,8 @@
 """Stopping in good order: the warning of a scheduler saves and asks for a requeue, a dead launcher leaves no orphan."""
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -70,6 +72,22 @@ def test_stopped_run_continues_bit_for_bit(stopped_by_warning, tmp_path):
     assert ours == theirs
 
 
+def test_signal_cuts_a_long_rollout_short(tmp_path):
+    """Nothing ends these responses of 50,000 tokens but the signal: the run leaves without having done its first step."""
+    policy, log = tmp_path / "policy", tmp_path / "log"
+    shutil.copytree(QUICKSTART / "policy", policy)
+    for name in ("config.json", "generation_config.json"):
+        values = json.loads((policy / name).read_text())
+        (policy / name).write_text(json.dumps(values | {"eos_token_id": [281]}))
+    run_dir = tmp_path / "run"
+    process = start(run_dir, f"model.path={policy}", "rollout.max_response_length=50000", launch=2, log=log)
+    beats = [run_dir / "heartbeat" / f"rank0000{rank}.json" for rank in (0, 1)]
+    wait_until(lambda: all(b.exists() and json.loads(b.read_text())["phase"] == "rollout" for b in beats), process)
+    os.kill(json.loads(beats[1].read_text())["pid"], signal.SIGTERM)  # one rank alone; the other one hears of it
+    assert process.wait(120) == EXIT_REQUEUE
+    assert "stopped by SIGTERM after step 0 of 400, nothing to save yet" in log.read_text()
+
+
 LISTENING = """
 import time
 from megatron_dcpo import signals
@@ -89,6 +107,17 @@ def test_second_signal_ends_at_once(number):
     process.send_signal(number)
     assert process.wait(60) == 128 + number
     process.communicate()
+
+
+def test_killed_rank_ends_the_job_and_is_named(tmp_path):
+    log = tmp_path / "log"
+    process = start(tmp_path / "run", launch=2, log=log)
+    wait_until(lambda: "step 2/" in log.read_text(), process)
+    workers = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    os.kill(workers[1], signal.SIGKILL)
+    assert process.wait(60) == EXIT_PEER_LOST
+    assert f"rank 1 (pid {workers[1]}) was killed by SIGKILL" in log.read_text()
+    assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
 
 
 def test_workers_of_a_killed_launcher_end(tmp_path):
