@@ -42,9 +42,11 @@ class ParallelConfig:
     tensor_model_parallel_size: Positive = 1
     pipeline_model_parallel_size: Positive = 1
     virtual_pipeline_model_parallel_size: Positive = 1
-    context_parallel_size: Literal[1] = 1
+    context_parallel_size: Positive = 1
     sequence_parallel: bool = False
     use_distributed_optimizer: bool = False
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
     recompute_granularity: Literal["none", "full", "selective"] = "none"
     sequence_packing: bool = False
     distributed_timeout_minutes: Positive = 30
@@ -224,8 +226,35 @@ def _elsewhere(key: str) -> list[str]:
 
 def _check_together(config: Config, source: str) -> None:
     parallel, training = config.parallel, config.training
-    if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
-        raise UserError(f"{source}: parallel.sequence_parallel needs parallel.tensor_model_parallel_size > 1")
+    for refused, why in (
+        (
+            parallel.context_parallel_size > 1,
+            f"parallel.context_parallel_size={parallel.context_parallel_size}: context parallelism is not in this version; "
+            "for long sequences use sequence_parallel, recompute_granularity and more tensor parallelism",
+        ),
+        (
+            parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1,
+            "parallel.sequence_parallel needs parallel.tensor_model_parallel_size > 1",
+        ),
+        (
+            parallel.virtual_pipeline_model_parallel_size > 1 and parallel.pipeline_model_parallel_size == 1,
+            "parallel.virtual_pipeline_model_parallel_size > 1 needs parallel.pipeline_model_parallel_size > 1",
+        ),
+        (
+            parallel.overlap_param_gather and not parallel.use_distributed_optimizer,
+            "parallel.overlap_param_gather needs parallel.use_distributed_optimizer: only its parameters are gathered",
+        ),
+        (
+            parallel.overlap_param_gather and not parallel.overlap_grad_reduce,
+            "parallel.overlap_param_gather needs parallel.overlap_grad_reduce (Megatron overlaps both or the latter alone)",
+        ),
+        (
+            config.optimizer.min_lr > config.optimizer.lr,
+            f"optimizer.min_lr={config.optimizer.min_lr} is above optimizer.lr={config.optimizer.lr}",
+        ),
+    ):
+        if refused:
+            raise UserError(f"{source}: {why}")
     if config.data.prompts_per_step % training.updates_per_rollout:
         raise UserError(
             f"{source}: training.updates_per_rollout={training.updates_per_rollout} does not divide "
