@@ -101,7 +101,10 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, config=_STRICT)
 class TrainingConfig:
-    """``updates_per_rollout``: optimizer steps on one rollout (mini-batches). ``save_interval`` 0: only at the end."""
+    """``updates_per_rollout``: optimizer steps on one rollout (mini-batches). ``save_interval`` 0: only at the end.
+
+    ``async_save`` writes checkpoints beside the training; ``max_nonfinite_steps`` skipped updates in a row end the run;
+    a phase longer than ``phase_warning_seconds`` is reported with the place where every rank waits."""
 
     steps: Positive = 120
     updates_per_rollout: Positive = 1
@@ -119,9 +122,12 @@ class TrainingConfig:
 
 @dataclass(frozen=True, config=_STRICT)
 class LoggingConfig:
-    """``samples_interval``: dump judged responses every that many steps (0: never), ``samples_per_step`` at most."""
+    """``samples_interval``: dump judged responses every that many steps (0: never), ``samples_per_step`` at most.
+
+    ``wandb_project``: also log to Weights & Biases, under the name of the run directory (empty: never imported)."""
 
     tensorboard: bool = True
+    wandb_project: str = ""
     samples_interval: NonNegative = 10
     samples_per_step: Positive = 32
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,15 @@ def check_processes(config: Config, processes: int | None) -> None:
             )
 
 
+def check_wandb(config: Config) -> None:
+    """Raise :class:`UserError` when Weights & Biases is asked for and not installed."""
+    if config.logging.wandb_project and importlib.util.find_spec("wandb") is None:
+        raise UserError(
+            f"logging.wandb_project={config.logging.wandb_project}, but the package wandb is not installed; "
+            "pip install wandb, or leave the project empty"
+        )
+
+
 def check_model(config: Config) -> Architecture:
     """The architecture, checked against the parallel layout. Raises :class:`UserError`."""
     arch = read_architecture(config.model.path)
@@ -55,6 +65,7 @@ def describe(config: Config) -> dict[str, Any]:
 
     objective = build_objective(config.objective)
     check_processes(config, int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None)
+    check_wandb(config)
     parallel, training = config.parallel, config.training
     model_parallel = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     responses = config.data.prompts_per_step * config.rollout.group_size

@@ -22,7 +22,7 @@ from megatron_dcpo.rollout import Engine, TransformersEngine
 from megatron_dcpo.runtime import distributed
 from megatron_dcpo.runtime.distributed import Topology
 from megatron_dcpo.runtime.watch import Watch
-from megatron_dcpo.training.preflight import check_model, check_processes
+from megatron_dcpo.training.preflight import check_model, check_processes, check_wandb
 from megatron_dcpo.training.prompt_stream import fingerprint
 from megatron_dcpo.types import Judgement, Prompt, Response
 
@@ -67,6 +67,7 @@ def build_run(config: Config) -> Run:
     if config.judging.verifier == "code":
         raise UserError("judging.verifier=code: running model-written programs is not in this version; use math")
     check_processes(config, int(os.environ.get("WORLD_SIZE", "1")))
+    check_wandb(config)
     check_model(config)
     tokenizer = load_tokenizer(config.model.path)
     prompts = load_prompts(
