@@ -7,6 +7,7 @@ its workers said. Here the workers get the signal, decide, and their status is t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
@@ -80,10 +81,14 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _pass_on(number: int, _: Any) -> None:
+    passed = False
     for child in _children():
-        with_name = Path(f"/proc/{child}/cmdline")
-        if with_name.exists() and b"megatron_dcpo" in with_name.read_bytes():
-            os.kill(child, number)
+        with contextlib.suppress(OSError):  # it has just ended
+            if b"megatron_dcpo" in Path(f"/proc/{child}/cmdline").read_bytes():
+                os.kill(child, number)
+                passed = True
+    if not passed:  # no worker has begun: nothing is lost
+        raise SystemExit(EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_REQUEUE)
 
 
 def _children() -> list[int]:
