@@ -6,7 +6,7 @@ OUT ?= runs/quickstart
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup quickstart policy test test-grid test-resilience test-soak lint fuzz clean
+.PHONY: setup quickstart policy test test-grid test-resilience test-soak test-gpu lint fuzz clean
 
 setup: $(VENV)/.installed
 
@@ -39,6 +39,10 @@ test-resilience: setup
 # 500 steps of the quickstart: memory, threads, files, processes, shared memory
 test-soak: setup
 	OMP_NUM_THREADS=1 DCPO_SOAK=500 $(BIN)/python -m pytest -s tests/system/test_soak.py
+
+# on a machine with a GPU: the same commands on CUDA, NCCL, Transformer Engine
+test-gpu: setup
+	$(BIN)/python -m pytest -rs tests/gpu
 
 lint: setup
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

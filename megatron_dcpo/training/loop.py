@@ -8,7 +8,7 @@ from megatron_dcpo.training.finish import export_policy
 from megatron_dcpo.training.prompt_stream import prompts_of_step
 from megatron_dcpo.training.recorder import Recorder
 from megatron_dcpo.training.recovery import resume, save, stop_if_asked
-from megatron_dcpo.training.rollouts import judge_rollout, roll_out
+from megatron_dcpo.training.rollouts import gather_judged, roll_out
 from megatron_dcpo.training.setup import Run, build_run
 from megatron_dcpo.training.timers import Timers
 from megatron_dcpo.training.update import update_policy
@@ -39,10 +39,10 @@ def _train(run: Run) -> None:
                 run.prompts, step, config.data.prompts_per_step, seed=config.seed, shuffle=config.data.shuffle
             )
             with timers("rollout"):
-                responses = roll_out(run, prompts, step)
+                judged = roll_out(run, prompts, step, timers)
             stop_if_asked(run, done=step - 1)
             with timers("judge"):
-                rollout = judge_rollout(run, prompts, responses)
+                rollout = gather_judged(run, prompts, judged)
             with timers("train"):
                 statistics = update_policy(run, rollout, step)
             with timers("reshard"):

@@ -13,7 +13,9 @@ from megatron_dcpo.checkpoints.saving import Saver
 from megatron_dcpo.config import Config
 from megatron_dcpo.data import load_prompts
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.judging.judge import judge_many
+from megatron_dcpo.judging.answers import BOXED, FENCED, AnswerForm
+from megatron_dcpo.judging.judge import Verifier, judge_many
+from megatron_dcpo.judging.math import verify_many
 from megatron_dcpo.judging.token_bytes import token_bytes
 from megatron_dcpo.objectives import Objective, build_objective
 from megatron_dcpo.policy.model import Policy, build_policy
@@ -64,15 +66,19 @@ class Run:
 def build_run(config: Config) -> Run:
     """Build all parts, the cheap checks first. Collective. Raises :class:`UserError` on bad input."""
     objective = build_objective(config.objective)
-    if config.judging.verifier == "code":
-        raise UserError("judging.verifier=code: running model-written programs is not in this version; use math")
     check_processes(config, int(os.environ.get("WORLD_SIZE", "1")))
     check_wandb(config)
     check_model(config)
     tokenizer = load_tokenizer(config.model.path)
     prompts = load_prompts(
-        config.data.path, tokenizer, config.data.template, config.data.max_prompt_length, config.data.limit or None
+        config.data.path,
+        tokenizer,
+        config.data.template,
+        config.data.max_prompt_length,
+        config.data.limit or None,
+        marker=config.judging.marker,
     )
+    verifier, form = build_verifier(config, prompts)
     parallel = config.parallel
     topology = distributed.initialize(
         parallel.tensor_model_parallel_size,
@@ -112,9 +118,36 @@ def build_run(config: Config) -> Run:
         ),
         progress=Progress(),
         judge=partial(
-            judge_many, tokens=token_bytes(tokenizer), eos_ids=engine.eos_token_ids, marker=config.judging.marker
+            judge_many,
+            tokens=token_bytes(tokenizer),
+            eos_ids=engine.eos_token_ids,
+            marker=config.judging.marker,
+            verifier=verifier,
+            form=form,
         ),
     )
+
+
+def build_verifier(config: Config, prompts: Sequence[Prompt]) -> tuple[Verifier, AnswerForm]:
+    """What decides R, and how answers are marked. Raises :class:`UserError` when the data is for another verifier, or
+    when programs cannot be run safely here."""
+    tests = {prompt.ground_truth: prompt.tests for prompt in prompts if prompt.tests is not None}
+    with_tests = sum(prompt.tests is not None for prompt in prompts)
+    if config.judging.verifier == "math":
+        if with_tests:
+            raise UserError(f"{config.data.path}: {with_tests} programming problems; set judging.verifier=code")
+        return verify_many, BOXED
+    if with_tests < len(prompts):
+        raise UserError(
+            f"{config.data.path}: {len(prompts) - with_tests} of {len(prompts)} problems have no tests; "
+            "judging.verifier=code needs programming problems"
+        )
+    from megatron_dcpo.judging.code import CodeLimits
+    from megatron_dcpo.judging.program_verifier import ProgramJudge
+
+    judging = config.judging
+    limits = CodeLimits(judging.test_seconds, judging.program_seconds, judging.memory_mb)
+    return ProgramJudge(limits, judging.sandbox).verifier(tests), FENCED
 
 
 def load_tokenizer(model_dir: str | Path) -> Any:

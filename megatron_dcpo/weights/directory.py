@@ -20,7 +20,7 @@ def new_directory(out: Path, overwrite: bool = False) -> Iterator[Path]:
     """
     if not overwrite and out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UserError(f"{out} exists; remove it, choose another name, or pass --overwrite")
-    temporary = out.with_name(out.name + ".tmp")
+    temporary = _temporary(out)
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
@@ -39,11 +39,16 @@ def new_directory(out: Path, overwrite: bool = False) -> Iterator[Path]:
 
 
 def require_apart(target: Path, *sources: Path) -> None:
-    """Raise :class:`UserError` when writing ``target`` would replace one of the ``sources``."""
-    resolved = target.resolve()
+    """Raise :class:`UserError` when writing ``target``, or its temporary name, would replace one of the ``sources``."""
     for source in sources:
-        if resolved == source.resolve() or resolved in source.resolve().parents:
-            raise UserError(f"cannot write {target}: it holds the input {source}; choose another name")
+        resolved = source.resolve()
+        for place in (target, _temporary(target)):
+            if place.resolve() in (resolved, *resolved.parents):
+                raise UserError(f"cannot write {place}: it holds the input {source}; choose another name")
+
+
+def _temporary(out: Path) -> Path:
+    return out.with_name(out.name + ".tmp")
 
 
 def require_space(out: Path, nbytes: int) -> None:

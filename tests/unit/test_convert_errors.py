@@ -365,3 +365,14 @@ def test_tools_run_on_their_own(tmp_path, tool):
     assert len(done.stderr.splitlines()) == 1
     assert "nowhere" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("inside", ["", "snapshot"])
+def test_source_under_the_temporary_name_of_the_target(tmp_path, inside):
+    """``m`` is first written as ``m.tmp``, and what is left there of a killed run is removed: never the input."""
+    source = save_model(tmp_path / "m.tmp" / inside, "qwen3", True)
+    before = {path.name: path.read_bytes() for path in source.iterdir()}
+    with pytest.raises(UserError, match=r"m\.tmp: it holds the input"):
+        import_checkpoint(source, tmp_path / "m", overwrite=True)
+    assert {path.name: path.read_bytes() for path in source.iterdir()} == before
+    assert not (tmp_path / "m").exists()
