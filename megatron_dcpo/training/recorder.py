@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import math
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -202,7 +203,9 @@ def _keep_steps_before(path: Path, first_step: int) -> None:
                 kept.append(line)
         except (ValueError, KeyError):  # the line that the kill cut off
             continue
-    path.write_text("".join(line + "\n" for line in kept))
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text("".join(line + "\n" for line in kept))
+    os.replace(temporary, path)
 
 
 def _progress_bar(total: int, completed: int) -> Any:
