@@ -6,7 +6,7 @@ OUT ?= runs/quickstart
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup quickstart policy test test-gpu lint fuzz clean
+.PHONY: setup quickstart policy test test-grid test-resilience test-soak test-gpu lint fuzz clean
 
 setup: $(VENV)/.installed
 
@@ -26,6 +26,19 @@ policy: setup
 
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests
+
+# every combination of the invariance grid (about 1,300 settings on up to 8 processes; the suite covers every pair)
+test-grid: setup
+	OMP_NUM_THREADS=1 DCPO_GRID=full $(BIN)/python -m pytest tests/distributed/test_grid.py
+
+# 20 SIGKILLs at random moments, half of them in the middle of a save (the suite makes 4)
+test-resilience: setup
+	OMP_NUM_THREADS=1 DCPO_KILLS=20 $(BIN)/python -m pytest tests/system/test_checkpoints.py tests/system/test_signals.py \
+		tests/distributed/test_watch.py tests/distributed/test_nonfinite.py
+
+# 500 steps of the quickstart: memory, threads, files, processes, shared memory
+test-soak: setup
+	OMP_NUM_THREADS=1 DCPO_SOAK=500 $(BIN)/python -m pytest -s tests/system/test_soak.py
 
 # on a machine with a GPU: the same commands on CUDA, NCCL, Transformer Engine
 test-gpu: setup

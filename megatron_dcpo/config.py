@@ -42,9 +42,11 @@ class ParallelConfig:
     tensor_model_parallel_size: Positive = 1
     pipeline_model_parallel_size: Positive = 1
     virtual_pipeline_model_parallel_size: Positive = 1
-    context_parallel_size: Literal[1] = 1
+    context_parallel_size: Positive = 1
     sequence_parallel: bool = False
     use_distributed_optimizer: bool = False
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
     recompute_granularity: Literal["none", "full", "selective"] = "none"
     sequence_packing: bool = False
     distributed_timeout_minutes: Positive = 30
@@ -112,7 +114,10 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, config=_STRICT)
 class TrainingConfig:
-    """``updates_per_rollout``: optimizer steps on one rollout (mini-batches). ``save_interval`` 0: only at the end."""
+    """``updates_per_rollout``: optimizer steps on one rollout (mini-batches). ``save_interval`` 0: only at the end.
+
+    ``async_save`` writes checkpoints beside the training; ``max_nonfinite_steps`` skipped updates in a row end the run;
+    a phase longer than ``phase_warning_seconds`` is reported with the place where every rank waits."""
 
     steps: Positive = 120
     updates_per_rollout: Positive = 1
@@ -130,9 +135,12 @@ class TrainingConfig:
 
 @dataclass(frozen=True, config=_STRICT)
 class LoggingConfig:
-    """``samples_interval``: dump judged responses every that many steps (0: never), ``samples_per_step`` at most."""
+    """``samples_interval``: dump judged responses every that many steps (0: never), ``samples_per_step`` at most.
+
+    ``wandb_project``: also log to Weights & Biases, under the name of the run directory (empty: never imported)."""
 
     tensorboard: bool = True
+    wandb_project: str = ""
     samples_interval: NonNegative = 10
     samples_per_step: Positive = 32
 
@@ -237,8 +245,35 @@ def _elsewhere(key: str) -> list[str]:
 
 def _check_together(config: Config, source: str) -> None:
     parallel, training = config.parallel, config.training
-    if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
-        raise UserError(f"{source}: parallel.sequence_parallel needs parallel.tensor_model_parallel_size > 1")
+    for refused, why in (
+        (
+            parallel.context_parallel_size > 1,
+            f"parallel.context_parallel_size={parallel.context_parallel_size}: context parallelism is not in this version; "
+            "for long sequences use sequence_parallel, recompute_granularity and more tensor parallelism",
+        ),
+        (
+            parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1,
+            "parallel.sequence_parallel needs parallel.tensor_model_parallel_size > 1",
+        ),
+        (
+            parallel.virtual_pipeline_model_parallel_size > 1 and parallel.pipeline_model_parallel_size == 1,
+            "parallel.virtual_pipeline_model_parallel_size > 1 needs parallel.pipeline_model_parallel_size > 1",
+        ),
+        (
+            parallel.overlap_param_gather and not parallel.use_distributed_optimizer,
+            "parallel.overlap_param_gather needs parallel.use_distributed_optimizer: only its parameters are gathered",
+        ),
+        (
+            parallel.overlap_param_gather and not parallel.overlap_grad_reduce,
+            "parallel.overlap_param_gather needs parallel.overlap_grad_reduce (Megatron overlaps both or the latter alone)",
+        ),
+        (
+            config.optimizer.min_lr > config.optimizer.lr,
+            f"optimizer.min_lr={config.optimizer.min_lr} is above optimizer.lr={config.optimizer.lr}",
+        ),
+    ):
+        if refused:
+            raise UserError(f"{source}: {why}")
     if config.data.prompts_per_step % training.updates_per_rollout:
         raise UserError(
             f"{source}: training.updates_per_rollout={training.updates_per_rollout} does not divide "

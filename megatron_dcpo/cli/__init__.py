@@ -46,7 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Stopped as stopped:
         if os.environ.get("RANK", "0") == "0":
             print(f"dcpo {args.verb}: {stopped}", file=sys.stderr)
-        return stopped.exit_status
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(stopped.exit_status)  # everything is saved; a judge may still be busy with the abandoned rollout
     except (UserError, OSError) as error:
         refused = isinstance(error, UserError) or error.errno in _DISK_REFUSES
         if args.debug or not refused:

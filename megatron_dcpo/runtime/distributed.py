@@ -13,8 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_dcpo.errors import UserError
-from megatron_dcpo.runtime.device import backend, device, has_cuda, set_threads
+from megatron_dcpo.runtime.device import backend, check_world_size, device, has_cuda, set_threads
 from megatron_dcpo.runtime.megatron_on_cpu import ensure
 
 ensure()
@@ -67,13 +66,7 @@ def initialize(
     Raises :class:`UserError` when the parallel sizes do not divide the world size.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    model_parallel = tensor_model_parallel_size * pipeline_model_parallel_size
-    if world_size % model_parallel:
-        raise UserError(
-            f"parallel: tensor_model_parallel_size={tensor_model_parallel_size} x pipeline_model_parallel_size="
-            f"{pipeline_model_parallel_size} = {model_parallel} does not divide the {world_size} process(es) started; "
-            f"launch with torchrun --nproc-per-node a multiple of {model_parallel}"
-        )
+    check_world_size(tensor_model_parallel_size, pipeline_model_parallel_size, world_size)
     set_threads()
     if not dist.is_initialized():
         if has_cuda():

@@ -52,7 +52,8 @@ def _train(run: Run) -> None:
                 save(run, step)
             stop_if_asked(run, done=step)
     if config.training.export_hf:
-        export_policy(run)
+        with timers("export"):
+            export_policy(run)
     distributed.barrier()
 
 

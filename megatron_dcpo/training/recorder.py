@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
 import logging
 import math
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ import numpy as np
 
 from megatron_dcpo.calibration import json_ready, summarize
 from megatron_dcpo.config import to_yaml
+from megatron_dcpo.training.preflight import check_wandb
 from megatron_dcpo.training.rollouts import Rollout
 from megatron_dcpo.training.setup import Run
 from megatron_dcpo.training.timers import Timers
@@ -29,6 +33,7 @@ class Recorder:
         self.run = run
         self.writes = run.topology.rank == 0
         self.tensorboard: Any = None
+        self.wandb: Any = None
         self.progress: Any = None
         if not self.writes:
             return
@@ -40,6 +45,8 @@ class Recorder:
             from torch.utils.tensorboard import SummaryWriter
 
             self.tensorboard = SummaryWriter(str(run.directory / "tensorboard"), purge_step=first_step)
+        if run.config.logging.wandb_project:
+            self.wandb = _wandb_run(run)
         if sys.stderr.isatty():
             self.progress = _progress_bar(run.config.training.steps, first_step - 1)
 
@@ -49,6 +56,8 @@ class Recorder:
     def __exit__(self, *_: object) -> None:
         if self.tensorboard is not None:
             self.tensorboard.close()
+        if self.wandb is not None:
+            self.wandb.finish()
         if self.progress is not None:
             self.progress.stop()
 
@@ -62,10 +71,12 @@ class Recorder:
         metrics = {"step": step, **step_metrics(rollout, statistics, timers)}
         with self.metrics_path.open("a") as file:
             file.write(json.dumps(json_ready(metrics)) + "\n")
+        finite = {k: v for k, v in metrics.items() if isinstance(v, int | float) and math.isfinite(v)}
         if self.tensorboard is not None:
-            for key, value in metrics.items():
-                if isinstance(value, int | float) and math.isfinite(value):
-                    self.tensorboard.add_scalar(key, value, step)
+            for key, value in finite.items():
+                self.tensorboard.add_scalar(key, value, step)
+        if self.wandb is not None:
+            self.wandb.log(finite, step=step)
         interval = self.run.config.logging.samples_interval
         if interval and (step == 1 or step % interval == 0 or step == self.run.config.training.steps):
             self._write_samples(step, rollout)
@@ -102,6 +113,23 @@ class Recorder:
                     "finish_reason": response.finish_reason,
                 }
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+def _wandb_run(run: Run) -> Any:
+    """A Weights & Biases run that a resumed training continues. Raises :class:`UserError` without the package."""
+    check_wandb(run.config)
+    import wandb
+
+    name = "-".join(run.directory.absolute().parts[-2:])
+    identity = hashlib.sha256(str(run.directory.absolute()).encode()).hexdigest()[:16]
+    return wandb.init(
+        project=run.config.logging.wandb_project,
+        name=name,
+        id=identity,
+        resume="allow",
+        dir=str(run.directory),
+        config=dataclasses.asdict(run.config),
+    )
 
 
 def step_metrics(rollout: Rollout, statistics: UpdateStatistics, timers: Timers) -> dict[str, Any]:
@@ -175,7 +203,9 @@ def _keep_steps_before(path: Path, first_step: int) -> None:
                 kept.append(line)
         except (ValueError, KeyError):  # the line that the kill cut off
             continue
-    path.write_text("".join(line + "\n" for line in kept))
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text("".join(line + "\n" for line in kept))
+    os.replace(temporary, path)
 
 
 def _progress_bar(total: int, completed: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +24,7 @@ from megatron_dcpo.rollout import Engine, TransformersEngine
 from megatron_dcpo.runtime import distributed
 from megatron_dcpo.runtime.distributed import Topology
 from megatron_dcpo.runtime.watch import Watch
-from megatron_dcpo.training.preflight import check_model
+from megatron_dcpo.training.preflight import check_model, check_processes, check_wandb
 from megatron_dcpo.training.prompt_stream import fingerprint
 from megatron_dcpo.types import Judgement, Prompt, Response
 
@@ -65,6 +66,8 @@ class Run:
 def build_run(config: Config) -> Run:
     """Build all parts, the cheap checks first. Collective. Raises :class:`UserError` on bad input."""
     objective = build_objective(config.objective)
+    check_processes(config, int(os.environ.get("WORLD_SIZE", "1")))
+    check_wandb(config)
     check_model(config)
     tokenizer = load_tokenizer(config.model.path)
     prompts = load_prompts(

@@ -24,7 +24,7 @@ from megatron_dcpo.objectives import Scored, TokenBatch
 from megatron_dcpo.policy.batching import MicroBatch, Sample, assign_to_ranks, split_micro_batches
 from megatron_dcpo.policy.forward_backward import accumulate_gradients, compute_logprobs
 from megatron_dcpo.policy.model import Policy
-from megatron_dcpo.policy.optimizer import gradient_norm, probe_block_gradients, zero_gradients
+from megatron_dcpo.policy.optimizer import complete_parameters, gradient_norm, probe_block_gradients, zero_gradients
 from megatron_dcpo.runtime.distributed import all_gather_objects, max_over_ranks
 from megatron_dcpo.training.rollouts import Rollout
 from megatron_dcpo.training.setup import Run
@@ -65,6 +65,7 @@ def update_policy(run: Run, rollout: Rollout, step: int) -> UpdateStatistics:
         shares = [share.with_ref_logprobs(run, run.reference) for share in shares]
     for number, share in enumerate(shares):
         _update_once(run, share, statistics, probe=number == 0 and _probe_due(run, step), step=step)
+    complete_parameters(run.policy)
     return statistics
 
 
