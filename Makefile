@@ -6,7 +6,7 @@ OUT ?= runs/quickstart
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup quickstart policy test test-grid test-resilience test-soak test-gpu lint fuzz clean
+.PHONY: setup quickstart policy test test-grid test-resilience test-soak test-gpu lint fuzz reference-solutions clean
 
 setup: $(VENV)/.installed
 
@@ -50,6 +50,11 @@ lint: setup
 # 200,000 fuzzed outputs through the confidence parser and the block splitter (the suite runs 5,000)
 fuzz: setup
 	DCPO_FUZZ=200000 $(BIN)/python -m pytest tests/unit/test_blocks.py
+
+# every reference solution of LeetCodeDataset through the judge: at least 99 % must pass (DATA: where the files are)
+DATA ?= ../shared/data
+reference-solutions: setup
+	$(BIN)/python benchmarks/reference_solutions.py $(DATA)/leetcodedataset/*.jsonl.gz
 
 clean:
 	rm -rf runs build *.egg-info
