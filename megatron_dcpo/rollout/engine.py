@@ -32,18 +32,38 @@ class SamplingConfig:
     top_logprobs: int = 0
 
 
+class EngineError(RuntimeError):
+    """An engine failed in a way that a restart can mend; what it was doing has to be done again."""
+
+
 class Engine(Protocol):
-    """A rollout engine. ``weights_version`` counts the updates received and is stamped on every response."""
+    """A rollout engine. ``weights_version`` counts the updates received and is stamped on every response.
+
+    An engine of several ranks (``tensor_model_parallel_size``) is called alike on each of them and answers alike.
+    """
 
     weights_version: int
+    eos_token_ids: tuple[int, ...]
+    tensor_model_parallel_size: int
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig, step: int = 0) -> list[Response]:
         """``sampling.n`` responses per prompt, prompt-major. A response depends on its prompt, the weights, the seed,
         the step and its index only, not on what else is in the batch."""
         ...
 
-    def update_weights(self, pieces: Iterable[Piece], version: int) -> None:
-        """Overwrite the engine's weights; complete when it returns."""
+    def update_weights(self, buckets: Iterable[Sequence[Piece]], version: int) -> None:
+        """Overwrite the engine's weights, bucket by bucket; complete when it returns. Wakes a sleeping engine.
+
+        The values of a bucket are the caller's and valid until the next one is asked for.
+        """
+        ...
+
+    def sleep(self) -> None:
+        """Give back the memory that the next weights and prompts will need anew, where the engine can."""
+        ...
+
+    def restart(self) -> None:
+        """Start anew after an :class:`EngineError`. The weights have to be updated before the next ``generate``."""
         ...
 
 

@@ -29,17 +29,18 @@ def check_engine(arch: Architecture, tensor_model_parallel_size: int) -> None:
 
 
 def engine_slice(arch: Architecture, name: str, tp: int, rank: int) -> tuple[int, int, int]:
-    """(dimension, start, stop) of tensor ``name`` on engine rank ``rank`` of ``tp``; norms are kept whole."""
-    shape = hf_shapes(arch)[name]
-    kind = name.split(".")[-2]
-    if tp == 1 or kind.endswith("norm"):
-        return 0, 0, shape[0]
-    if kind in ("o_proj", "down_proj"):
-        return 1, rank * shape[1] // tp, (rank + 1) * shape[1] // tp
+    """(dimension, start, stop) of tensor ``name`` on engine rank ``rank`` of ``tp``; norms are kept whole.
+
+    The dimension is the one Megatron cuts along, too: output rows, or input columns of o_proj and down_proj.
+    """
+    shape, kind = hf_shapes(arch)[name], name.split(".")[-2]
+    dim = 1 if kind in ("o_proj", "down_proj") else 0
+    if kind.endswith("norm"):
+        return dim, 0, shape[dim]
     if kind in ("k_proj", "v_proj") and tp > arch.num_query_groups:
         head = rank * arch.num_query_groups // tp  # fewer key/value heads than ranks: each is repeated
-        return 0, head * arch.kv_channels, (head + 1) * arch.kv_channels
+        return dim, head * arch.kv_channels, (head + 1) * arch.kv_channels
     if kind in ("embed_tokens", "lm_head"):
         per_rank = -(-shape[0] // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE // tp
-        return 0, min(rank * per_rank, shape[0]), min((rank + 1) * per_rank, shape[0])
-    return 0, rank * shape[0] // tp, (rank + 1) * shape[0] // tp
+        return dim, min(rank * per_rank, shape[0]), min((rank + 1) * per_rank, shape[0])
+    return dim, rank * shape[dim] // tp, (rank + 1) * shape[dim] // tp

@@ -139,7 +139,7 @@ def reshard_plan(
         messages = _messages([part for name in tensors for part in parts[name]], message_bytes // itemsize)
         buckets.append(Bucket(tensors, tuple(messages)))
     sent = [message for bucket in buckets for message in bucket.messages]
-    whole = {name: tuple((0, 0, hf_shapes(arch)[name][0]) for _ in at) for name in names}
+    whole = {name: tuple(engine_slice(arch, name, 1, 0) for _ in at) for name in names}
     return ReshardPlan(
         bucket_bytes=bucket_bytes,
         itemsize=itemsize,
@@ -215,24 +215,21 @@ def _parts(
     for interval in held:
         copy = interval.copy
         per_index = math.prod(shape) // shape[copy.dim]
-        bounds = {copy.hf_start, copy.hf_stop}
-        bounds |= {edge for dim, *edges in slices if dim == copy.dim for edge in edges}
+        assert all(dim == copy.dim for dim, _, _ in slices), "trainer and engine cut along the same dimension"
+        bounds = {copy.hf_start, copy.hf_stop, *(edge for _, *edges in slices for edge in edges)}
         edges = sorted(edge for edge in bounds if copy.hf_start <= edge <= copy.hf_stop)
         for start, stop in itertools.pairwise(edges):
             readers = tuple(
                 rank
                 for rank, wanted in enumerate(slices)
-                if rank not in interval.holders and _overlap(wanted, copy.dim, start, stop)
+                if rank not in interval.holders and _overlap(wanted, start, stop)
             )
             numel = (stop - start) * per_index
             yield Part(name, copy.dim, start, stop, numel, interval.holders, readers, interval.interleaved)
 
 
-def _overlap(wanted: tuple[int, int, int], dim: int, start: int, stop: int) -> int:
-    """Indices of ``start:stop`` along ``dim`` in an engine rank's slice. A slice along the other dimension is the whole
-    tensor: trainer and engine cut alike, or not at all."""
-    if wanted[0] != dim:
-        return stop - start
+def _overlap(wanted: tuple[int, int, int], start: int, stop: int) -> int:
+    """Indices of ``start:stop`` in an engine rank's slice."""
     return max(0, min(stop, wanted[2]) - max(start, wanted[1]))
 
 
@@ -251,7 +248,7 @@ def _least(
             for interval in intervals:
                 if rank not in interval.holders:
                     copy = interval.copy
-                    count = _overlap(slices[name][rank], copy.dim, copy.hf_start, copy.hf_stop)
+                    count = _overlap(slices[name][rank], copy.hf_start, copy.hf_stop)
                     least[rank] += itemsize * count * math.prod(shape) // shape[copy.dim]
     return tuple(least)
 
@@ -271,7 +268,7 @@ def _modules(names: Sequence[str]) -> list[tuple[str, ...]]:
 
 def _to_assemble(parts: Sequence[Part], slices: Sequence[tuple[int, int, int]], rank: int) -> int:
     """Numbers that a rank has to put together in a buffer: none where one parameter of its own has the slice as it is."""
-    mine = [part for part in parts if _overlap(slices[rank], part.dim, part.start, part.stop)]
+    mine = [part for part in parts if _overlap(slices[rank], part.start, part.stop)]
     whole = all(rank in part.holders and not part.interleaved for part in mine)
     return 0 if whole and len({part.holders for part in mine}) == 1 else sum(part.numel for part in mine)
 
