@@ -70,6 +70,8 @@ class RolloutConfig:
     server of its own at ``endpoint``. ``tensor_model_parallel_size``: ranks per engine, whatever the training has.
     Sizes 0 are left to vLLM (``max_model_len`` 0: prompt and response). ``bucket_bytes`` bounds the extra memory of a
     weight synchronisation. ``logprob_diff_alarm``: largest |engine - trainer| log-prob of a step allowed (0: any).
+    ``chunks``: a rollout is generated in that many parts, each judged while the next is generated (0: 4 for programs,
+    else 1).
     """
 
     engine: Literal["auto", "vllm", "transformers", "server"] = "auto"
@@ -90,14 +92,19 @@ class RolloutConfig:
     max_response_length: Positive = 3000
     max_num_seqs: Positive = 512
     dtype: Literal["fp32", "bf16", "same"] = "same"
+    chunks: NonNegative = 0
 
 
 @dataclass(frozen=True, config=_STRICT)
 class JudgingConfig:
-    """``marker`` opens the confidence block; ``verifier`` decides correctness R."""
+    """``marker`` opens the confidence block; ``verifier`` decides correctness R.
+
+    ``sandbox``: what programs run in (``auto``, a named isolation, the URL of a Sandbox-Fusion server, ``unsafe``).
+    """
 
     marker: Annotated[str, Field(min_length=1)] = "<conf>"
     verifier: Literal["math", "code"] = "math"
+    sandbox: Annotated[str, Field(min_length=1)] = "auto"
 
 
 @dataclass(frozen=True, config=_STRICT)

@@ -100,6 +100,8 @@ def load_checkpoint(directory: Path, iteration: int, policy: Policy, optimizer: 
         for index, gpt in enumerate(policy.gpt):
             gpt.load_state_dict(loaded[_model_key(policy, index)], strict=False)
         optimizer.load_state_dict(loaded["optimizer"])
+        for group in optimizer.param_groups:
+            group["max_lr"], group["min_lr"] = scheduler.max_lr, scheduler.min_lr
         scheduler.load_state_dict(loaded["opt_param_scheduler"])
         return dict(loaded["run"])
     except (OSError, KeyError, CheckpointingException, RuntimeError) as error:

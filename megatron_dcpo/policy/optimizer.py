@@ -51,6 +51,9 @@ def build_optimizer(config: Config, policy: Policy) -> tuple[Any, OptimizerParam
         end_wd=options.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
+        # A resumed run takes the count of steps from its checkpoint and everything else from its configuration.
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
     )
     return optimizer, scheduler
 

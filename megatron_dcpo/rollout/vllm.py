@@ -16,7 +16,6 @@ import os
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +25,17 @@ import torch.distributed as dist
 
 from megatron_dcpo import runtime
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.rollout.choose import choose_engine
 from megatron_dcpo.rollout.engine import EngineError, SamplingConfig
+from megatron_dcpo.signals import RolloutAbandoned, stop_requested
 from megatron_dcpo.types import Prompt, Response
-from megatron_dcpo.weights.architecture import Architecture, read_architecture
+from megatron_dcpo.weights.architecture import read_architecture
 from megatron_dcpo.weights.engine_slices import check_engine
 from megatron_dcpo.weights.piece import Piece
 from megatron_dcpo.weights.table import hf_shapes
 
 logger = logging.getLogger(__name__)
 
-CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # what vLLM's CPU attention has kernels for
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
@@ -59,15 +59,6 @@ class VllmOptions:
     seed: int = 0
 
 
-def unsupported(arch: Architecture) -> str:
-    """Why vLLM cannot run here or cannot run ``arch`` here; empty if it can. Does not import vLLM."""
-    if find_spec("vllm") is None:
-        return "vLLM is not installed (GPU: pip install 'megatron-dcpo[vllm]'; CPU: make setup-engine)"
-    if not runtime.has_cuda() and arch.kv_channels not in CPU_HEAD_DIMS:
-        return f"vLLM's attention on the CPU has no head_dim {arch.kv_channels} (it has {CPU_HEAD_DIMS})"
-    return ""
-
-
 class VllmEngine:
     """Implements :class:`megatron_dcpo.rollout.engine.Engine`.
 
@@ -78,9 +69,7 @@ class VllmEngine:
         self.model_dir, self.options = Path(model_dir), options
         self.arch = read_architecture(model_dir)
         check_engine(self.arch, options.tensor_model_parallel_size)
-        reason = unsupported(self.arch)
-        if reason:
-            raise UserError(f"rollout.engine=vllm: {reason}; use rollout.engine=transformers")
+        choose_engine("vllm", model_dir)
         self.tensor_model_parallel_size = options.tensor_model_parallel_size
         self.eos_token_ids = read_eos_token_ids(self.model_dir)
         self.weights_version = 0
@@ -102,7 +91,9 @@ class VllmEngine:
         params = [self._params(sampling, step, prompt, i) for prompt, i in wanted]
         try:
             with _host_kept():
-                outputs = self.llm.generate(inputs, params, use_tqdm=False) if inputs else []
+                outputs = self._run(inputs, params)
+        except RolloutAbandoned:
+            raise
         except ValueError as error:
             raise UserError(f"vLLM refuses a prompt: {' '.join(str(error).split())[:300]}") from None
         except Exception as error:
@@ -114,8 +105,24 @@ class VllmEngine:
         self._check_ranks_agree(responses)
         return responses
 
+    def _run(self, inputs: Sequence[Any], params: Sequence[Any]) -> list[Any]:
+        """Step until all requests are done, in the order of ``inputs``. A signal ends it early, but not between the ranks
+        of one engine: they would no longer step together."""
+        engine = self.llm.llm_engine
+        ids = [str(number) for number in range(len(inputs))]
+        finished: dict[str, Any] = {}
+        for name, prompt, param in zip(ids, inputs, params, strict=True):
+            engine.add_request(name, prompt, param)
+        while engine.has_unfinished_requests():
+            if self.tensor_model_parallel_size == 1 and stop_requested():
+                engine.abort_request(ids)
+                raise RolloutAbandoned
+            finished |= {output.request_id: output for output in engine.step() if output.finished}
+        return [finished[name] for name in ids]
+
     def _params(self, sampling: SamplingConfig, step: int, prompt: Prompt, index: int) -> Any:
         from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
         return SamplingParams(
             temperature=sampling.temperature,
@@ -127,6 +134,7 @@ class VllmEngine:
             stop_token_ids=list(self.eos_token_ids),
             ignore_eos=True,  # the ids above are the only end, as with every other engine
             detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
     def _response(self, prompt: Prompt, index: int, completion: Any, top_logprobs: int) -> Response:

@@ -26,6 +26,15 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def memory_in_use() -> int:
+    """Bytes of this process: reserved on its GPU, or resident in main memory."""
+    if has_cuda():
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def set_threads() -> None:
     """One intra-op thread per process on the CPU, unless ``OMP_NUM_THREADS`` says otherwise.
 

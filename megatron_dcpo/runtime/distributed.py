@@ -118,6 +118,15 @@ def barrier() -> None:
         dist.barrier()
 
 
+def max_over_ranks(value: int) -> int:
+    """The largest ``value`` of all ranks."""
+    if dist.get_world_size() == 1:
+        return value
+    box = torch.tensor([value], dtype=torch.int64, device=device())
+    dist.all_reduce(box, op=dist.ReduceOp.MAX)
+    return int(box.item())
+
+
 def all_gather_objects(value: Any) -> list[Any]:
     """``value`` of every rank, in rank order."""
     if dist.get_world_size() == 1:

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ import numpy as np
 
 from megatron_dcpo.calibration import json_ready, summarize
 from megatron_dcpo.config import to_yaml
+from megatron_dcpo.training.memory import MemoryLedger
 from megatron_dcpo.training.rollouts import Rollout
 from megatron_dcpo.training.setup import Run
 from megatron_dcpo.training.timers import Timers
-from megatron_dcpo.training.update import UpdateStatistics
+from megatron_dcpo.training.update import BLOCKS, MISMATCH_EDGES, UpdateStatistics, mismatch_histogram
 from megatron_dcpo.types import MALFORMED
 
 logger = logging.getLogger(__name__)
@@ -35,7 +37,10 @@ class Recorder:
         run.directory.mkdir(parents=True, exist_ok=True)
         (run.directory / "config.yaml").write_text(to_yaml(run.config))
         self.metrics_path = run.directory / "metrics.jsonl"
-        _keep_steps_before(self.metrics_path, first_step)
+        self.memory = MemoryLedger(run.directory / "memory.jsonl")
+        self.mismatch_path = run.directory / "mismatch.jsonl"
+        for path in (self.metrics_path, self.memory.path, self.mismatch_path):
+            _keep_steps_before(path, first_step)
         if run.config.logging.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -52,11 +57,20 @@ class Recorder:
         if self.progress is not None:
             self.progress.stop()
 
-    def log(self, step: int, rollout: Rollout, statistics: UpdateStatistics, timers: Timers) -> None:
-        """Record one step."""
+    def log(
+        self,
+        step: int,
+        rollout: Rollout,
+        statistics: UpdateStatistics,
+        timers: Timers,
+        traffic: Mapping[str, float] | None = None,
+    ) -> None:
+        """Record one step. ``traffic``: what the weight synchronisation behind it counted."""
         if not self.writes:
             return
-        metrics = {"step": step, **step_metrics(rollout, statistics, timers)}
+        metrics = {"step": step, **step_metrics(rollout, statistics, timers), **(traffic or {})}
+        self.memory.log(step, timers.memory)
+        self._write_mismatch(step, mismatch_histogram(statistics.sums))
         with self.metrics_path.open("a") as file:
             file.write(json.dumps(json_ready(metrics)) + "\n")
         if self.tensorboard is not None:
@@ -75,6 +89,16 @@ class Recorder:
         else:
             seconds, total = sum(timers.seconds.values()), self.run.config.training.steps
             logger.info("step %d/%d  %s  loss %+.4f  %.2f s", step, total, line, metrics["loss/policy"], seconds)
+
+    def _write_mismatch(self, step: int, counts: Mapping[str, list[int]]) -> None:
+        """Histogram of |engine - trainer| log-probs of the sampled tokens, per block."""
+        with self.mismatch_path.open("a") as file:
+            file.write(json.dumps({"step": step, "edges": list(MISMATCH_EDGES), **counts}) + "\n")
+        if self.tensorboard is not None:
+            for block, numbers in counts.items():
+                tokens = max(sum(numbers), 1)
+                for edge, at_least in zip(MISMATCH_EDGES, np.cumsum(numbers[::-1])[::-1][1:], strict=True):
+                    self.tensorboard.add_scalar(f"engine/share_above_{edge:g}_{block}", at_least / tokens, step)
 
     def _write_samples(self, step: int, rollout: Rollout) -> None:
         directory = self.run.directory / "samples"
@@ -134,6 +158,11 @@ def step_metrics(rollout: Rollout, statistics: UpdateStatistics, timers: Timers)
         **(unmeasured | statistics.block_norms),
         "engine/kl": sums.get("engine/kl", 0.0) / tokens,
         "engine/logprob_diff_mean": sums.get("engine/abs", 0.0) / tokens,
+        **{
+            f"engine/logprob_diff_mean_{block}": sums.get(f"engine/abs/{block}", 0.0)
+            / max(sums.get(f"engine/tokens/{block}", 0.0), 1.0)
+            for block in BLOCKS
+        },
         **statistics.maxima,
         "learning_rate": statistics.learning_rate,
         **{f"tokens/s/{phase}": sum(lengths) / seconds[phase] for phase in ("rollout", "train") if seconds.get(phase)},

@@ -11,14 +11,17 @@ from typing import Any
 from megatron_dcpo.config import Config
 from megatron_dcpo.data import load_prompts
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.judging.judge import judge_many
+from megatron_dcpo.judging.answers import BOXED, FENCED, AnswerForm
+from megatron_dcpo.judging.judge import Verifier, judge_many
+from megatron_dcpo.judging.math import verify_many
 from megatron_dcpo.judging.token_bytes import token_bytes
 from megatron_dcpo.objectives import Objective, build_objective
 from megatron_dcpo.policy.model import Policy, build_policy
 from megatron_dcpo.policy.optimizer import build_optimizer
-from megatron_dcpo.rollout import Engine, TransformersEngine
+from megatron_dcpo.rollout import Engine, TransformersEngine, choose_engine
 from megatron_dcpo.runtime import distributed
 from megatron_dcpo.runtime.distributed import Topology
+from megatron_dcpo.training.memory import OptimizerOffload
 from megatron_dcpo.training.preflight import check_model
 from megatron_dcpo.types import Judgement, Prompt, Response
 
@@ -35,6 +38,7 @@ class Run:
     policy: Policy
     optimizer: Any
     scheduler: Any
+    offload: OptimizerOffload
     engine: Engine
     objective: Objective
     reference: Policy | None
@@ -48,13 +52,17 @@ class Run:
 def build_run(config: Config) -> Run:
     """Build all parts, the cheap checks first. Collective. Raises :class:`UserError` on bad input."""
     objective = build_objective(config.objective)
-    if config.judging.verifier == "code":
-        raise UserError("judging.verifier=code: running model-written programs is not in this version; use math")
     check_model(config)
     tokenizer = load_tokenizer(config.model.path)
     prompts = load_prompts(
-        config.data.path, tokenizer, config.data.template, config.data.max_prompt_length, config.data.limit or None
+        config.data.path,
+        tokenizer,
+        config.data.template,
+        config.data.max_prompt_length,
+        config.data.limit or None,
+        marker=config.judging.marker,
     )
+    verifier, form = build_verifier(config, prompts)
     parallel = config.parallel
     topology = distributed.initialize(
         parallel.tensor_model_parallel_size,
@@ -65,8 +73,7 @@ def build_run(config: Config) -> Run:
     )
     policy = build_policy(config.model, parallel, topology)
     optimizer, scheduler = build_optimizer(config, policy)
-    dtype = config.model.params_dtype if config.rollout.dtype == "same" else config.rollout.dtype
-    engine = TransformersEngine.from_pretrained(config.model.path, dtype, config.rollout.max_num_seqs)
+    engine = build_engine(config, topology)
     return Run(
         config=config,
         directory=Path(config.run_dir),
@@ -76,15 +83,76 @@ def build_run(config: Config) -> Run:
         policy=policy,
         optimizer=optimizer,
         scheduler=scheduler,
+        offload=OptimizerOffload(policy, optimizer, config.training.offload_optimizer_during_rollout),
         engine=engine,
         objective=objective,
         reference=build_policy(config.model, parallel, topology, training=False)
         if any(objective.options.kl_coef)
         else None,
         judge=partial(
-            judge_many, tokens=token_bytes(tokenizer), eos_ids=engine.eos_token_ids, marker=config.judging.marker
+            judge_many,
+            tokens=token_bytes(tokenizer),
+            eos_ids=engine.eos_token_ids,
+            marker=config.judging.marker,
+            verifier=verifier,
+            form=form,
         ),
     )
+
+
+def build_engine(config: Config, topology: Topology) -> Engine:
+    """The engine of this rank, with any weights: the first synchronisation brings the policy's."""
+    rollout, size = config.rollout, config.rollout.tensor_model_parallel_size
+    if topology.world_size % size:
+        raise UserError(
+            f"rollout.tensor_model_parallel_size={size} does not divide the {topology.world_size} process(es) started"
+        )
+    dtype = config.model.params_dtype if rollout.dtype == "same" else rollout.dtype
+    if rollout.engine == "server":
+        from megatron_dcpo.rollout.server import ServerEngine
+
+        return ServerEngine(rollout.endpoint, config.model.path, rollout.max_num_seqs)
+    if choose_engine(rollout.engine, config.model.path) == "transformers":
+        if size > 1:
+            raise UserError(f"rollout.tensor_model_parallel_size={size} needs vLLM, which cannot be used here")
+        return TransformersEngine.from_pretrained(config.model.path, dtype, rollout.max_num_seqs)
+    from megatron_dcpo.rollout.vllm import VllmEngine, VllmOptions
+
+    return VllmEngine(
+        config.model.path,
+        VllmOptions(
+            dtype=dtype,
+            tensor_model_parallel_size=size,
+            gpu_memory_utilization=rollout.gpu_memory_utilization,
+            max_model_len=rollout.max_model_len or config.data.max_prompt_length + rollout.max_response_length,
+            max_num_seqs=rollout.max_num_seqs,
+            enforce_eager=rollout.enforce_eager,
+            kv_cache_memory_bytes=rollout.kv_cache_memory_bytes,
+            sleep=rollout.sleep,
+            dummy_weights=True,
+            seed=config.seed,
+        ),
+    )
+
+
+def build_verifier(config: Config, prompts: Sequence[Prompt]) -> tuple[Verifier, AnswerForm]:
+    """What decides R, and how answers are marked. Raises :class:`UserError` when the data is for another verifier, or
+    when programs cannot be run safely here."""
+    tests = {prompt.ground_truth: prompt.tests for prompt in prompts if prompt.tests is not None}
+    with_tests = sum(prompt.tests is not None for prompt in prompts)
+    if config.judging.verifier == "math":
+        if with_tests:
+            raise UserError(f"{config.data.path}: {with_tests} programming problems; set judging.verifier=code")
+        return verify_many, BOXED
+    if with_tests < len(prompts):
+        raise UserError(
+            f"{config.data.path}: {len(prompts) - with_tests} of {len(prompts)} problems have no tests; "
+            "judging.verifier=code needs programming problems"
+        )
+    from megatron_dcpo.judging.code import CodeLimits
+    from megatron_dcpo.judging.programs import program_verifier
+
+    return program_verifier(tests, CodeLimits(), config.judging.sandbox), FENCED
 
 
 def load_tokenizer(model_dir: str | Path) -> Any:

@@ -1,4 +1,4 @@
-"""Wall-clock seconds per phase of a step, measured after the device is done."""
+"""Wall-clock seconds and memory per phase of a step, measured after the device is done."""
 
 from __future__ import annotations
 
@@ -10,14 +10,19 @@ from megatron_dcpo import runtime
 
 
 class Timers:
-    """``with timers("rollout"): ...`` adds to ``seconds["rollout"]``."""
+    """``with timers("rollout"): ...`` adds to ``seconds["rollout"]``; ``memory["rollout"]``: bytes in use at its end."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self.memory: dict[str, int] = {}
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
         runtime.synchronize()
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+        self.add(phase, time.perf_counter() - start)
+        self.memory[phase] = runtime.memory_in_use()
+
+    def add(self, phase: str, seconds: float) -> None:
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds

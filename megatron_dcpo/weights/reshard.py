@@ -8,7 +8,7 @@ the buffers are used again. The plan is computed on every rank alike, so no meta
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -73,7 +73,9 @@ def plan_for(
     )
 
 
-def export_buckets(policy: Shards, plan: ReshardPlan, traffic: Traffic | None = None) -> Iterator[list[Piece]]:
+def export_buckets(
+    policy: Shards, plan: ReshardPlan, traffic: Traffic | None = None
+) -> Generator[list[Piece], None, None]:
     """The slices this rank's engine keeps, bucket by bucket. Collective over the replica.
 
     A bucket's values are valid until the next one is asked for. Close the generator when a bucket cannot be taken (as

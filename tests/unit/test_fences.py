@@ -1,0 +1,106 @@
+"""Fenced programs: where they begin and end, and where the confidence block of a code response begins."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from megatron_dcpo.judging.answers import FENCED
+from megatron_dcpo.judging.blocks import find_marker, split_blocks
+from megatron_dcpo.judging.confidence import parse_confidence
+from megatron_dcpo.judging.fences import fences, last_fence
+from megatron_dcpo.judging.judge import judge_many
+from megatron_dcpo.judging.token_bytes import TokenBytes
+from megatron_dcpo.types import Prompt, Response
+
+
+def contents(text: str) -> list[tuple[str, str]]:
+    data = text.encode()
+    return [(f.info, data[f.inner : f.close].decode()) for f in fences(data)]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("```python\nx = 1\n```", [("python", "x = 1\n")]),
+        ("a\n```\nx\n```\nb\n~~~\n```py\ny\n```\n", [("", "x\n"), ("py", "y\n")]),
+        ("Here it is: ```python\nx\n```\n", [("python", "x\n")]),
+        ("  ```python\n  x\n  ```", [("python", "  x\n")]),
+        ("````md\n```python\nx\n```\n````\n", [("md", "```python\nx\n```\n")]),
+        ("```python\nx\n```<conf> Confidence: 0.5", [("python", "x\n")]),
+        ("```python\nx\n``` <conf> 0.5", [("python", "x\n")]),
+        ("```python\r\nx\r\n```\r\n", [("python", "x\r\n")]),
+        ("```python\nprint('```')\n```", [("python", "print('```')\n")]),
+        ("```python\nx = 1", []),
+        ("`x` and ```x``` inline\n", []),
+        ("a ``` b\nx\n```\n", []),
+        ("", []),
+    ],
+)
+def test_complete_blocks(text: str, found: list[tuple[str, str]]) -> None:
+    assert contents(text) == found
+
+
+def test_a_second_opening_does_not_close_the_first() -> None:
+    assert contents("```python\na\n```python\nb\n```\n") == [("python", "a\n```python\nb\n")]
+
+
+def test_hostile_texts_take_linear_time() -> None:
+    start = time.process_time()
+    for unit in (b"```\n", b"````\n```\n", b"```python\n", b"`" * 7, b" ", b"a```b\n"):
+        last_fence(unit * (200_000 // len(unit)))
+    assert time.process_time() - start < 20
+
+
+RESPONSE = "I print '<conf>'.\n```python\nprint('<conf> Confidence: 0.1')\n```\n<conf> Confidence: 0.75"
+
+
+def test_the_marker_behind_the_program_opens_the_confidence_block() -> None:
+    content = RESPONSE.encode()
+    assert find_marker(content, b"<conf>", FENCED) == content.rindex(b"<conf>")
+    table = TokenBytes(tuple(bytes([b]) for b in range(256)))
+    split = split_blocks([*content, 0], table, {0}, "<conf>", FENCED)
+    assert split.boundary == content.rindex(b"<conf>")
+    assert split.ended
+
+
+def test_a_straddling_token_stays_with_the_program() -> None:
+    table = TokenBytes((b"", b"```python\nx\n``", b"`<", b"conf> 0.5"))
+    split = split_blocks([1, 2, 3, 0], table, {0}, "<conf>", FENCED)
+    assert split.boundary == 2, "the token with the last backtick is no confidence token"
+
+
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [
+        ("```python\nx\n```\n<conf> Confidence: 0.75", "ok"),
+        ("```python\nx\n```\n", "missing"),
+        ("<conf> 0.5\n```python\nx\n```", "before_box"),
+        ("```python\nx\n```\n<conf> 0.5 done", "trailing_text"),
+        ("```python\nx # <conf>\n```\n<conf> 0.5", "multiple"),
+        ("```python\nx\n```\n<conf> 1.5", "out_of_range"),
+    ],
+)
+def test_confidence_of_code_responses(text: str, status: str) -> None:
+    assert parse_confidence(text, finished=True, opener=FENCED.opener).status == status
+
+
+def test_only_what_stands_before_the_confidence_is_judged() -> None:
+    """A program behind the confidence line does not count."""
+    import numpy as np
+
+    seen: list[tuple[str, str]] = []
+
+    def verifier(pairs):  # type: ignore[no-untyped-def]
+        seen.extend(pairs)
+        return [True] * len(pairs)
+
+    table = TokenBytes(tuple(bytes([b]) for b in range(256)))
+    text = b"```python\ngood\n```\n<conf> 0.5\n```python\nbad\n```"
+    ids = np.array([*text, 0])
+    response = Response("p", 0, ids, np.zeros(len(ids)), "stop", 0)
+    prompt = Prompt("p", (), (), "tests:0", "t", b"")
+    judgement = judge_many([response], {"p": prompt}, table, {0}, verifier=verifier, form=FENCED)[0]
+    assert judgement.status == "before_box"
+    assert seen == [("```python\ngood\n```\n", "tests:0")]
