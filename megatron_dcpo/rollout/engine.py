@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
+from megatron_dcpo.errors import UserError
 from megatron_dcpo.types import Prompt, Response
 from megatron_dcpo.weights.piece import Piece
 
@@ -75,3 +78,19 @@ def uniforms(seed: int, step: int, prompt_id: str, sample_index: int, count: int
     digest = hashlib.blake2b(f"{seed}/{step}/{prompt_id}/{sample_index}".encode(), digest_size=16).digest()
     key = np.frombuffer(digest, np.uint64)
     return np.random.Generator(np.random.Philox(key=key)).random(count)
+
+
+def request_seed(seed: int, step: int, prompt_id: str, index: int) -> int:
+    """A 62-bit seed of one sample, independent of the batch, the ranks and what was sampled before."""
+    digest = hashlib.blake2b(f"{seed}/{step}/{prompt_id}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 2
+
+
+def read_eos_token_ids(model_dir: Path) -> tuple[int, ...]:
+    """The ids that end a response: those of ``generation_config.json``, else of ``config.json``."""
+    for file in ("generation_config.json", "config.json"):
+        path = model_dir / file
+        ids = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+        if ids is not None:
+            return tuple(ids) if isinstance(ids, list) else (int(ids),)
+    raise UserError(f"{model_dir}: neither generation_config.json nor config.json names eos_token_id")

@@ -10,7 +10,6 @@ import atexit
 import contextlib
 import gc
 import hashlib
-import json
 import logging
 import os
 import random
@@ -26,7 +25,7 @@ import torch.distributed as dist
 from megatron_dcpo import runtime
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.rollout.choose import choose_engine
-from megatron_dcpo.rollout.engine import EngineError, SamplingConfig
+from megatron_dcpo.rollout.engine import EngineError, SamplingConfig, read_eos_token_ids, request_seed
 from megatron_dcpo.signals import RolloutAbandoned, stop_requested
 from megatron_dcpo.types import Prompt, Response
 from megatron_dcpo.weights.architecture import read_architecture
@@ -266,22 +265,6 @@ class VllmEngine:
             raise UserError(f"rollout.engine=vllm: vLLM is installed but cannot be imported ({error})") from None
         llm.update_weight_version("0")
         return llm
-
-
-def request_seed(seed: int, step: int, prompt_id: str, index: int) -> int:
-    """A 62-bit seed of one sample, independent of the batch, the ranks and what was sampled before."""
-    digest = hashlib.blake2b(f"{seed}/{step}/{prompt_id}/{index}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 2
-
-
-def read_eos_token_ids(model_dir: Path) -> tuple[int, ...]:
-    """The ids that end a response: those of ``generation_config.json``, else of ``config.json``."""
-    for file in ("generation_config.json", "config.json"):
-        path = model_dir / file
-        ids = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-        if ids is not None:
-            return tuple(ids) if isinstance(ids, list) else (int(ids),)
-    raise UserError(f"{model_dir}: neither generation_config.json nor config.json names eos_token_id")
 
 
 def _prepare_environment() -> None:

@@ -111,7 +111,8 @@ def build_engine(config: Config, topology: Topology) -> Engine:
     if rollout.engine == "server":
         from megatron_dcpo.rollout.server import ServerEngine
 
-        return ServerEngine(rollout.endpoint, config.model.path, rollout.max_num_seqs)
+        exchange = Path(config.run_dir) / "engine_weights"
+        return ServerEngine(rollout.endpoint, config.model.path, exchange, rollout.max_num_seqs)
     if choose_engine(rollout.engine, config.model.path) == "transformers":
         if size > 1:
             raise UserError(f"rollout.tensor_model_parallel_size={size} needs vLLM, which cannot be used here")
