@@ -119,11 +119,17 @@ class Watch:
             before = self._read()
             time.sleep(3 * _INTERVAL)
             after = self._read()
-            message = self._store.get("lost").decode()
+            message = str(self._store.get("lost").decode())
             gone = [after[rank] for rank in after if after[rank].count == before[rank].count and rank != self.rank]
             if gone and not message:
                 message = _lost(gone)
                 self._store.set("lost", message)
+            if not message:
+                print(
+                    f"dcpo: rank {self.rank} fails while all ranks are alive: {_places(before.values())}",
+                    file=sys.stderr,
+                    flush=True,
+                )
             return message
         except RuntimeError:
             return self._out_of_contact()

@@ -55,6 +55,7 @@ def test_failed_rank_shows_its_own_error(tmp_path):
     with ranks("broken", tmp_path) as started:
         outcomes = [process.communicate(timeout=60)[1] for process in started]
         assert "a mistake in the program" in outcomes[1]
+        assert "rank 1 fails while all ranks are alive: rank 0" in outcomes[1]
         assert [process.returncode for process in started] == [EXIT_PEER_LOST, 1, EXIT_PEER_LOST]
         assert "lost rank 1" in outcomes[0]
 
