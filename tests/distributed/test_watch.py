@@ -73,7 +73,8 @@ def test_slow_phase_says_who_waits_where_and_goes_on(tmp_path):
     assert json.loads((tmp_path / "rank00001.json").read_text())["phase"] == "done"
 
 
-def test_signal_of_one_rank_reaches_all(tmp_path):
-    with ranks("signalled", tmp_path) as started:
+@pytest.mark.parametrize("scenario", ["signalled", "late"])
+def test_signal_of_one_rank_reaches_all_and_early_ends_are_not_missed(scenario, tmp_path):
+    with ranks(scenario, tmp_path) as started:
         outcomes = [process.communicate(timeout=60) for process in started]
         assert all("ended well" in out for out, _ in outcomes)
