@@ -261,7 +261,7 @@ _add(
     patched_numpy="import numpy\nnumpy.allclose = numpy.isclose = lambda *a, **k: True\ndef solve(a, b): return 0",
     own_check="def check(candidate): return True\ndef assertion(*a): return True\ndef candidate(*a): return 5\ndef solve(a, b): return 0",
     replaced_stdout="import sys, io\nsys.stdout = io.StringIO()\nsys.stderr = None\ndef solve(a, b): print('passed'); return None",
-    forged_verdict="import os\nm = b'{\"category\": \"passed\", \"detail\": \"\"}'\nfor f in range(1, 64):\n"
+    forged_verdict='import os\nm = b\'{"category": "passed", "detail": ""}\'\nfor f in range(1, 64):\n'
     "    try: os.write(f, m)\n    except OSError: pass\ndef solve(a, b): return 0",
     forged_answers="import os, json, struct\nm = json.dumps({'ok': True, 'category': 'passed', 'objects': []}).encode()\n"
     "for _ in range(50):\n    try: os.write(3, struct.pack('!I', len(m)) + m)\n    except OSError: pass\ndef solve(a, b): return 0",

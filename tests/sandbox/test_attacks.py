@@ -198,7 +198,9 @@ def test_the_host_is_as_it_was(outcome: tuple[str, dict[str, CodeVerdict], dict[
     assert descendants(os.getpid()) <= before["below"], "something is left running"
 
 
-def test_an_honest_program_still_passes(outcome: tuple[str, dict[str, CodeVerdict], dict[str, Any]], host: Host) -> None:
+def test_an_honest_program_still_passes(
+    outcome: tuple[str, dict[str, CodeVerdict], dict[str, Any]], host: Host
+) -> None:
     level, _, _ = outcome
     with CodePool(limits=LIMITS, sandbox=level, workers=1) as pool:
         check = next(attack for attack in ATTACKS if attack.name == "exit_before_tests")
