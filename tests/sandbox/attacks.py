@@ -1,3 +1,4 @@
+# ruff: noqa: E501 - a program is one line of the table
 """Hostile programs by name. Each fails to get R = 1; ``expected`` are the categories it may end with.
 
 Most print or return what they could only know by breaking out: the tests' expected output is ``@SECRET@``, a token that
@@ -28,9 +29,25 @@ class Attack:
 ATTACKS: list[Attack] = []
 
 
+# What a reader of other people's data found, if it is the secret: printed alone, it is the expected output.
+_LEAK = """
+import re as _re
+def leak(*found):
+    for text in found:
+        text = text.decode(errors="replace") if isinstance(text, bytes) else str(text)
+        hit = _re.search("tok" + "en-[0-9a-f]{32}", text)
+        if hit:
+            import os
+            os.write(1, hit[0].encode())
+            os._exit(0)
+"""
+
+
 def _add(family: str, kind: str, expected: str, **programs: str) -> None:
     categories = {"refused": REFUSED, "any": ANY_FAILURE}.get(expected) or set(expected.split())
     for name, program in programs.items():
+        if family in ("reading", "network"):
+            program = _LEAK + program.replace("print(", "leak(")
         ATTACKS.append(Attack(name, family, program, frozenset(categories), kind))
 
 
@@ -70,7 +87,7 @@ _add(
 _add(
     "memory and size",
     "stdin",
-    "memory",
+    "memory timeout",
     memory_bomb="x = bytearray(8 << 30)",
     growing_list="x = []\nwhile True: x.append(bytes(1 << 20))",
     zip_bomb="import zlib\nc = zlib.compressobj()\nd = b''.join(c.compress(bytes(1 << 20)) for _ in range(2000)) + c.flush()\n"
@@ -153,19 +170,18 @@ _add(
     "any",
     environment="import os\nprint(os.environ.get('DCPO_ATTACK_SECRET'))",
     own_environment="print(open('/proc/self/environ').read())",
-    every_process="import glob\nfor p in glob.glob('/proc/[0-9]*/*'):\n    try:\n        t = open(p).read()\n"
-    "        if '@HALF@' in t: print(t)\n    except OSError: pass",
+    every_process="import glob\nfor p in glob.glob('/proc/[0-9]*/*'):\n    try:\n        t = open(p, 'rb').read()\n"
+    "        print(t)\n    except OSError: pass",
     files_of_others="import os\nfor r in ('/root', '/home', '/work', '/data', '/mnt', '@FOLDER@'):\n    for d, _, fs in os.walk(r):\n"
-    "        for f in fs:\n            print(open(os.path.join(d, f), errors='replace').read())",
+    "        for f in fs:\n            try: print(open(os.path.join(d, f), errors='replace').read())\n            except OSError: pass",
     inherited_descriptors="import os\nfor f in range(3, 1024):\n    try:\n        os.set_blocking(f, False)\n"
     "        print(os.read(f, 65536))\n    except OSError: pass",
     descriptors_by_name="import os\nfor f in range(1024):\n    try: print(open(f'/proc/self/fd/{f}', 'rb').read(9999))\n    except OSError: pass",
-    objects="import gc\nfor o in gc.get_objects():\n    if isinstance(o, (str, dict, list)) and '@HALF@' in str(o)[:9999]: print(o)",
+    objects="import gc\nfor o in gc.get_objects():\n    if isinstance(o, (str, bytes, dict, list)): print(str(o)[:9999])",
     frames="import sys\nf = sys._getframe()\nwhile f:\n    print({**f.f_globals, **f.f_locals}); f = f.f_back",
     harness="import sys\nfor n, m in list(sys.modules.items()):\n    if 'dcpo' in n: print(vars(m))",
     own_memory="import re\nfor l in open('/proc/self/maps'):\n    a = re.match(r'(\\w+)-(\\w+) r', l)\n    if a and 'vsyscall' not in l and 'vvar' not in l:\n"
-    "        m = open('/proc/self/mem', 'rb'); m.seek(int(a[1], 16))\n        t = m.read(int(a[2], 16) - int(a[1], 16))\n"
-    "        i = t.find(b'@HALF' + b'@')\n        if i >= 0: print(t[i - 8:i + 32])",
+    "        m = open('/proc/self/mem', 'rb'); m.seek(int(a[1], 16))\n        print(m.read(int(a[2], 16) - int(a[1], 16)))",
     tracing="import sys\ndef t(f, e, a):\n    print(f.f_locals); return t\nsys.settrace(t); sys.setprofile(t)\nimport colorsys",
     audit_hook="import sys\nsys.addaudithook(lambda *a: print(a, file=sys.stderr))\nopen('/dev/null')",
     reads_its_output="import sys\nprint(open('/proc/self/fd/1').read()); print(sys.stdin.read())",
@@ -175,7 +191,7 @@ _add(
 _add(
     "writing",
     "stdin",
-    "refused",
+    "any",
     write_host_folder="open('@FOLDER@/open/written', 'w').write('x')",
     write_library="import os\nopen(os.path.join(os.path.dirname(os.__file__), 'sitecustomize.py'), 'w').write('x')",
     write_interpreter="import sys\nopen(sys.executable, 'r+b').write(b'x')",

@@ -37,7 +37,6 @@ class Host:
     def fill(self, text: str) -> str:
         words = {
             "SECRET": self.secret,
-            "HALF": self.secret[:12],
             "FOLDER": str(self.folder),
             "PORT": str(self.port),
             "ABSTRACT": self.abstract,
@@ -90,7 +89,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     subprocess.run(["rm", "-rf", str(folder)], check=True)
 
 
-def tests_of(attack: Attack, host: Host) -> dict[str, Any]:
+def hidden_tests(attack: Attack, host: Host) -> dict[str, Any]:
     if attack.kind == "stdin":
         return {"kind": "stdin", "cases": [{"input": "2 3\n", "output": "5\n" if "visible" in attack.name else host.secret},
                                            {"input": "4 5\n", "output": host.secret}]}  # fmt: skip
@@ -150,7 +149,7 @@ def run_all(level: str, host: Host) -> dict[str, CodeVerdict]:
         futures = {}
         for attack in ATTACKS:
             text = f"Let me see.\n```python\n{host.fill(attack.program)}\n```\n<conf> Confidence: 1.0"
-            futures[attack.name] = pool.submit(text, tests_of(attack, host))
+            futures[attack.name] = pool.submit(text, hidden_tests(attack, host))
         return {name: future.result(timeout=120) for name, future in futures.items()}
 
 
@@ -198,6 +197,18 @@ def test_the_host_is_as_it_was(outcome: tuple[str, dict[str, CodeVerdict], dict[
     assert descendants(os.getpid()) <= before["below"], "something is left running"
 
 
+def test_the_attacks_are_real(host: Host) -> None:
+    """Without a sandbox the same programs do find the secret: a suite that cannot fail would prove nothing."""
+    names = ["secret_file", "tcp", "unix_socket", "abstract_socket"]
+    with CodePool(limits=LIMITS, sandbox="unsafe", workers=2) as pool:
+        for name in names:
+            attack = next(attack for attack in ATTACKS if attack.name == name)
+            text = f"```python\n{host.fill(attack.program)}\n```"
+            tests = {"kind": "stdin", "cases": [{"input": "", "output": host.secret}]}
+            assert pool.submit(text, tests).result().correct == 1, name
+    host.connections.clear()
+
+
 def test_an_honest_program_still_passes(
     outcome: tuple[str, dict[str, CodeVerdict], dict[str, Any]], host: Host
 ) -> None:
@@ -205,6 +216,6 @@ def test_an_honest_program_still_passes(
     with CodePool(limits=LIMITS, sandbox=level, workers=1) as pool:
         check = next(attack for attack in ATTACKS if attack.name == "exit_before_tests")
         text = "```python\ndef solve(a, b):\n    return a + b\n```"
-        assert pool.submit(text, tests_of(check, host)).result().correct == 1
+        assert pool.submit(text, hidden_tests(check, host)).result().correct == 1
         echo = {"kind": "stdin", "cases": [{"input": host.secret, "output": host.secret}]}
         assert pool.submit("```python\nprint(input())\n```", echo).result().correct == 1

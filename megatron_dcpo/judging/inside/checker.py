@@ -26,13 +26,10 @@ from megatron_dcpo.judging.inside import confine, wire
 
 EVALPLUS_ATOL, EVALPLUS_RTOL = 1e-6, 1e-7
 # Modules that assert lists use without importing them.
-_MODULES = {"np": "numpy", "numpy": "numpy"} | {
-    name: name
-    for name in (
-        *("math cmath re sys itertools functools collections heapq bisect string random datetime".split()),
-        *("copy json operator statistics fractions decimal typing".split()),
-    )
-}
+_MODULES = (
+    "math cmath re sys itertools functools collections heapq bisect string random datetime copy json operator "
+    "statistics fractions decimal typing numpy"
+)
 _CATEGORY_OF_EXIT = {96: "memory", 97: "forbidden", 98: "output_limit"}
 
 
@@ -171,7 +168,10 @@ class Remote:
         return self._line.next(self._on)
 
     def __len__(self) -> int:
-        return self._line.call(self._on, "__len__", (), {})
+        try:
+            return self._line.call(self._on, "__len__", (), {})
+        except AttributeError as error:  # what list() expects of things without a length
+            raise TypeError(str(error)) from None
 
     def __getitem__(self, key: Any) -> Any:
         return self._line.call(self._on, "__getitem__", (key,), {})
@@ -249,8 +249,8 @@ def _lend_names(code: Any, names: dict[str, Any], line: Line) -> bool:
     for name in dict.fromkeys(_globals_read(code)):
         if name in names or hasattr(builtins, name):
             continue
-        if name in _MODULES:
-            names[name] = importlib.import_module(_MODULES[name])
+        if name == "np" or name in _MODULES.split():
+            names[name] = importlib.import_module("numpy" if name == "np" else name)
         else:
             names[name] = Remote(line, {"name": name}, name)
             lent = True
