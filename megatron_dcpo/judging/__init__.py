@@ -5,6 +5,7 @@
 | `judge.py` | the three together: `Response` to `Judgement` |
 | `confidence.py` | strict parser of the stated confidence |
 | `blocks.py` | reasoning and confidence block on sampled ids |
+| `answers.py` | how an answer is marked: a box, or a fenced program |
 | `token_bytes.py` | token id to bytes, byte-level BPE and sentencepiece |
 | `boxes.py` | brace-matched boxes |
 | `math.py` | is the boxed answer right |
@@ -12,4 +13,6 @@
 | `notation.py`, `shapes.py` | one spelling per answer; numerals with a base, ratios, sets, units |
 | `pool.py`, `worker.py` | verification in processes with hard timeouts and a cache |
 | `disagreements.py` | where the verifier and plain string equality differ |
+| `program_verifier.py` | programs against the tests of their problem, for training and evaluation |
+| `program_text.py` | are two programs the same text, which is what their agreement means |
 """
