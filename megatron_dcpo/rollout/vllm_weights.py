@@ -20,9 +20,9 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
-    get_layerwise_info,
     initialize_layerwise_reload,
 )
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from megatron_dcpo import runtime
 from megatron_dcpo.weights.piece import Piece
