@@ -23,20 +23,24 @@ def choose_engine(choice: str, model_dir: str | Path) -> Literal["vllm", "transf
     """
     if choice == "transformers":
         return "transformers"
-    reason = unsupported(read_architecture(model_dir))
+    reason = "vLLM is not installed (on a GPU: pip install 'megatron-dcpo[vllm]'; without one: make setup-engine)"
+    if find_spec("vllm") is not None:
+        try:
+            reason = unsupported(read_architecture(model_dir))
+        except UserError as error:  # a model of another kind, which transformers may know
+            reason = str(error)
+    elif choice == "auto":
+        return "transformers"
     if not reason:
         return "vllm"
     if choice == "vllm":
         raise UserError(f"the vLLM engine cannot be used: {reason}; take the transformers engine instead")
-    if find_spec("vllm") is not None:
-        logger.info("engine auto: transformers, because %s", reason)
+    logger.info("engine auto: transformers, because %s", reason)
     return "transformers"
 
 
 def unsupported(arch: Architecture) -> str:
-    """Why vLLM cannot run ``arch`` here; empty if it can. Does not import vLLM, which takes seconds."""
-    if find_spec("vllm") is None:
-        return "vLLM is not installed (on a GPU: pip install 'megatron-dcpo[vllm]'; without one: make setup-engine)"
+    """Why vLLM, installed, cannot run ``arch`` here; empty if it can. Does not import vLLM, which takes seconds."""
     if not runtime.has_cuda() and arch.kv_channels not in CPU_HEAD_DIMS:
         return f"vLLM's attention on the CPU has no head_dim {arch.kv_channels} (it has {CPU_HEAD_DIMS})"
     return ""

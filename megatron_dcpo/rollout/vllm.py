@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import glob
 import hashlib
 import logging
 import os
@@ -231,6 +232,7 @@ class VllmEngine:
     def _start(self) -> Any:
         options = self.options
         _prepare_environment()
+        self._unlink_shared_memory()
         arguments: dict[str, Any] = {}
         if options.max_model_len:
             arguments["max_model_len"] = min(options.max_model_len, self.arch.max_position_embeddings)
@@ -263,8 +265,18 @@ class VllmEngine:
                 )
         except ImportError as error:
             raise UserError(f"rollout.engine=vllm: vLLM is installed but cannot be imported ({error})") from None
+        self._unlink_shared_memory()
         llm.update_weight_version("0")
         return llm
+
+    def _unlink_shared_memory(self) -> None:
+        """On the CPU the ranks of an engine talk through shared memory whose name is the same in every job of a machine,
+        and stays behind when a job is killed. Without its name it works on, and stands in no one's way."""
+        size, rank = self.tensor_model_parallel_size, int(os.environ.get("RANK", "0"))
+        first = rank - rank % size
+        name = f"[{'-'.join(str(r) for r in range(first, first + size))}]-cpushm_{rank % size}"
+        for path in Path("/dev/shm").glob(f"*-tp:*-{glob.escape(name)}"):
+            path.unlink(missing_ok=True)
 
 
 def _prepare_environment() -> None:

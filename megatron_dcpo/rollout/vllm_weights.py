@@ -18,7 +18,11 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from megatron_dcpo import runtime
 from megatron_dcpo.weights.piece import Piece
@@ -84,6 +88,7 @@ class InProcessTransfer(WeightTransferEngine[_Init, _Update]):
         """Nothing to set up."""
 
     def start_weight_update(self) -> None:
+        self._kept: set[int] = set()
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -101,12 +106,33 @@ class InProcessTransfer(WeightTransferEngine[_Init, _Update]):
                 # On the CPU the output layer keeps a packed copy of its own, which the embedding does not refresh.
                 named.append(("lm_head.weight", tensor))
         self.model.load_weights(iter(named))
+        self._keep_what_waits()
+
+    def _keep_what_waits(self) -> None:
+        """Copy what vLLM has put off until the end of the update, for the bucket will be overwritten.
+
+        It waits for modules to be complete, and by its count those with padding (a vocabulary that is no multiple of 64)
+        or with a shared tensor (tied embeddings) never are.
+        """
+        for layer in self.model.modules():
+            for _, arguments in get_layerwise_info(layer).loaded_weights:
+                for key, value in arguments.arguments.items():
+                    if isinstance(value, Tensor) and not value.is_meta and id(value) not in self._kept:
+                        arguments.arguments[key] = copy = _copied(value)
+                        self._kept.add(id(copy))
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
         """Nothing to release."""
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, EngineSlice):
+        return tensor.clone()
+    piece = tensor.piece
+    return EngineSlice(Piece(piece.name, piece.dim, piece.start, piece.values.clone()), tensor.shape)
 
 
 def register() -> str:

@@ -83,7 +83,12 @@ def _check_finite(run: Run, version: int) -> None:
 
 def _gather_failures(run: Run, failure: str, restarts: int, what: str) -> dict[int, str]:
     """Every failing rank with its reason; logged, and an error once ``restarts`` is used up."""
-    failures = {rank: text for rank, text in enumerate(all_gather_objects(failure)) if text}
+    try:
+        failures = {rank: text for rank, text in enumerate(all_gather_objects(failure)) if text}
+    except RuntimeError as error:
+        if failure:  # it names the rank that is gone, which the lost connection does not
+            raise SynchronisationError(f"{failure} ({what})") from error
+        raise
     if not failures:
         return failures
     # The rank whose engine failed says why; the others only that one did not take its bucket.
