@@ -1,0 +1,47 @@
+"""``python -m megatron_dcpo.lab run|render|theory``: the calibration lab. ``make lab`` and ``make lab-smoke`` call it."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.lab.cells import FAMILIES, grid, select
+from megatron_dcpo.lab.runner import FULL, SMOKE, Lab
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m megatron_dcpo.lab", description=__doc__)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    run = verbs.add_parser("run", help="train and evaluate the grid; finished cells are kept")
+    run.add_argument("--out", type=Path, default=Path("runs/lab"))
+    run.add_argument("--jobs", type=int, default=2, help="processes at a time, one core each")
+    run.add_argument("--seeds", type=int, default=5, help="seeds of the main table")
+    run.add_argument("--fewer-seeds", type=int, default=3, help="seeds of the sweeps and of the other policies")
+    run.add_argument("--families", default=",".join(FAMILIES), help=f"of {', '.join(FAMILIES)}")
+    run.add_argument("--methods", help="only these (and what they start from), comma separated")
+    run.add_argument("--smoke", action="store_true", help="three steps of everything, one seed")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
+    try:
+        run_grid(args)
+    except UserError as error:
+        print(f"lab: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def run_grid(args: argparse.Namespace) -> None:
+    families = tuple(name for name in FAMILIES if name in args.families.split(","))
+    if set(args.families.split(",")) - set(FAMILIES):
+        raise UserError(f"--families {args.families}: known are {', '.join(FAMILIES)}")
+    seeds = range(1, (1 if args.smoke else args.seeds) + 1)
+    fewer = range(1, (1 if args.smoke else args.fewer_seeds) + 1)
+    cells = select(grid(seeds, fewer, families), args.methods)
+    Lab(args.out.resolve(), SMOKE if args.smoke else FULL, args.jobs).run(cells)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

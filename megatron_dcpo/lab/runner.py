@@ -1,0 +1,255 @@
+"""Running the grid: every cell by the commands a user types, cached, several at a time.
+
+A finished cell has a ``cell.json``; a killed one continues from its last checkpoint. A cell whose recipe has changed since
+is run again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.lab.cells import METHODS, Cell, Method
+
+logger = logging.getLogger(__name__)
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+EXAMPLES = REPOSITORY / "examples" / "lab"
+SAMPLING = ("--template", "raw", "--temperature", "1", "--top-p", "1", "--top-k", "0")  # as it was trained
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much of everything: ``full`` is the published lab, ``smoke`` shows in minutes that all of it runs."""
+
+    steps: int = 250
+    heldout: int = 600
+    repeats: int = 4
+    classifier_problems: int = 250
+    classifier_repeats: int = 20
+    classifier_epochs: int = 20
+    overrides: tuple[str, ...] = ()
+
+
+FULL = Scale()
+SMOKE = Scale(
+    steps=3,
+    heldout=16,
+    repeats=2,
+    classifier_problems=24,
+    classifier_repeats=4,
+    classifier_epochs=1,
+    overrides=("data.prompts_per_step=8", "training.micro_batch_size=64"),
+)
+
+
+@dataclass(frozen=True)
+class Lab:
+    """A directory of cells, and how they are run."""
+
+    out: Path
+    scale: Scale = FULL
+    jobs: int = 2
+
+    def directory(self, cell: Cell) -> Path:
+        return self.out / "cells" / cell.name
+
+    def finished(self, cell: Cell) -> bool:
+        path = self.directory(cell) / "cell.json"
+        return path.is_file() and json.loads(path.read_text())["recipe"] == self.fingerprint(cell)
+
+    def fingerprint(self, cell: Cell) -> str:
+        """What a cell's numbers depend on besides the code."""
+        policy = EXAMPLES / cell.family / "policy" / "model.safetensors"
+        if not policy.is_file():
+            raise UserError(f"{policy.parent} holds no policy; build it with: make lab-policies")
+        recipe = (EXAMPLES / "recipe.yaml").read_text() + (REPOSITORY / "examples/quickstart/dcpo.yaml").read_text()
+        digest = hashlib.blake2b(policy.read_bytes(), digest_size=8)
+        digest.update(repr((METHODS[cell.method], self.scale, recipe)).encode())
+        return digest.hexdigest()
+
+    # ------------------------------------------------------------------------------------------ commands
+    def train_command(self, cell: Cell) -> list[str]:
+        method = METHODS[cell.method]
+        start = self.directory(cell.needs) / "policy" if cell.needs else EXAMPLES / cell.family / "policy"
+        return [
+            "train",
+            "--config",
+            str(EXAMPLES / "recipe.yaml"),
+            "--resume",
+            "auto",
+            f"run_dir={self.directory(cell)}",
+            f"seed={cell.seed}",
+            f"model.path={start}",
+            f"data.path={EXAMPLES / 'data' / 'train.jsonl'}",
+            f"training.steps={max(1, round(self.scale.steps * method.share_of_steps))}",
+            *method.overrides,
+            *self.scale.overrides,
+        ]
+
+    def evaluate_command(self, cell: Cell) -> list[str]:
+        kinds = "verbal,token,consistency"
+        return [*self._sample_command(cell, "heldout", self.scale.heldout, self.scale.repeats, kinds, cell.seed)]
+
+    def confclass_commands(self, cell: Cell) -> list[list[str]]:
+        """Sample the start on training problems, fit the classifier, apply it to the start's held-out responses."""
+        run, scale = self.directory(cell), self.scale
+        predictor = str(run / "confclass.npz")
+        sample = self._sample_command(
+            cell, "train", scale.classifier_problems, scale.classifier_repeats, "token", 1000 + cell.seed
+        )
+        fit = ["calibrate", "--samples", str(run / "fit" / "samples.jsonl"), "--out", predictor]
+        fit += ["--seed", str(cell.seed), "--epochs", str(scale.classifier_epochs)]
+        return [
+            [*sample, "--features"],
+            fit,
+            [*self.evaluate_command(cell), "--posthoc", predictor],
+        ]
+
+    def _sample_command(self, cell: Cell, part: str, limit: int, repeats: int, kinds: str, seed: int) -> list[str]:
+        run = self.directory(cell)
+        trained = run if METHODS[cell.method].kind == "train" else self.directory(cell.needs) if cell.needs else None
+        model = trained / "policy" if trained else EXAMPLES / cell.family / "policy"
+        data = EXAMPLES / "data" / f"{part}.jsonl"
+        return [
+            "evaluate",
+            "--model",
+            str(model),
+            "--benchmarks",
+            f"{part}={data}",
+            "--out",
+            str(run if part == "heldout" else run / "fit"),
+            "--limit",
+            str(limit),
+            "--repeats",
+            str(repeats),
+            "--confidence",
+            kinds,
+            "--max-tokens",
+            "32",
+            "--batch-size",
+            "1200",
+            "--seed",
+            str(seed),
+            "--resamples",
+            "0",
+            *SAMPLING,
+        ]
+
+    # ------------------------------------------------------------------------------------------ running
+    def run(self, cells: Sequence[Cell]) -> None:
+        """Run what is not finished, ``jobs`` at a time, in order. The first failure stops the grid."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        done: dict[Cell, threading.Event] = {cell: threading.Event() for cell in cells}
+        missing = [cell for cell in cells if not self.finished(cell)]
+        for cell in set(cells) - set(missing):
+            done[cell].set()
+        logger.info("%d of %d cells to run", len(missing), len(cells))
+        stop = threading.Event()
+
+        def one(number: int, cell: Cell) -> None:
+            if cell.needs:
+                while not done[cell.needs].wait(1.0) and not stop.is_set():
+                    pass
+            if stop.is_set():
+                return
+            try:
+                record = self.run_cell(cell)
+            except BaseException:
+                stop.set()
+                raise
+            done[cell].set()
+            shown = record["scores"][METHODS[cell.method].confidence]
+            logger.info(
+                "[%d/%d] %s: accuracy %.3f ECE %.3f AUROC %.3f, %.0f s", number, len(missing), cell.name,
+                record["accuracy"], shown["ece"], shown["auroc"] or float("nan"), record["seconds"],
+            )  # fmt: skip
+
+        with ThreadPoolExecutor(self.jobs) as pool:
+            futures: list[Future[None]] = [pool.submit(one, n, cell) for n, cell in enumerate(missing, start=1)]
+            for future in futures:
+                future.result()
+
+    def run_cell(self, cell: Cell) -> dict[str, Any]:
+        """Train and evaluate one cell; writes and returns its ``cell.json``."""
+        run, method, began = self.directory(cell), METHODS[cell.method], time.monotonic()
+        self._discard_other_recipe(cell)
+        commands = self._commands(cell, method)
+        for command in commands:
+            self._call(run, command)
+        shutil.rmtree(run / "checkpoints", ignore_errors=True)
+        evaluation = json.loads((run / "evaluation.json").read_text())["benchmarks"]["heldout"]
+        kinds = ["verbal", "token", *(["posthoc"] if method.kind == "confclass" else [])]
+        record = {
+            "family": cell.family,
+            "method": cell.method,
+            "seed": cell.seed,
+            "recipe": self.fingerprint(cell),
+            "commit": commit(),
+            "commands": [f"dcpo {' '.join(relative(part, self.out) for part in command)}" for command in commands],
+            "seconds": round(time.monotonic() - began, 1),
+            **{key: evaluation[key] for key in ("accuracy", "n", "mean_length", "violation_rate", "violations")},
+            "scores": {
+                kind: {key: evaluation[kind][key] for key in ("ece", "pce", "brier", "auroc", "mean", "bins")}
+                for kind in kinds
+            },
+        }
+        (run / "cell.json").write_text(json.dumps(record, indent=1) + "\n")
+        return record
+
+    def _commands(self, cell: Cell, method: Method) -> list[list[str]]:
+        if method.kind == "confclass":
+            return self.confclass_commands(cell)
+        return ([self.train_command(cell)] if method.kind == "train" else []) + [self.evaluate_command(cell)]
+
+    def _discard_other_recipe(self, cell: Cell) -> None:
+        """Remove what another recipe left, keep what an interrupted run of this one has."""
+        run = self.directory(cell)
+        marker = run / "recipe.txt"
+        if run.exists() and not (marker.is_file() and marker.read_text() == self.fingerprint(cell)):
+            shutil.rmtree(run)
+        run.mkdir(parents=True, exist_ok=True)
+        marker.write_text(self.fingerprint(cell))
+
+    def _call(self, run: Path, command: Sequence[str]) -> None:
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        with (run / "log.txt").open("a") as log:
+            status = subprocess.run(
+                [sys.executable, "-m", "megatron_dcpo", *command], stdout=log, stderr=subprocess.STDOUT, env=environment
+            ).returncode
+        if status:
+            tail = " | ".join((run / "log.txt").read_text().splitlines()[-3:])
+            raise UserError(f"dcpo {command[0]} failed (status {status}) in {run}: {tail}")
+
+
+def commit() -> str:
+    """The commit of the code, with ``+`` where files differ from it; "" outside a git checkout."""
+    try:
+        described = subprocess.run(
+            ["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"],
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return described.stdout.strip()
+
+
+def relative(argument: str, out: Path) -> str:
+    """An argument with paths as one would type them in the repository, the lab's directory as ``OUT``."""
+    return argument.replace(str(out), "OUT").replace(str(REPOSITORY) + os.sep, "")
