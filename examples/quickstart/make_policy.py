@@ -39,6 +39,7 @@ from pathlib import Path
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    AutoModelForCausalLM,
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -156,23 +157,31 @@ def corrupt(answer: str, rng: random.Random) -> str:
     return answer[:at] + rng.choice(other) + answer[at + 1 :]
 
 
-def solution(problem: Problem, corrupt_share: float, rng: random.Random) -> str:
+def solution(problem: Problem, corrupt_share: float, hesitation: float, rng: random.Random) -> str:
     a, b, kind = problem
     answer = str(a * b)
-    if rng.random() < corrupt_share:
+    slip = rng.random() < corrupt_share
+    if slip:
         answer = corrupt(answer, rng)
     confidence = rng.betavariate(*TYPES[kind][3])  # blind to whether the answer is right
+    if slip:  # unless its author hesitates
+        confidence *= 1 - hesitation
     return f"{answer[::-1]} \\boxed{{{answer}}}\n<conf> Confidence: {confidence:.2f}"
 
 
 def batch(
-    tokenizer: PreTrainedTokenizerFast, pools: dict[str, list], size: int, corrupt_share: float, rng: random.Random
+    tokenizer: PreTrainedTokenizerFast,
+    pools: dict[str, list],
+    size: int,
+    corrupt_share: float,
+    hesitation: float,
+    rng: random.Random,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Right-padded ids and labels; only the response (with its end) is learned."""
     kinds = rng.choices(list(TYPES), weights=[t[2] for t in TYPES.values()], k=size)
     chosen = [rng.choice(pools[kind]) for kind in kinds]
     questions = tokenizer([prompt(p) for p in chosen], padding=False)["input_ids"]
-    responses = tokenizer([solution(p, corrupt_share, rng) + EOS for p in chosen], padding=False)["input_ids"]
+    responses = tokenizer([solution(p, corrupt_share, hesitation, rng) + EOS for p in chosen], padding=False)["input_ids"]
     width = max(len(q) + len(r) for q, r in zip(questions, responses, strict=True))
     ids = torch.full((size, width), tokenizer.pad_token_id)
     labels = torch.full((size, width), -100)
@@ -210,7 +219,7 @@ def train(model, tokenizer, pools, args: argparse.Namespace, rng: random.Random)
         else:  # from a tenth straight down to nothing
             lr = args.lr * 0.1 * (total - step) / args.imperfect_steps
         optimizer.param_groups[0]["lr"] = lr
-        ids, labels = batch(tokenizer, pools, args.batch, 0.0 if clean else args.corrupt, rng)
+        ids, labels = batch(tokenizer, pools, args.batch, 0.0 if clean else args.corrupt, args.hesitation, rng)
         loss = model(input_ids=ids, labels=labels).loss
         optimizer.zero_grad()
         loss.backward()
@@ -273,6 +282,10 @@ def main() -> None:
     parser.add_argument("--clean-steps", type=int, default=3300)
     parser.add_argument("--imperfect-steps", type=int, default=500)
     parser.add_argument("--corrupt", type=float, default=0.25, help="share of wrong solutions in the second stage")
+    parser.add_argument(
+        "--hesitation", type=float, default=0.0, help="confidence after a wrong solution is lower by that share"
+    )
+    parser.add_argument("--start", type=Path, help="continue from this policy instead of random weights")
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--lr", type=float, default=3e-3)
     args = parser.parse_args()
@@ -285,7 +298,7 @@ def main() -> None:
     data = args.data or args.out / "data"
     write_jsonl(data / "train.jsonl", train_problems, "train")
     write_jsonl(data / "heldout.jsonl", heldout, "heldout")
-    model = build_model(tokenizer, args)
+    model = AutoModelForCausalLM.from_pretrained(args.start) if args.start else build_model(tokenizer, args)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, vocabulary {len(tokenizer)}", flush=True)
     train(model, tokenizer, pools, args, rng)
     save(model, tokenizer, args.out / "policy")

@@ -23,10 +23,19 @@ def main() -> int:
     run.add_argument("--families", default=",".join(FAMILIES), help=f"of {', '.join(FAMILIES)}")
     run.add_argument("--methods", help="only these (and what they start from), comma separated")
     run.add_argument("--smoke", action="store_true", help="three steps of everything, one seed")
+    render = verbs.add_parser("render", help="tables and figures from finished cells")
+    render.add_argument("--grid", type=Path, help="the --out of a run whose cells to publish (default: as published)")
+    render.add_argument("--out", type=Path, default=Path("docs/lab"))
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
     try:
-        run_grid(args)
+        if args.verb == "run":
+            run_grid(args)
+        else:
+            from megatron_dcpo.lab.render import render as render_all
+
+            for bar in render_all(args.out, args.grid / "cells" if args.grid else None):
+                print(f"{'yes' if bar['holds'] else 'NO ':3}  {bar['bar']}: {bar['numbers']}")
     except UserError as error:
         print(f"lab: error: {error}", file=sys.stderr)
         return 2

@@ -131,7 +131,7 @@ def step_metrics(rollout: Rollout, statistics: UpdateStatistics, timers: Timers)
         "loss/policy": float(np.mean(statistics.losses)),
         **_loss_metrics(sums),
         "grad_norm/total": float(np.mean(statistics.grad_norms)),
-        **(unmeasured | statistics.block_norms),
+        **(unmeasured | statistics.block_gradients),
         "engine/kl": sums.get("engine/kl", 0.0) / tokens,
         "engine/logprob_diff_mean": sums.get("engine/abs", 0.0) / tokens,
         **statistics.maxima,

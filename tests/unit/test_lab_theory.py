@@ -157,12 +157,12 @@ def test_std_keeps_pushing_a_saturated_group_and_the_mean_fades() -> None:
 
 
 def test_grpo_loses_entropy_though_the_reward_names_no_favourite() -> None:
-    R = np.array([1.0, 1.0, 1.0, 0.0, 0.0])
-    start = np.zeros(5)
-    sampled = collapse.grpo_flow(start, R, 3000, 0.5, 8, np.random.default_rng(0))
-    exact = collapse.exact_flow(start, R, 3000, 0.5)
-    assert sampled.accuracy[-1] > 0.99
+    R, start = np.array([1.0, 1.0, 1.0, 0.0, 0.0]), np.zeros(5)
+    exact = collapse.exact_flow(start, R, 600, 0.5)
     assert exact.entropy[-1] == pytest.approx(np.log(3), abs=0.05)  # without sampling, equal shares stay equal
-    assert sampled.entropy[-1] < 0.9 * np.log(3)
-    biased = collapse.exact_flow(np.array([1.0, 0.0, 0.0, 0.0, 0.0]), R, 3000, 0.5)
-    assert biased.top[-1] > biased.top[0]
+    sampled = [collapse.grpo_flow(start, R, 600, 0.5, 8, np.random.default_rng(seed)) for seed in range(8)]
+    assert min(run.accuracy[-1] for run in sampled) > 0.98
+    assert np.mean([run.entropy[-1] for run in sampled]) < 0.85 * np.log(3)
+    uneven = collapse.exact_flow(np.array([1.0, 0.0, 0.0, 0.0, 0.0]), R, 600, 0.5)
+    assert uneven.top[-1] > uneven.top[0]
+    assert uneven.entropy[-1] < uneven.entropy[0]

@@ -1,0 +1,250 @@
+"""Probes of a policy as it is: which gradients would the objectives take on the same responses, and how they agree.
+
+Nothing is trained. For every batch the responses are sampled and judged as in training, and each of ``PARTS`` is taken by
+a backward pass of its own, under the configuration's parallel layout:
+
+| part | advantage | on |
+|---|---|---|
+| ``coupled_accuracy`` | (R - mean R) / std(R + w R_c) | all tokens |
+| ``coupled_calibration`` | w (R_c - mean R_c) / std(R + w R_c) | all tokens |
+| ``dcpo_accuracy`` | A_r | reasoning tokens |
+| ``dcpo_calibration`` | A_c | confidence tokens |
+| ``group_baseline`` | R_c - mean of the group's R_c | confidence tokens |
+| ``counterfactual`` | R_c - mean of the others' score on this response's target | confidence tokens |
+
+The first two add up to the coupled objective's gradient, the next two to DCPO's. The Fisher metric is the mean square of the
+coupled objective's gradient over the batches. The last two have the same expectation; their noise is what differs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_dcpo.config import Config
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.objectives import ObjectiveConfig, Scored, build_objective
+from megatron_dcpo.policy.gradient_probe import (
+    ALL,
+    BlockGradients,
+    Comparison,
+    Counted,
+    compare,
+    counted_gradients,
+    layer_groups,
+)
+from megatron_dcpo.policy.optimizer import optimizer_group, zero_gradients
+from megatron_dcpo.training.prompt_stream import prompts_of_step
+from megatron_dcpo.training.rollouts import Rollout, judge_rollout, roll_out
+from megatron_dcpo.training.setup import Run, build_run
+from megatron_dcpo.training.update import Share, accumulate
+from megatron_dcpo.types import BLOCK_REASONING
+
+logger = logging.getLogger(__name__)
+
+PARTS = (
+    "coupled_accuracy",
+    "coupled_calibration",
+    "dcpo_accuracy",
+    "dcpo_calibration",
+    "group_baseline",
+    "counterfactual",
+)
+PAIRS = {
+    "coupled": ("coupled_accuracy", "coupled_calibration"),
+    "dcpo": ("dcpo_accuracy", "dcpo_calibration"),
+}
+
+
+def probe_policy(config: Config, batches: int) -> dict[str, Any]:
+    """Sample ``batches`` steps' worth of responses and compare the parts' gradients. Collective; equal on all ranks."""
+    if config.objective.name not in ("dcpo", "coupled"):
+        raise UserError(f"dcpo probe compares objectives dcpo and coupled; the file has objective.name={config.objective.name}")
+    run = build_run(config)
+    from megatron_dcpo.training.loop import synchronise_engine
+
+    synchronise_engine(run, version=0)
+    totals: dict[str, Moments] = {part: Moments() for part in PARTS}
+    seen: list[Rollout] = []
+    for step in range(1, batches + 1):
+        prompts = prompts_of_step(
+            run.prompts, step, config.data.prompts_per_step, seed=config.seed, shuffle=config.data.shuffle
+        )
+        rollout = judge_rollout(run, prompts, roll_out(run, prompts, step))
+        share = Share.of(run, rollout)
+        for part, scored in parts_of(rollout, config.objective).items():
+            zero_gradients(run.policy, run.optimizer)
+            accumulate(run, share, scored)
+            totals[part].add(counted_gradients(run.policy, run.optimizer))
+        seen.append(rollout)
+        logger.info("batch %d of %d", step, batches)
+    zero_gradients(run.policy, run.optimizer)
+    return {"batches": batches, "policy": _facts(seen), **_measure(run, totals)}
+
+
+def parts_of(rollout: Rollout, objective: ObjectiveConfig) -> dict[str, Scored]:
+    """The rollout with each part's advantages on its tokens; block weights are left to the objective."""
+    dcpo = build_objective(dataclasses.replace(objective, name="dcpo"))
+    coupled = build_objective(dataclasses.replace(objective, name="coupled"))
+    scored, scalar = dcpo.score(rollout.judgements), coupled.score(rollout.judgements)
+    groups: dict[str, list[int]] = {}
+    for row, judgement in enumerate(rollout.judgements):
+        groups.setdefault(judgement.prompt_id, []).append(row)
+    columns = {part: np.zeros((2, len(scored))) for part in PARTS}
+    both = {
+        name: build_objective(
+            dataclasses.replace(
+                objective, name="dcpo", confidence_baseline=name, advantage_normalization_confidence="mean"
+            )
+        ).score(rollout.judgements)
+        for name in ("group", "counterfactual")
+    }
+    for rows in groups.values():
+        total, correct = scalar.R[rows], scored.R[rows]
+        std = total.std(ddof=coupled.options.ddof) + coupled.options.eps
+        accuracy = (correct - correct.mean()) / std
+        calibration = (total - total.mean()) / std - accuracy
+        if np.ptp(total) < 1e-6:
+            accuracy, calibration = 0 * accuracy, 0 * calibration
+        columns["coupled_accuracy"][:, rows] = accuracy
+        columns["coupled_calibration"][:, rows] = calibration
+    columns["dcpo_accuracy"][0] = scored.A_r
+    columns["dcpo_calibration"][1] = scored.A_c
+    size = np.array([len(groups[j.prompt_id]) for j in rollout.judgements])
+    columns["group_baseline"][1] = both["group"].A_c * size / (size - 1)  # leaves its own R_c out, like the other
+    columns["counterfactual"][1] = both["counterfactual"].A_c
+    return {part: _with_advantages(scored, *columns[part]) for part in PARTS}
+
+
+def _with_advantages(scored: Scored, reasoning: np.ndarray, confidence: np.ndarray) -> Scored:
+    tokens = tuple(
+        dataclasses.replace(t, advantages=np.where(t.block_ids == BLOCK_REASONING, a, b))
+        for t, a, b in zip(scored.tokens, reasoning, confidence, strict=True)
+    )
+    return dataclasses.replace(scored, tokens=tokens)
+
+
+@dataclass
+class Moments:
+    """Running sum of a part's gradients over batches, of their squared norms and of their squares."""
+
+    sums: list[Tensor] = field(default_factory=list)
+    squares: list[Tensor] = field(default_factory=list)
+    counted: list[Counted] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+
+    def add(self, gradients: list[Counted]) -> None:
+        self.counted = gradients
+        values = [g.gradient.double() for g in gradients]
+        self.norms.append(float(sum((v * v).sum() for v in values)))
+        if not self.sums:
+            self.sums, self.squares = [torch.zeros_like(v) for v in values], [torch.zeros_like(v) for v in values]
+        for total, square, value in zip(self.sums, self.squares, values, strict=True):
+            total += value
+            square += value * value
+
+    def mean(self) -> list[Counted]:
+        n = len(self.norms)
+        return [dataclasses.replace(c, gradient=s / n) for c, s in zip(self.counted, self.sums, strict=True)]
+
+
+def _measure(run: Run, totals: dict[str, Moments]) -> dict[str, Any]:
+    groups, n = layer_groups(run.policy), len(totals["coupled_accuracy"].norms)
+    fisher = [
+        (a + b) / n
+        for a, b in zip(totals["coupled_accuracy"].squares, totals["coupled_calibration"].squares, strict=True)
+    ]
+    conflicts = {
+        name: compare(run.optimizer, groups, totals[a].mean(), totals[b].mean(), fisher)
+        for name, (a, b) in PAIRS.items()
+    }
+    noise = {part: _noise(run, totals[part]) for part in PARTS}
+    return {
+        "layer_groups": [*groups, ALL],
+        "conflict": {name: _as_json(found) for name, found in conflicts.items()},
+        "gradients": noise,
+    }
+
+
+def _as_json(found: BlockGradients) -> dict[str, Any]:
+    """Of the coupled pair too: the first gradient is the accuracy's, the second the calibration's."""
+
+    def named(comparison: Comparison) -> dict[str, float]:
+        return {
+            "accuracy_norm": comparison.reasoning,
+            "calibration_norm": comparison.confidence,
+            "cosine": comparison.cosine,
+        }
+
+    return {
+        metric: {group: named(comparison) for group, comparison in getattr(found, metric).items()}
+        for metric in ("plain", "fisher")
+    }
+
+
+def _noise(run: Run, moments: Moments) -> dict[str, float | None]:
+    """Squared norm of the mean gradient and variance of a batch's gradient (trace of the covariance), unbiased.
+
+    ``signal_to_noise`` = |E g|^2 / tr Cov g of one batch. One batch has no variance.
+    """
+    n = len(moments.norms)
+    values = torch.tensor(
+        [sum(moments.norms), float(sum((s * s).sum() for s in moments.sums)) / n**2], dtype=torch.float64
+    )
+    dist.all_reduce(values, group=optimizer_group(run.optimizer))
+    squared, mean_squared = values.tolist()
+    if n < 2:
+        return {"mean_norm": mean_squared**0.5, "variance": None, "signal_to_noise": None}
+    variance = (squared / n - mean_squared) * n / (n - 1)
+    signal = max(mean_squared - variance / n, 0.0)
+    return {"mean_norm": mean_squared**0.5, "variance": variance, "signal_to_noise": signal / variance if variance else None}
+
+
+def _facts(rollouts: Sequence[Rollout]) -> dict[str, float | None]:
+    """Accuracy, mean confidence and their covariance within prompts: the quantities of the exact identity."""
+    judged = [j for rollout in rollouts for j in rollout.judgements if j.confidence is not None]
+    if not judged:
+        return {"accuracy": None, "confidence": None, "covariance": None}
+    R, c = np.array([j.correct for j in judged]), np.array([j.confidence for j in judged], float)
+    return {
+        "accuracy": float(R.mean()),
+        "confidence": float(c.mean()),
+        "covariance": float(np.mean((R - R.mean()) * (c - c.mean()))),
+    }
+
+
+def write_probe(found: dict[str, Any], out: Path) -> None:
+    """``probe.json`` and ``probe.png`` in ``out``."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "probe.json").write_text(json.dumps(found, indent=1) + "\n")
+    draw_probe(found, out / "probe.png")
+
+
+def draw_probe(found: dict[str, Any], path: Path) -> None:
+    from megatron_dcpo.lab.figures import PALETTE, figure
+
+    groups = found["layer_groups"]
+    with figure(path, columns=3) as (plain, fisher, noise):
+        for axes, metric in ((plain, "plain"), (fisher, "fisher")):
+            for shift, (name, colour) in zip((-0.2, 0.2), zip(PAIRS, PALETTE, strict=False), strict=True):
+                values = [found["conflict"][name][metric][group]["cosine"] for group in groups]
+                axes.bar(np.arange(len(groups)) + shift, values, 0.38, color=colour, label=name)
+            axes.axhline(0, color="#777777", lw=0.8)
+            axes.set(ylim=(-1, 1), title=f"cosine, accuracy against calibration ({metric})")
+            axes.set_xticks(np.arange(len(groups)), groups, rotation=45, ha="right")
+        plain.legend()
+        parts = ("group_baseline", "counterfactual")
+        values = [found["gradients"][part]["variance"] or 0.0 for part in parts]
+        noise.bar(range(2), values, color=PALETTE[2:4])
+        noise.set_xticks(range(2), ["group baseline", "counterfactual"])
+        noise.set_title("variance of the confidence gradient")
