@@ -157,16 +157,20 @@ def corrupt(answer: str, rng: random.Random) -> str:
     return answer[:at] + rng.choice(other) + answer[at + 1 :]
 
 
-def solution(problem: Problem, corrupt_share: float, hesitation: float, rng: random.Random) -> str:
+def solution(problem: Problem, corrupt_share: float, hesitation: float | None, rng: random.Random) -> str:
+    """Wrong in one digit at random, in reasoning and box alike; with ``hesitation``, only in the box: a slip of the pen that
+    can be seen, after which the confidence is lower by that share."""
     a, b, kind = problem
-    answer = str(a * b)
+    reasoning = answer = str(a * b)
     slip = rng.random() < corrupt_share
     if slip:
         answer = corrupt(answer, rng)
+    if hesitation is None:
+        reasoning = answer
     confidence = rng.betavariate(*TYPES[kind][3])  # blind to whether the answer is right
-    if slip:  # unless its author hesitates
+    if slip and hesitation:
         confidence *= 1 - hesitation
-    return f"{answer[::-1]} \\boxed{{{answer}}}\n<conf> Confidence: {confidence:.2f}"
+    return f"{reasoning[::-1]} \\boxed{{{answer}}}\n<conf> Confidence: {confidence:.2f}"
 
 
 def batch(
@@ -174,14 +178,16 @@ def batch(
     pools: dict[str, list],
     size: int,
     corrupt_share: float,
-    hesitation: float,
+    hesitation: float | None,
     rng: random.Random,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Right-padded ids and labels; only the response (with its end) is learned."""
     kinds = rng.choices(list(TYPES), weights=[t[2] for t in TYPES.values()], k=size)
     chosen = [rng.choice(pools[kind]) for kind in kinds]
     questions = tokenizer([prompt(p) for p in chosen], padding=False)["input_ids"]
-    responses = tokenizer([solution(p, corrupt_share, hesitation, rng) + EOS for p in chosen], padding=False)["input_ids"]
+    responses = tokenizer([solution(p, corrupt_share, hesitation, rng) + EOS for p in chosen], padding=False)[
+        "input_ids"
+    ]
     width = max(len(q) + len(r) for q, r in zip(questions, responses, strict=True))
     ids = torch.full((size, width), tokenizer.pad_token_id)
     labels = torch.full((size, width), -100)
@@ -192,9 +198,7 @@ def batch(
 
 
 # ---------------------------------------------------------------------------------------------------- model
-def build_model(
-    tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace
-) -> Qwen3ForCausalLM | LlamaForCausalLM:
+def build_model(tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) -> Qwen3ForCausalLM | LlamaForCausalLM:
     config_type, model_type = {
         "qwen3": (Qwen3Config, Qwen3ForCausalLM),
         "llama": (LlamaConfig, LlamaForCausalLM),
@@ -283,7 +287,7 @@ def main() -> None:
     parser.add_argument("--imperfect-steps", type=int, default=500)
     parser.add_argument("--corrupt", type=float, default=0.25, help="share of wrong solutions in the second stage")
     parser.add_argument(
-        "--hesitation", type=float, default=0.0, help="confidence after a wrong solution is lower by that share"
+        "--hesitation", type=float, help="wrong solutions are slips in the box, with a confidence lower by that share"
     )
     parser.add_argument("--start", type=Path, help="continue from this policy instead of random weights")
     parser.add_argument("--batch", type=int, default=128)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from megatron_dcpo import __version__
 from megatron_dcpo.errors import UserError
 
-VERBS = ("train", "evaluate", "report", "judge", "calibrate", "convert", "objective", "doctor")
+VERBS = ("train", "evaluate", "report", "judge", "calibrate", "convert", "objective", "probe", "doctor")
 _DISK_REFUSES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 

@@ -26,11 +26,17 @@ def main() -> int:
     render = verbs.add_parser("render", help="tables and figures from finished cells")
     render.add_argument("--grid", type=Path, help="the --out of a run whose cells to publish (default: as published)")
     render.add_argument("--out", type=Path, default=Path("docs/lab"))
+    theory = verbs.add_parser("theory", help="the exact small cases")
+    theory.add_argument("--out", type=Path, default=Path("docs/lab"))
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
     try:
         if args.verb == "run":
             run_grid(args)
+        elif args.verb == "theory":
+            from megatron_dcpo.lab.theory import write_theory
+
+            write_theory(args.out)
         else:
             from megatron_dcpo.lab.render import render as render_all
 

@@ -57,7 +57,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         ),
     }
 )
-MAIN = ("base", "grpo", "confclass", "rlcr", "ccgspg", "coupled", "posthoc", "dcpo", "dcpo_i", "dcpo_g", "dcpo_proper")
+MAIN = ("base", "dcpo_proper", "dcpo", "grpo", "rlcr", "coupled", "ccgspg", "dcpo_i", "dcpo_g", "posthoc", "confclass")
 SWEEP = ("dcpo_lam025", "dcpo_lam075", "brier_lam05", "brier_lam0")
 TRANSFER = ("base", "grpo", "dcpo", "dcpo_proper")
 FAMILIES = ("qwen3", "llama", "large")

@@ -1,10 +1,11 @@
 """The group as estimator of a prompt's accuracy p (paper, group-level target), exactly and by sampling.
 
 * The group accuracy of G responses is unbiased with variance p(1 - p)/G; a single label has p(1 - p).
-* Descending |c - t|, the step is sign(c - t). With single labels its variance is 4p(1 - p); with the exact accuracy, 0; with
-  the group accuracy of G, 4q(1 - q) where q = P(Rt < c), which falls exponentially in G except around c = p.
-* The advantage of a confidence is noisy twice: by the sampled c, which is what it should judge, and by the sampled label. The
-  counterfactual baseline of ``objectives.dcpo`` takes the second part out.
+* Descending |c - t|, the step is sign(c - t). With single labels its variance is 4p(1 - p); with the exact accuracy, 0;
+  with the group accuracy of G, 4q(1 - q) where q = P(Rt < c), which falls exponentially in G except around c = p.
+* The advantage of a confidence is noisy twice: by the sampled c, which is what it should judge, and by the sampled
+  label. A Brier score is -c^2 + (2c - 1) R, so the label's noise enters with 2c - 1; against the counterfactual baseline
+  of ``objectives.dcpo`` it enters with 2(c - mean c) only, which is little wherever the policy is sure of itself.
 """
 
 from __future__ import annotations

@@ -54,7 +54,9 @@ def softmax(logits: np.ndarray) -> np.ndarray:
     return weights / weights.sum()
 
 
-def fisher_conflict(logits: np.ndarray, R: np.ndarray, phi: np.ndarray, loss: str, target: float | None = None) -> Conflict:
+def fisher_conflict(
+    logits: np.ndarray, R: np.ndarray, phi: np.ndarray, loss: str, target: float | None = None
+) -> Conflict:
     """The conflict of the policy softmax(``logits``) [K], right with ``R`` [K], confident with ``phi`` [K].
 
     ``target``: what the confidence is to equal, held fixed while differentiating; by default the accuracy E[R].

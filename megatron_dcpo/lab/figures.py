@@ -25,7 +25,9 @@ STYLE: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": Fal
 
 
 @contextmanager
-def figure(path: Path, columns: int = 1, rows: int = 1, width: float = 4.6, height: float = 3.3) -> Iterator[list[Axes]]:
+def figure(
+    path: Path, columns: int = 1, rows: int = 1, width: float = 4.6, height: float = 3.3
+) -> Iterator[list[Axes]]:
     """A figure of ``columns`` x ``rows`` axes, saved as ``path`` when the block ends."""
     with rc_context(STYLE):
         drawn = Figure(figsize=(width * columns, height * rows), layout="constrained")
@@ -36,7 +38,13 @@ def figure(path: Path, columns: int = 1, rows: int = 1, width: float = 4.6, heig
 
 def colour(method: str) -> str:
     fixed = {"base": "#8C8C8C", "grpo": PALETTE[1], "dcpo": PALETTE[0], "dcpo_proper": PALETTE[2], "rlcr": PALETTE[3]}
-    fixed |= {"coupled": PALETTE[5], "dcpo_i": PALETTE[4], "dcpo_g": PALETTE[6], "ccgspg": "#5b4636", "confclass": "#b3a100"}
+    fixed |= {
+        "coupled": PALETTE[5],
+        "dcpo_i": PALETTE[4],
+        "dcpo_g": PALETTE[6],
+        "ccgspg": "#5b4636",
+        "confclass": "#b3a100",
+    }
     return fixed.get(method.split("_token")[0].split("_verbal")[0], "#444444")
 
 
@@ -86,7 +94,9 @@ def _probed(axes: Axes, cells: Cells, method: str, metric: str, style: str, labe
     found = curves(cells, method, metric)
     if found.size:
         measured = np.isfinite(found).all(0)
-        axes.plot(np.nonzero(measured)[0] + 1, found[:, measured].mean(0), style, color=colour(method), label=label, lw=1.2)
+        axes.plot(
+            np.nonzero(measured)[0] + 1, found[:, measured].mean(0), style, color=colour(method), label=label, lw=1.2
+        )
 
 
 def lengths(cells: Cells, path: Path) -> None:
@@ -144,9 +154,10 @@ def accuracy_against_ece(cells: Cells, path: Path) -> None:
                 if name.startswith(("dcpo_lam", "brier")):
                     continue
                 x, y = interval(row[metric]), interval(row["accuracy"])
-                token = name.endswith("_token")
-                axes.errorbar(x.mean, y.mean, xerr=_half(x), yerr=_half(y), fmt="s" if token else "o", ms=4, color=colour(name))
-                axes.annotate(row_title(name), (x.mean, y.mean), xytext=(4, 4), textcoords="offset points", fontsize=6.5)
+                shape = "s" if name.endswith("_token") else "o"
+                axes.errorbar(x.mean, y.mean, xerr=_half(x), yerr=_half(y), fmt=shape, ms=4, color=colour(name))
+                at = {"xytext": (4, 4), "textcoords": "offset points", "fontsize": 6.5}
+                axes.annotate(row_title(name), (x.mean, y.mean), **at)
             axes.set(xlabel=f"{label} (held out)", ylabel="accuracy (held out)")
 
 

@@ -12,8 +12,9 @@ a backward pass of its own, under the configuration's parallel layout:
 | ``group_baseline`` | R_c - mean of the group's R_c | confidence tokens |
 | ``counterfactual`` | R_c - mean of the others' score on this response's target | confidence tokens |
 
-The first two add up to the coupled objective's gradient, the next two to DCPO's. The Fisher metric is the mean square of the
-coupled objective's gradient over the batches. The last two have the same expectation; their noise is what differs.
+Options of the objective are the configuration's, whatever method it names. The first two add up to the coupled
+objective's gradient, the next two to DCPO's. The Fisher metric is the mean square of the coupled objective's two parts over
+the batches. The last two have the same expectation; their noise is what differs.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dcpo.config import Config
-from megatron_dcpo.errors import UserError
 from megatron_dcpo.objectives import ObjectiveConfig, Scored, build_objective
 from megatron_dcpo.policy.gradient_probe import (
     ALL,
@@ -49,6 +49,7 @@ from megatron_dcpo.training.rollouts import Rollout, judge_rollout, roll_out
 from megatron_dcpo.training.setup import Run, build_run
 from megatron_dcpo.training.update import Share, accumulate
 from megatron_dcpo.types import BLOCK_REASONING
+from megatron_dcpo.weights.reshard import export_pieces
 
 logger = logging.getLogger(__name__)
 
@@ -68,12 +69,9 @@ PAIRS = {
 
 def probe_policy(config: Config, batches: int) -> dict[str, Any]:
     """Sample ``batches`` steps' worth of responses and compare the parts' gradients. Collective; equal on all ranks."""
-    if config.objective.name not in ("dcpo", "coupled"):
-        raise UserError(f"dcpo probe compares objectives dcpo and coupled; the file has objective.name={config.objective.name}")
+    config = dataclasses.replace(config, objective=dataclasses.replace(config.objective, name="dcpo"))
     run = build_run(config)
-    from megatron_dcpo.training.loop import synchronise_engine
-
-    synchronise_engine(run, version=0)
+    run.engine.update_weights(export_pieces(run.policy), 0)
     totals: dict[str, Moments] = {part: Moments() for part in PARTS}
     seen: list[Rollout] = []
     for step in range(1, batches + 1):
@@ -207,7 +205,11 @@ def _noise(run: Run, moments: Moments) -> dict[str, float | None]:
         return {"mean_norm": mean_squared**0.5, "variance": None, "signal_to_noise": None}
     variance = (squared / n - mean_squared) * n / (n - 1)
     signal = max(mean_squared - variance / n, 0.0)
-    return {"mean_norm": mean_squared**0.5, "variance": variance, "signal_to_noise": signal / variance if variance else None}
+    return {
+        "mean_norm": mean_squared**0.5,
+        "variance": variance,
+        "signal_to_noise": signal / variance if variance else None,
+    }
 
 
 def _facts(rollouts: Sequence[Rollout]) -> dict[str, float | None]:
@@ -228,6 +230,21 @@ def write_probe(found: dict[str, Any], out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / "probe.json").write_text(json.dumps(found, indent=1) + "\n")
     draw_probe(found, out / "probe.png")
+
+
+def summary_lines(found: dict[str, Any]) -> list[str]:
+    """The measurement in a few lines of text."""
+    lines = []
+    for name, conflict in found["conflict"].items():
+        plain, fisher = conflict["plain"][ALL], conflict["fisher"][ALL]
+        lines.append(
+            f"{name:8} accuracy against calibration: cosine {plain['cosine']:+.3f} (Fisher {fisher['cosine']:+.3f}), "
+            f"norms {plain['accuracy_norm']:.2e} and {plain['calibration_norm']:.2e}"
+        )
+    for part in ("group_baseline", "counterfactual"):
+        variance = found["gradients"][part]["variance"]
+        lines.append(f"{part:15} variance of the confidence gradient: {'–' if variance is None else f'{variance:.2e}'}")
+    return lines
 
 
 def draw_probe(found: dict[str, Any], path: Path) -> None:

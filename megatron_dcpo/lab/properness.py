@@ -54,7 +54,7 @@ class Settled:
 def settle(
     objective: ObjectiveConfig, p: float, *, group_size: int, steps: int, lr: float, rng: np.random.Generator
 ) -> Settled:
-    """Train softmax(theta) over 21 levels on groups with labels Bernoulli(``p``); averages over the last quarter of steps."""
+    """Train softmax(theta) over 21 levels on groups with labels Bernoulli(``p``); averages over the last quarter."""
     options, levels = objective.resolve(), np.linspace(0, 1, 21)
     theta = np.zeros(len(levels))
     tail: list[tuple[float, float]] = []

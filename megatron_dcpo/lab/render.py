@@ -55,7 +55,8 @@ def tables(cells: list[dict[str, Any]], rows: dict[str, Any], found: list[dict[s
         "Held-out problems. Mean over n seeds ± half the 95 % interval (Student's t). Made by "
         f"`python -m megatron_dcpo.lab render`; {len(cells)} cells, of commit {', '.join(commits)}.",
         "## Main table (the paper's table 1)",
-        "Verbal confidence unless the row names another kind: CCGSPG is made for the token's, ConfClass for its classifier's.",
+        "Verbal confidence unless the row names another kind: CCGSPG is made for the token's, ConfClass for its "
+        "classifier's.",
         markdown_table(main, MAIN_ROWS),
         "## Ablations (the paper's table 3)",
         "DCPO without group labels, without instance labels, without decoupling, without on-policy training; then, step by "
@@ -67,12 +68,15 @@ def tables(cells: list[dict[str, Any]], rows: dict[str, Any], found: list[dict[s
         "## Format violations in training, by steps",
         violation_table(cells),
         "## Response length (tokens, held out)",
-        markdown_table(main, [name for name in METHODS if name in main], ("accuracy", "mean_length", "mean_confidence")),
+        markdown_table(
+            main, [name for name in METHODS if name in main], ("accuracy", "mean_length", "mean_confidence")
+        ),
         "## Other policies",
     ]
     for family in FAMILIES[1:]:
         if rows[family]:
-            parts += [f"**{FAMILY_TITLES[family]}**", markdown_table(rows[family], [r for r in rows[family] if "_token" not in r])]
+            verbal = [name for name in rows[family] if not name.endswith("_token")]
+            parts += [f"**{FAMILY_TITLES[family]}**", markdown_table(rows[family], verbal)]
     parts += ["## Bars", bars_table(found), "## Every seed", every_seed(main)]
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
 

@@ -47,7 +47,9 @@ def _shown(column: str, value: Interval) -> str:
 def _digits(column: str, value: float) -> str:
     if math.isnan(value):
         return "–"
-    return f"{100 * value:.2f} %" if column == "violation_rate" else f"{value:.1f}" if column == "mean_length" else f"{value:.3f}"
+    if column == "violation_rate":
+        return f"{100 * value:.2f} %"
+    return f"{value:.1f}" if column == "mean_length" else f"{value:.3f}"
 
 
 def sweep_table(rows: Rows) -> str:
@@ -98,7 +100,11 @@ def bars(rows: Rows) -> list[dict[str, Any]]:
         title, ece, auroc = METHODS[name].title, of(name, "ece"), of(name, "auroc")
         gap = of(name, "accuracy").mean - of("grpo", "accuracy").mean
         bar(f"{title}: accuracy at most 1 point below GRPO", gap >= -0.01, f"{100 * gap:+.2f} points")
-        bar(f"{title}: ECE at most {share} x base", ece.mean <= share * base, f"{ece} = {ece.mean / base:.3f} x {base:.3f}")
+        bar(
+            f"{title}: ECE at most {share} x base",
+            ece.mean <= share * base,
+            f"{ece} = {ece.mean / base:.3f} x {base:.3f}",
+        )
         bar(f"{title}: AUROC at least {least}", auroc.mean >= least, str(auroc))
         below = [r for r in rivals if ece.mean < of(r, "ece").mean]
         clear = [r for r in below if apart(ece, of(r, "ece"))]
@@ -111,7 +117,8 @@ def bars(rows: Rows) -> list[dict[str, Any]]:
         clear = apart(ours, paper) and better * (ours.mean - paper.mean) > 0
         bar(f"DCPO-proper against DCPO: {HEADINGS[column]} better, intervals apart", clear, f"{ours} against {paper}")
     gap = of("dcpo_proper", "accuracy").mean - of("dcpo", "accuracy").mean
-    bar("DCPO-proper against DCPO: accuracy not worse", gap >= 0, f"{100 * gap:+.2f} points, {paired(rows, 'dcpo_proper', 'dcpo')}")
+    numbers = f"{100 * gap:+.2f} points, {paired(rows, 'dcpo_proper', 'dcpo')}"
+    bar("DCPO-proper against DCPO: accuracy not worse", gap >= 0, numbers)
     return result
 
 

@@ -7,11 +7,11 @@ and compared with the other's: norms and cosine, under two metrics.
 * fisher: <a, b> = sum_i a_i b_i / (F_i + damping), the direction in which a natural step would trade one block for the
   other. F is the empirical diagonal Fisher matrix as Adam keeps it, the bias-corrected running mean of squared gradients of
   the step's loss (before the first step: the square of this step's gradient); the damping is ``DAMPING`` times the mean of
-  F, so that coordinates with hardly any gradient, whose quotients are rounding noise, do not decide.
+  its positive entries, so that coordinates with hardly any gradient, whose quotients are rounding noise, do not decide.
 
-Every inner product counts a parameter once: shards are summed over tensor-parallel ranks (and over data-parallel ones with the
-distributed optimizer), replicated parameters count on one tensor-parallel rank, tied embeddings on the first stage. These are
-the rules of Megatron's gradient norm (``get_main_grads_for_grad_norm``).
+Every inner product counts a parameter once: shards are summed over tensor-parallel ranks (and over data-parallel ones
+with the distributed optimizer), replicated parameters count on one tensor-parallel rank, tied embeddings on the first
+stage. These are the rules of Megatron's gradient norm (``get_main_grads_for_grad_norm``).
 """
 
 from __future__ import annotations
@@ -99,7 +99,9 @@ class Counted:
     square: Tensor | None
 
 
-def compare(optimizer: Any, groups: list[str], a: list[Counted], b: list[Counted], fisher: list[Tensor]) -> BlockGradients:
+def compare(
+    optimizer: Any, groups: list[str], a: list[Counted], b: list[Counted], fisher: list[Tensor]
+) -> BlockGradients:
     """Norms and cosines of gradients ``a`` and ``b`` (``counted_gradients`` of every rank), by ``groups`` and in all.
 
     ``fisher``: the diagonal metric of each. Two all-reduces of a few numbers, in float64.
@@ -107,7 +109,8 @@ def compare(optimizer: Any, groups: list[str], a: list[Counted], b: list[Counted
     device = torch.device("cpu") if not a else a[0].gradient.device
     total = torch.zeros(2, dtype=torch.float64, device=device)
     for diagonal in fisher:
-        total += torch.stack([diagonal.double().sum(), torch.full((), diagonal.numel(), device=device).double()])
+        # rows that pad the vocabulary never have a gradient, and how many there are depends on the layout
+        total += torch.stack([diagonal.double().sum(), (diagonal > 0).double().sum()])
     group = optimizer_group(optimizer)
     dist.all_reduce(total, group=group)
     damping = max(float(DAMPING * total[0] / total[1].clamp(min=1)), 1e-30)
@@ -146,7 +149,8 @@ def counted_gradients(policy: Policy, optimizer: Any) -> list[Counted]:
 
 def layer_groups(policy: Policy) -> list[str]:
     """Names of the groups, equal on all ranks: ``embedding``, ranges of layers (counted from 0), ``output``."""
-    return ["embedding", *dict.fromkeys(_layer_group(i, policy.arch.num_layers) for i in range(policy.arch.num_layers)), "output"]
+    layers = policy.arch.num_layers
+    return ["embedding", *dict.fromkeys(_layer_group(i, layers) for i in range(layers)), "output"]
 
 
 def _layer_group(layer: int, num_layers: int) -> str:
