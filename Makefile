@@ -6,7 +6,10 @@ OUT ?= runs/quickstart
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup quickstart policy test lint fuzz clean
+LAB ?= runs/lab
+JOBS ?= 2
+
+.PHONY: setup quickstart policy test lint fuzz lab lab-smoke lab-policies clean
 
 setup: $(VENV)/.installed
 
@@ -33,6 +36,22 @@ lint: setup
 # 200,000 fuzzed outputs through the confidence parser and the block splitter (the suite runs 5,000)
 fuzz: setup
 	DCPO_FUZZ=200000 $(BIN)/python -m pytest tests/unit/test_blocks.py
+
+# the calibration lab: every method, 5 seeds, on CPU, hours; finished cells are kept, an interrupted run continues
+lab: setup
+	$(BIN)/python -m megatron_dcpo.lab run --out $(LAB) --jobs $(JOBS)
+	$(BIN)/python -m megatron_dcpo.lab theory --out docs/lab
+	$(BIN)/python -m megatron_dcpo.lab render --grid $(LAB) --out docs/lab
+
+# three steps of every method and every output, minutes
+lab-smoke: setup
+	$(BIN)/python -m megatron_dcpo.lab run --smoke --out $(LAB)-smoke --jobs $(JOBS)
+	$(BIN)/python -m megatron_dcpo.lab theory --smoke --out $(LAB)-smoke/docs
+	$(BIN)/python -m megatron_dcpo.lab render --grid $(LAB)-smoke --out $(LAB)-smoke/docs
+
+# rebuild the starting policies and the problems of the lab (they are in git)
+lab-policies: setup
+	PYTHON=$(BIN)/python sh examples/lab/make_policies.sh
 
 clean:
 	rm -rf runs build *.egg-info

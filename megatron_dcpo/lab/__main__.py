@@ -28,6 +28,7 @@ def main() -> int:
     render.add_argument("--out", type=Path, default=Path("docs/lab"))
     theory = verbs.add_parser("theory", help="the exact small cases")
     theory.add_argument("--out", type=Path, default=Path("docs/lab"))
+    theory.add_argument("--smoke", action="store_true", help="short simulations")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
     try:
@@ -36,7 +37,7 @@ def main() -> int:
         elif args.verb == "theory":
             from megatron_dcpo.lab.theory import write_theory
 
-            write_theory(args.out)
+            write_theory(args.out, *((1, 100) if args.smoke else ()))
         else:
             from megatron_dcpo.lab.render import render as render_all
 
