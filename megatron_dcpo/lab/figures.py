@@ -156,8 +156,9 @@ def accuracy_against_ece(cells: Cells, path: Path) -> None:
                 x, y = interval(row[metric]), interval(row["accuracy"])
                 shape = "s" if name.endswith("_token") else "o"
                 axes.errorbar(x.mean, y.mean, xerr=_half(x), yerr=_half(y), fmt=shape, ms=4, color=colour(name))
-                at = {"xytext": (4, 4), "textcoords": "offset points", "fontsize": 6.5}
-                axes.annotate(row_title(name), (x.mean, y.mean), **at)
+                axes.annotate(
+                    row_title(name), (x.mean, y.mean), xytext=(4, 4), textcoords="offset points", fontsize=6.5
+                )
             axes.set(xlabel=f"{label} (held out)", ylabel="accuracy (held out)")
 
 

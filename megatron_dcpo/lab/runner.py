@@ -35,7 +35,7 @@ SAMPLING = ("--template", "raw", "--temperature", "1", "--top-p", "1", "--top-k"
 class Scale:
     """How much of everything: ``full`` is the published lab, ``smoke`` shows in minutes that all of it runs."""
 
-    steps: int = 250
+    steps: int = 500
     heldout: int = 600
     repeats: int = 4
     classifier_problems: int = 250
