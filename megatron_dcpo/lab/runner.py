@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -151,37 +151,40 @@ class Lab:
 
     # ------------------------------------------------------------------------------------------ running
     def run(self, cells: Sequence[Cell]) -> None:
-        """Run what is not finished, ``jobs`` at a time, in order. The first failure stops the grid."""
-        self.out.mkdir(parents=True, exist_ok=True)
-        done: dict[Cell, threading.Event] = {cell: threading.Event() for cell in cells}
+        """Run what is not finished, ``jobs`` at a time, in order. A cell that fails stops only those that start from it.
+
+        Raises :class:`UserError` at the end if any failed.
+        """
         missing = [cell for cell in cells if not self.finished(cell)]
-        for cell in set(cells) - set(missing):
-            done[cell].set()
         logger.info("%d of %d cells to run", len(missing), len(cells))
-        stop = threading.Event()
+        ready = {cell: threading.Event() for cell in cells}
+        for cell in set(cells) - set(missing):
+            ready[cell].set()
+        failed: dict[Cell, str] = {}
 
         def one(number: int, cell: Cell) -> None:
-            if cell.needs:
-                while not done[cell.needs].wait(1.0) and not stop.is_set():
-                    pass
-            if stop.is_set():
-                return
             try:
-                record = self.run_cell(cell)
-            except BaseException:
-                stop.set()
-                raise
-            done[cell].set()
-            shown = record["scores"][METHODS[cell.method].confidence]
-            logger.info(
-                "[%d/%d] %s: accuracy %.3f ECE %.3f AUROC %.3f, %.0f s", number, len(missing), cell.name,
-                record["accuracy"], shown["ece"], shown["auroc"] or float("nan"), record["seconds"],
-            )  # fmt: skip
+                if cell.needs:
+                    ready[cell.needs].wait()
+                    if cell.needs in failed:
+                        raise UserError(f"it starts from {cell.needs.name}, which failed")
+                logger.info("[%d/%d] %s", number, len(missing), summary_line(self.run_cell(cell)))
+            except UserError as error:
+                failed[cell] = str(error)
+                logger.error("[%d/%d] %s: %s", number, len(missing), cell.name, error)
+            finally:
+                ready[cell].set()
 
         with ThreadPoolExecutor(self.jobs) as pool:
-            futures: list[Future[None]] = [pool.submit(one, n, cell) for n, cell in enumerate(missing, start=1)]
-            for future in futures:
-                future.result()
+            futures = [pool.submit(one, number, cell) for number, cell in enumerate(missing, start=1)]
+            try:
+                for future in futures:
+                    future.result()
+            except BaseException:  # interrupted: start nothing more
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        if failed:
+            raise UserError(f"{len(failed)} cells failed, the first {next(iter(failed)).name}; their log.txt says why")
 
     def run_cell(self, cell: Cell) -> dict[str, Any]:
         """Train and evaluate one cell; writes and returns its ``cell.json``."""
@@ -233,6 +236,16 @@ class Lab:
         if status:
             tail = " | ".join((run / "log.txt").read_text().splitlines()[-3:])
             raise UserError(f"dcpo {command[0]} failed (status {status}) in {run}: {tail}")
+
+
+def summary_line(record: dict[str, Any]) -> str:
+    """A finished cell in a line."""
+    shown = record["scores"][METHODS[record["method"]].confidence]
+    auroc = float("nan") if shown["auroc"] is None else shown["auroc"]
+    return (
+        f"{record['family']}/{record['method']}/seed{record['seed']}: accuracy {record['accuracy']:.3f} "
+        f"ECE {shown['ece']:.3f} AUROC {auroc:.3f}, {record['seconds']:.0f} s"
+    )
 
 
 def commit() -> str:

@@ -62,6 +62,31 @@ def test_a_changed_recipe_is_another_cell(tmp_path) -> None:
         Lab(tmp_path).fingerprint(Cell("mistral", "dcpo", 1))
 
 
+def test_a_failed_cell_stops_only_what_starts_from_it(tmp_path, monkeypatch) -> None:
+    ran = []
+
+    def run_cell(self: Lab, cell: Cell) -> dict:
+        ran.append(cell.method)
+        if cell.method == "grpo":
+            raise UserError("out of luck")
+        return record(cell.method, cell.seed, 0.1)
+
+    monkeypatch.setattr(Lab, "run_cell", run_cell)
+    cells = [Cell("qwen3", method, 1) for method in ("grpo", "posthoc", "confclass", "dcpo", "rlcr")]
+    with pytest.raises(UserError, match="3 cells failed, the first qwen3/grpo/seed1"):
+        Lab(tmp_path, jobs=2).run(cells)
+    assert sorted(ran) == ["dcpo", "grpo", "rlcr"]
+
+
+def test_finished_cells_are_not_run_again(tmp_path, monkeypatch) -> None:
+    lab, cell = Lab(tmp_path), Cell("qwen3", "dcpo", 1)
+    lab.directory(cell).mkdir(parents=True)
+    (lab.directory(cell) / "cell.json").write_text(json.dumps({"recipe": lab.fingerprint(cell)}))
+    monkeypatch.setattr(Lab, "run_cell", lambda *_: pytest.fail("ran a finished cell"))
+    lab.run([cell])
+    assert not lab.finished(Cell("qwen3", "dcpo", 2))
+
+
 def test_interval_is_students() -> None:
     x = [0.1, 0.2, 0.4, 0.3, 0.25]
     low, high = stats.t.interval(0.95, 4, np.mean(x), stats.sem(x))
