@@ -17,6 +17,8 @@ from megatron_dcpo.lab.tables import (
     MAIN_ROWS,
     bars,
     bars_table,
+    claims,
+    claims_table,
     markdown_table,
     sweep_table,
     violation_table,
@@ -77,7 +79,8 @@ def tables(cells: list[dict[str, Any]], rows: dict[str, Any], found: list[dict[s
         if rows[family]:
             verbal = [name for name in rows[family] if not name.endswith("_token")]
             parts += [f"**{FAMILY_TITLES[family]}**", markdown_table(rows[family], verbal)]
-    parts += ["## Bars", bars_table(found), "## Every seed", every_seed(main)]
+    parts += ["## The paper's order, here", claims_table(claims(main))]
+    parts += ["## What the lab is held to", bars_table(found), "## Every seed", every_seed(main)]
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
 
 

@@ -130,6 +130,49 @@ def paired(rows: Rows, a: str, b: str, column: str = "accuracy") -> str:
     return f"paired by seed {interval([first[s] - second[s] for s in first if s in second])}"
 
 
+# What the paper's tables and text say about order: (claim, better row, worse row, column, the lower is better).
+CLAIMS = (
+    ("GRPO is more accurate than base", "grpo", "base", "accuracy", False),
+    ("GRPO's token confidence is higher than base's", "grpo_token", "base_token", "mean_confidence", False),
+    ("DCPO is as accurate as GRPO or more", "dcpo", "grpo", "accuracy", False),
+    ("DCPO is more accurate than RLCR", "dcpo", "rlcr", "accuracy", False),
+    ("DCPO is more accurate than CCGSPG", "dcpo", "ccgspg", "accuracy", False),
+    ("DCPO has a lower ECE than GRPO", "dcpo", "grpo", "ece", True),
+    ("DCPO has a lower ECE than ConfClass", "dcpo", "confclass", "ece", True),
+    ("DCPO has a lower ECE than RLCR", "dcpo", "rlcr", "ece", True),
+    ("DCPO has a lower ECE than CCGSPG", "dcpo", "ccgspg", "ece", True),
+    ("RLCR has a lower ECE than GRPO", "rlcr", "grpo", "ece", True),
+    ("without decoupling accuracy is lower", "dcpo", "coupled", "accuracy", False),
+    ("without decoupling ECE is higher", "dcpo", "coupled", "ece", True),
+    ("post-hoc training costs accuracy", "grpo", "posthoc", "accuracy", False),
+    ("without group labels (DCPO-I) accuracy is lower", "dcpo", "dcpo_i", "accuracy", False),
+    ("without group labels (DCPO-I) ECE is higher", "dcpo", "dcpo_i", "ece", True),
+    ("without instance labels (DCPO-G) PCE is higher", "dcpo", "dcpo_g", "pce", True),
+    ("GRPO's responses are longer than base's", "grpo", "base", "mean_length", False),
+)
+
+
+def claims(rows: Rows) -> list[dict[str, Any]]:
+    """The paper's order against ours: ``holds``, ``clear`` when the intervals are apart, and the numbers."""
+    found = []
+    for claim, better, worse, column, lower in CLAIMS:
+        if better not in rows or worse not in rows:
+            continue
+        a, b = interval(rows[better][column]), interval(rows[worse][column])
+        holds = a.mean < b.mean if lower else a.mean >= b.mean
+        numbers = f"{_shown(column, a)} against {_shown(column, b)}"
+        found.append({"claim": claim, "holds": bool(holds), "clear": apart(a, b), "numbers": numbers})
+    return found
+
+
+def claims_table(found: Sequence[Mapping[str, Any]]) -> str:
+    lines = ["| the paper's order | here | intervals | numbers |", "|---|---|---|---|"]
+    for c in found:
+        here, clear = "holds" if c["holds"] else "**does not hold**", "apart" if c["clear"] else "overlap"
+        lines.append(f"| {c['claim']} | {here} | {clear} | {c['numbers']} |")
+    return "\n".join(lines) + "\n"
+
+
 def bars_table(found: Sequence[Mapping[str, Any]]) -> str:
     lines = ["| bar | holds | numbers |", "|---|---|---|"]
     lines += [f"| {b['bar']} | {'yes' if b['holds'] else '**no**'} | {b['numbers']} |" for b in found]

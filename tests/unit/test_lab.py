@@ -16,7 +16,7 @@ from megatron_dcpo.lab.render import render
 from megatron_dcpo.lab.results import collect, load_cells, rounded
 from megatron_dcpo.lab.runner import EXAMPLES, FULL, SMOKE, Lab
 from megatron_dcpo.lab.statistics import apart, interval, row_title, values_by_row
-from megatron_dcpo.lab.tables import bars, markdown_table
+from megatron_dcpo.lab.tables import bars, claims, markdown_table
 
 
 def test_the_grid_has_every_method_with_its_seeds_and_starts_before_what_needs_them() -> None:
@@ -154,6 +154,21 @@ def test_bars_are_missed_when_the_numbers_say_so(tmp_path) -> None:
     assert "DCPO-proper against DCPO: ECE better, intervals apart" in failed
     assert "DCPO-proper (ours): AUROC at least 0.95" in failed
     assert bars({name: row for name, row in rows.items() if name != "grpo"}) == [], "nothing is claimed of half a grid"
+
+
+def test_claims_are_computed_with_their_direction() -> None:
+    cells = [
+        record(m, s, ece + 0.001 * s, accuracy=0.4 if m == "base" else 0.6) for m, ece in ECES.items() for s in (1, 2)
+    ]
+    found = {c["claim"]: c for c in claims(values_by_row(cells, "qwen3"))}
+    assert found["GRPO is more accurate than base"]["holds"]
+    assert found["DCPO has a lower ECE than GRPO"]["holds"]
+    assert found["DCPO has a lower ECE than GRPO"]["clear"]
+    assert found["DCPO is as accurate as GRPO or more"]["holds"]
+    assert not found["DCPO is as accurate as GRPO or more"]["clear"]
+    assert "post-hoc training costs accuracy" not in found, "what has not been run is not judged"
+    cells = [c | {"accuracy": 0.1} if c["method"] == "dcpo" else c for c in cells]
+    assert not next(c for c in claims(values_by_row(cells, "qwen3")) if c["claim"].startswith("DCPO is as"))["holds"]
 
 
 def test_tables_leave_out_what_was_not_run() -> None:
