@@ -14,7 +14,8 @@ a backward pass of its own, under the configuration's parallel layout:
 
 Options of the objective are the configuration's, whatever method it names. The first two add up to the coupled
 objective's gradient, the next two to DCPO's. The Fisher metric is the mean square of the coupled objective's two parts over
-the batches. The last two have the same expectation; their noise is what differs.
+the batches. The last two have the same expectation; their noise is what differs. Memory: seven fp32 copies of what this
+rank's optimizer holds, so use the distributed optimizer for a large model.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from megatron_dcpo.config import Config
 from megatron_dcpo.objectives import ObjectiveConfig, Scored, build_objective
 from megatron_dcpo.policy.gradient_probe import (
     ALL,
+    PIECE,
     BlockGradients,
     Comparison,
     Counted,
@@ -73,6 +75,7 @@ def probe_policy(config: Config, batches: int) -> dict[str, Any]:
     run = build_run(config)
     run.engine.update_weights(export_pieces(run.policy), 0)
     totals: dict[str, Moments] = {part: Moments() for part in PARTS}
+    squares: list[Tensor] = []
     seen: list[Rollout] = []
     for step in range(1, batches + 1):
         prompts = prompts_of_step(
@@ -83,11 +86,20 @@ def probe_policy(config: Config, batches: int) -> dict[str, Any]:
         for part, scored in parts_of(rollout, config.objective).items():
             zero_gradients(run.policy, run.optimizer)
             accumulate(run, share, scored)
-            totals[part].add(counted_gradients(run.policy, run.optimizer))
+            gradients = counted_gradients(run.policy, run.optimizer, copy=False)
+            totals[part].add(gradients)
+            if part.startswith("coupled"):
+                squares = squares or [torch.zeros_like(g.gradient) for g in gradients]
+                for square, one in zip(squares, gradients, strict=True):
+                    square.addcmul_(one.gradient, one.gradient)
         seen.append(rollout)
         logger.info("batch %d of %d", step, batches)
     zero_gradients(run.policy, run.optimizer)
-    return {"batches": batches, "policy": _facts(seen), **_measure(run, totals)}
+    return {
+        "batches": batches,
+        "policy": _facts(seen),
+        **_measure(run, totals, [square / batches for square in squares]),
+    }
 
 
 def parts_of(rollout: Rollout, objective: ObjectiveConfig) -> dict[str, Scored]:
@@ -134,36 +146,34 @@ def _with_advantages(scored: Scored, reasoning: np.ndarray, confidence: np.ndarr
 
 @dataclass
 class Moments:
-    """Running sum of a part's gradients over batches, of their squared norms and of their squares."""
+    """Running sum of a part's gradients over batches [fp32], and the squared norm of each batch's (of this rank's share)."""
 
     sums: list[Tensor] = field(default_factory=list)
-    squares: list[Tensor] = field(default_factory=list)
-    counted: list[Counted] = field(default_factory=list)
+    groups: list[str] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
 
     def add(self, gradients: list[Counted]) -> None:
-        self.counted = gradients
-        values = [g.gradient.double() for g in gradients]
-        self.norms.append(float(sum((v * v).sum() for v in values)))
         if not self.sums:
-            self.sums, self.squares = [torch.zeros_like(v) for v in values], [torch.zeros_like(v) for v in values]
-        for total, square, value in zip(self.sums, self.squares, values, strict=True):
-            total += value
-            square += value * value
+            self.sums = [torch.zeros_like(g.gradient) for g in gradients]
+            self.groups = [g.group for g in gradients]
+        for total, one in zip(self.sums, gradients, strict=True):
+            total += one.gradient
+        self.norms.append(sum(_squared_norm(g.gradient) for g in gradients))
 
-    def mean(self) -> list[Counted]:
-        n = len(self.norms)
-        return [dataclasses.replace(c, gradient=s / n) for c, s in zip(self.counted, self.sums, strict=True)]
+    def mean(self, fisher: list[Tensor]) -> list[Counted]:
+        """The mean gradient, with ``fisher`` as its metric."""
+        parts = zip(self.groups, self.sums, fisher, strict=True)
+        return [Counted(group, total / len(self.norms), square) for group, total, square in parts]
 
 
-def _measure(run: Run, totals: dict[str, Moments]) -> dict[str, Any]:
-    groups, n = layer_groups(run.policy), len(totals["coupled_accuracy"].norms)
-    fisher = [
-        (a + b) / n
-        for a, b in zip(totals["coupled_accuracy"].squares, totals["coupled_calibration"].squares, strict=True)
-    ]
+def _squared_norm(x: Tensor) -> float:
+    return float(sum(piece.double().square().sum() for piece in x.reshape(-1).split(PIECE)))
+
+
+def _measure(run: Run, totals: dict[str, Moments], fisher: list[Tensor]) -> dict[str, Any]:
+    groups = layer_groups(run.policy)
     conflicts = {
-        name: compare(run.optimizer, groups, totals[a].mean(), totals[b].mean(), fisher)
+        name: compare(run.optimizer, groups, totals[a].mean(fisher), totals[b].mean(fisher))
         for name, (a, b) in PAIRS.items()
     }
     noise = {part: _noise(run, totals[part]) for part in PARTS}
@@ -196,9 +206,7 @@ def _noise(run: Run, moments: Moments) -> dict[str, float | None]:
     ``signal_to_noise`` = |E g|^2 / tr Cov g of one batch. One batch has no variance.
     """
     n = len(moments.norms)
-    values = torch.tensor(
-        [sum(moments.norms), float(sum((s * s).sum() for s in moments.sums)) / n**2], dtype=torch.float64
-    )
+    values = torch.tensor([sum(moments.norms), sum(map(_squared_norm, moments.sums)) / n**2], dtype=torch.float64)
     dist.all_reduce(values, group=optimizer_group(run.optimizer))
     squared, mean_squared = values.tolist()
     if n < 2:

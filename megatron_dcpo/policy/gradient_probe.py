@@ -33,6 +33,7 @@ from megatron.core.transformer.module import param_is_not_shared
 DAMPING = 1e-3
 LAYER_GROUPS = 4  # the layers are reported in that many groups, first to last
 ALL = "all"
+PIECE = 2**22  # elements compared at a time
 
 
 @dataclass(frozen=True)
@@ -81,69 +82,84 @@ def probe_block_gradients(policy: Policy, optimizer: Any, backward: Callable[[st
     kept = [buffer.grad_data.clone() for buffer in _buffers(policy)]
     zero_gradients(policy, optimizer)
     second = backward("confidence")
-    g_c = counted_gradients(policy, optimizer)
+    found = compare(optimizer, layer_groups(policy), g_r, counted_gradients(policy, optimizer, copy=False))
     for buffer, gradient in zip(_buffers(policy), kept, strict=True):
         buffer.grad_data += gradient
-    fisher = [
-        (a.gradient + b.gradient).square() if a.square is None else a.square for a, b in zip(g_r, g_c, strict=True)
-    ]
-    return (first, second), compare(optimizer, layer_groups(policy), g_r, g_c, fisher)
+    return (first, second), found
 
 
 @dataclass(frozen=True)
 class Counted:
-    """One parameter's (or shard's) gradient that counts on this rank, fp32, its group of layers, and Adam's mean square."""
+    """One parameter's (or shard's) gradient that counts on this rank, and its group of layers.
+
+    ``square / correction`` is the mean square of its gradient over past steps; None before the first.
+    """
 
     group: str
     gradient: Tensor
     square: Tensor | None
+    correction: float = 1.0
+
+    def pieces(self, other: Counted) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """float64 pieces of this gradient, of ``other``'s, and of the diagonal Fisher matrix: no large temporaries."""
+        x, y = self.gradient.reshape(-1), other.gradient.reshape(-1)
+        square = self.square.reshape(-1) if self.square is not None else None
+        for start in range(0, len(x), PIECE):
+            a, b = x[start : start + PIECE].double(), y[start : start + PIECE].double()
+            if square is None:
+                yield a, b, (a + b).square()
+            else:
+                yield a, b, square[start : start + PIECE].double() / self.correction
 
 
-def compare(
-    optimizer: Any, groups: list[str], a: list[Counted], b: list[Counted], fisher: list[Tensor]
-) -> BlockGradients:
+def compare(optimizer: Any, groups: list[str], a: list[Counted], b: list[Counted]) -> BlockGradients:
     """Norms and cosines of gradients ``a`` and ``b`` (``counted_gradients`` of every rank), by ``groups`` and in all.
 
-    ``fisher``: the diagonal metric of each. Two all-reduces of a few numbers, in float64.
+    Two all-reduces of a few numbers, in float64. The Fisher matrix is that of ``a``'s members.
     """
-    device = torch.device("cpu") if not a else a[0].gradient.device
-    total = torch.zeros(2, dtype=torch.float64, device=device)
-    for diagonal in fisher:
-        # rows that pad the vocabulary never have a gradient, and how many there are depends on the layout
-        total += torch.stack([diagonal.double().sum(), (diagonal > 0).double().sum()])
+    device = a[0].gradient.device if a else torch.device("cpu")
     group = optimizer_group(optimizer)
+    total = torch.zeros(2, dtype=torch.float64, device=device)
+    for first, second in zip(a, b, strict=True):
+        for _, _, fisher in first.pieces(second):
+            # rows that pad the vocabulary never have a gradient, and how many there are depends on the layout
+            total += torch.stack([fisher.sum(), (fisher > 0).double().sum()])
     dist.all_reduce(total, group=group)
     damping = max(float(DAMPING * total[0] / total[1].clamp(min=1)), 1e-30)
     products = torch.zeros(len(groups), 2, 3, dtype=torch.float64, device=device)
-    for first, second, diagonal in zip(a, b, fisher, strict=True):
-        x, y = first.gradient.double(), second.gradient.double()
-        three = torch.stack([x * x, y * y, x * y]).reshape(3, -1)
+    for first, second in zip(a, b, strict=True):
         row = products[groups.index(first.group)]
-        row[0] += three.sum(1)
-        row[1] += (three / (diagonal.double().reshape(-1) + damping)).sum(1)
+        for x, y, fisher in first.pieces(second):
+            three = torch.stack([x * x, y * y, x * y])
+            row[0] += three.sum(1)
+            row[1] += (three / (fisher + damping)).sum(1)
     dist.all_reduce(products, group=group)
     named = [*zip(groups, products, strict=True), (ALL, products.sum(0))]
     plain, natural = ({name: Comparison.of(*row[i].tolist()) for name, row in named} for i in (0, 1))
     return BlockGradients(plain, natural)
 
 
-def counted_gradients(policy: Policy, optimizer: Any) -> list[Counted]:
-    """This rank's share of the gradient in the buffers, each parameter of the model on exactly one rank of the group."""
+def counted_gradients(policy: Policy, optimizer: Any, copy: bool = True) -> list[Counted]:
+    """This rank's share of the gradient in the buffers, each parameter of the model on exactly one rank of the group.
+
+    Without ``copy`` it may share memory with the buffers.
+    """
     optimizer.prepare_grads()
     names = _group_of_parameters(policy)
     found = []
     for part in optimizer_parts(optimizer):
-        steps = {id(p): group.get("step", 0) for group in part.optimizer.param_groups for p in group["params"]}
+        settings = {id(p): group for group in part.optimizer.param_groups for p in group["params"]}
         for model, main in _parameter_pairs(part):
             if main.grad is None or not param_is_not_shared(main):
                 continue
             if not tensor_parallel.param_is_not_tensor_parallel_duplicate(main, getattr(part, "tp_group", None)):
                 continue
-            square = part.optimizer.state.get(main, {}).get("exp_avg_sq")
-            if square is not None:
-                beta2 = part.optimizer.param_groups[0]["betas"][1]
-                square = square.float() / (1 - beta2 ** max(int(steps.get(id(main), 1)), 1))
-            found.append(Counted(names[id(model)], main.grad.detach().float().clone(), square))
+            gradient = main.grad.detach().float()
+            if copy and gradient.data_ptr() == main.grad.data_ptr():
+                gradient = gradient.clone()
+            square, options = part.optimizer.state.get(main, {}).get("exp_avg_sq"), settings[id(main)]
+            correction = 1 - options["betas"][1] ** max(int(options.get("step", 1)), 1)
+            found.append(Counted(names[id(model)], gradient, square, correction))
     return found
 
 
