@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 LAB ?= runs/lab
 JOBS ?= 2
 
-.PHONY: setup quickstart policy test lint fuzz lab lab-smoke lab-policies clean
+.PHONY: setup quickstart policy test test-gpu lint fuzz lab lab-smoke lab-policies clean
 
 setup: $(VENV)/.installed
 
@@ -29,6 +29,10 @@ policy: setup
 
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests
+
+# on a machine with a GPU: the same commands on CUDA, NCCL, Transformer Engine
+test-gpu: setup
+	$(BIN)/python -m pytest -rs tests/gpu
 
 lint: setup
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

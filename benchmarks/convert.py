@@ -5,7 +5,9 @@
 Writes a random bf16 checkpoint of the shape, then in turn: cp, import, cp, export, each in its own process, the input
 evicted from the page cache before each (``--warm``: read into it instead) and the disk idle (``sync``). Times exclude the
 start of the interpreter and imports. ``--naive`` adds the usual way (load everything, rearrange, save) for comparison; it
-needs room for the whole model twice. Needs three times the checkpoint on the disk and removes everything at the end.
+needs room for the whole model twice. ``--peer PYTHON`` adds Megatron-Bridge, run by an interpreter made as
+``megatron_bridge.py`` says. ``--once`` takes twice the checkpoint on the disk instead of three times: one round without the
+second cp, the source removed after the import and compared with the result by hash. Everything is removed at the end.
 """
 
 from __future__ import annotations
@@ -127,6 +129,12 @@ STEPS = {
 }
 
 
+def _peer_command(python: str, step: str, source: Path, target: Path) -> list[str]:
+    config = source if (source / "config.json").is_file() else source.parent / "hf"
+    script = Path(__file__).with_name("megatron_bridge.py")
+    return [python, str(script), step.removeprefix("peer_"), str(source), str(target), str(config)]
+
+
 def worker(step: str, source: Path, target: Path) -> None:
     """In a process of its own: run one step, print seconds and peak memory."""
     import safetensors.torch  # noqa: F401 - imports are not part of the time
@@ -141,7 +149,7 @@ def worker(step: str, source: Path, target: Path) -> None:
     print(json.dumps({"seconds": seconds} | peaks))
 
 
-def measure(step: str, source: Path, target: Path, warm: bool) -> dict[str, float]:
+def measure(step: str, source: Path, target: Path, warm: bool, peer: str | None = None) -> dict[str, float]:
     """One step from a quiet disk and a defined page cache. Removes the target it has written, unless it is needed."""
     shutil.rmtree(target, ignore_errors=True)
     os.sync()
@@ -153,7 +161,13 @@ def measure(step: str, source: Path, target: Path, warm: bool) -> dict[str, floa
         subprocess.run(["cp", "-r", source, target], check=True)
         return {"seconds": time.perf_counter() - clock}
     command = [sys.executable, __file__, "--worker", step, str(source), str(target)]
-    result: dict[str, float] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+    if step.startswith("peer_"):
+        assert peer is not None
+        command = _peer_command(peer, step, source, target)
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{step} failed:\n{done.stderr[-3000:]}")
+    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return result
 
 
@@ -173,6 +187,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--warm", action="store_true", help="input in the page cache instead of evicted from it")
     parser.add_argument("--naive", action="store_true", help="also load everything, then save")
+    parser.add_argument("--peer", metavar="PYTHON", help="interpreter of an environment with Megatron-Bridge")
+    parser.add_argument("--tokenizer", type=Path, help="directory of a tokenizer: the peer does not do without")
+    parser.add_argument("--once", action="store_true", help="for small disks: see above")
     parser.add_argument("--worker", nargs=3, metavar=("STEP", "FROM", "TO"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
@@ -180,10 +197,12 @@ def main() -> None:
         return
     if args.dir is None:
         parser.error("--dir is required")
+    if args.peer and not args.tokenizer:
+        parser.error("--peer needs --tokenizer")
     work = args.dir / f"convert-{args.shape}"
     shutil.rmtree(work, ignore_errors=True)
     try:
-        run(args, work)
+        (run_once if args.once else run)(args, work)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
@@ -199,13 +218,17 @@ def run(args: argparse.Namespace, work: Path) -> None:
     ]
     if args.naive:
         steps += [("naive_import", "hf", "naive"), ("naive_export", "megatron", "naive")]
+    if args.peer:
+        for path in args.tokenizer.glob("tokenizer*"):
+            shutil.copy(path, work / "hf")
+        steps += [("peer_import", "hf", "peer"), ("peer_export", "peer", "peer_back")]
     results: dict[str, list[dict[str, float]]] = {}
     for _ in range(args.repeats):
         for step, source, target in steps:
-            result = measure(step, work / source, work / target, args.warm)
+            result = measure(step, work / source, work / target, args.warm, args.peer)
             results.setdefault(step, []).append(result)
             print(f"  {step:13s} {result['seconds']:8.2f} s", flush=True)
-            if target in ("copy", "naive"):
+            if target in ("copy", "naive", "peer_back"):
                 shutil.rmtree(work / target)
         same = read_tensors(work / "back").keys() == read_tensors(work / "hf").keys() and all(
             subprocess.run(["cmp", path, work / "back" / path.name]).returncode == 0
@@ -213,13 +236,40 @@ def run(args: argparse.Namespace, work: Path) -> None:
         )
         print(f"  files after the round trip are {'identical' if same else 'DIFFERENT'}", flush=True)
         shutil.rmtree(work / "back")
-    cp = statistics.median(result["seconds"] for result in results["cp"])
+    summarise(args.shape, results)
+
+
+def run_once(args: argparse.Namespace, work: Path) -> None:
+    """cp, import, export with two copies on the disk; the tensors are compared by the hashes that both steps record."""
+    nbytes = generate(SHAPES[args.shape], work / "hf")
+    print(f"{args.shape}: {nbytes / 1e9:.2f} GB, input {'in' if args.warm else 'not in'} the page cache", flush=True)
+    results: dict[str, list[dict[str, float]]] = {}
+    for step, source, target, done in (
+        ("cp", "hf", "copy", "copy"),
+        ("import", "hf", "megatron", "hf"),
+        ("export", "megatron", "back", "megatron"),
+    ):
+        results[step] = [measure(step, work / source, work / target, args.warm)]
+        print(f"  {step:13s} {results[step][0]['seconds']:8.2f} s", flush=True)
+        if target == "megatron":
+            imported = json.loads((work / target / "conversion.json").read_text())["tensors"]
+        shutil.rmtree(work / done)
+    exported = json.loads((work / "back" / "conversion.json").read_text())["tensors"]
+    print(f"  tensors after the round trip are {'identical' if imported == exported else 'DIFFERENT'}", flush=True)
+    summarise(args.shape, results)
+
+
+def summarise(shape: str, results: dict[str, list[dict[str, float]]]) -> None:
+    """One JSON line per step: the median time, its ratio to that of cp, the largest memory."""
+    seconds = {step: statistics.median(result["seconds"] for result in runs) for step, runs in results.items()}
     for step, runs in results.items():
-        seconds = statistics.median(result["seconds"] for result in runs)
-        line = {"step": step, "shape": args.shape, "seconds": round(seconds, 2), "ratio_to_cp": round(seconds / cp, 2)}
-        if "peak_anonymous_bytes" in runs[0]:
-            line["peak_anonymous_mib"] = round(max(result["peak_anonymous_bytes"] for result in runs) / 2**20)
-            line["peak_resident_mib"] = round(max(result["peak_resident_bytes"] for result in runs) / 2**20)
+        line = {"step": step, "shape": shape, "seconds": round(seconds[step], 2)}
+        line["ratio_to_cp"] = round(seconds[step] / seconds["cp"], 2)
+        for what in ("anonymous", "resident"):
+            if f"peak_{what}_bytes" in runs[0]:
+                line[f"peak_{what}_mib"] = round(max(result[f"peak_{what}_bytes"] for result in runs) / 2**20)
+        if f"peer_{step}" in seconds:
+            line["ratio_to_peer"] = round(seconds[step] / seconds[f"peer_{step}"], 2)
         print(json.dumps(line))
 
 

@@ -64,7 +64,11 @@ class DataConfig:
 
 @dataclass(frozen=True, config=_STRICT)
 class RolloutConfig:
-    """``group_size`` is G, the responses per prompt; ``max_response_length`` in tokens, EOS included."""
+    """``group_size`` is G, the responses per prompt; ``max_response_length`` in tokens, EOS included.
+
+    ``chunks``: a rollout is generated in that many parts, each judged while the next is generated (0: 4 for programs,
+    else 1).
+    """
 
     engine: Literal["auto", "transformers"] = "auto"
     group_size: Annotated[int, Field(ge=2)] = 8
@@ -72,14 +76,23 @@ class RolloutConfig:
     max_response_length: Positive = 3000
     max_num_seqs: Positive = 512
     dtype: Literal["fp32", "bf16", "same"] = "same"
+    chunks: NonNegative = 0
 
 
 @dataclass(frozen=True, config=_STRICT)
 class JudgingConfig:
-    """``marker`` opens the confidence block; ``verifier`` decides correctness R."""
+    """``marker`` opens the confidence block; ``verifier`` decides correctness R.
+
+    ``sandbox``: what programs run in (``auto``, ``bubblewrap``, ``landlock``, the URL of a Sandbox-Fusion server,
+    ``unsafe``). ``test_seconds``, ``program_seconds``: wall time of one test and of all tests of a program.
+    """
 
     marker: Annotated[str, Field(min_length=1)] = "<conf>"
     verifier: Literal["math", "code"] = "math"
+    sandbox: Annotated[str, Field(min_length=1)] = "auto"
+    test_seconds: Annotated[float, Field(gt=0)] = 6.0
+    program_seconds: Annotated[float, Field(gt=0)] = 60.0
+    memory_mb: Annotated[int, Field(ge=128)] = 1024
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -110,6 +123,9 @@ class TrainingConfig:
     resume: Literal["none", "auto"] = "none"
     export_hf: bool = True
     gradient_probe_interval: NonNegative = 10
+    phase_warning_seconds: Positive = 900
+    async_save: bool = False
+    max_nonfinite_steps: Positive = 3
 
 
 @dataclass(frozen=True, config=_STRICT)

@@ -37,13 +37,17 @@ MALFORMED: tuple[ConfidenceStatus, ...] = (
 
 @dataclass(frozen=True)
 class Prompt:
-    """One problem, rendered and tokenised. ``prompt_id`` is unique within a rollout and names the group."""
+    """One problem, rendered and tokenised. ``prompt_id`` is unique within a rollout and names the group.
+
+    A programming problem has packed ``tests`` (``data/code_problems.py``); its ``ground_truth`` is their key.
+    """
 
     prompt_id: str
     messages: tuple[dict[str, str], ...]
     token_ids: tuple[int, ...]
     ground_truth: str
     task: str
+    tests: bytes | None = None
 
 
 @dataclass(frozen=True)

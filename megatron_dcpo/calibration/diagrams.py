@@ -298,7 +298,7 @@ def inline_svg(figure: Figure, label: str) -> str:
     safe = html.escape(label)
     prefix = re.sub(r"\W+", "-", label)
     svg = re.sub(r'\bid="', f'id="{prefix}-', svg)
-    svg = re.sub(r'(xlink:href="#|url\(#)', rf"\1{prefix}-", svg)
+    svg = re.sub(r'(xlink:href="#|url\(#)', rf"\g<1>{prefix}-", svg)
     return svg.replace("<svg", f'<svg role="img" aria-label="{safe}"', 1)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_dcpo.calibration import diagrams
 from megatron_dcpo.calibration.journal import Journal
+from megatron_dcpo.calibration.judges import Equivalent, Judge, Verdict, equivalent_math, judge_math
 from megatron_dcpo.calibration.posthoc import features
 from megatron_dcpo.calibration.report import Run, read_run, summary_of, write_report
 from megatron_dcpo.calibration.samples import (
@@ -24,16 +25,11 @@ from megatron_dcpo.calibration.samples import (
 )
 from megatron_dcpo.calibration.scoring import bins_from_json
 from megatron_dcpo.data import LoadedBenchmark
-from megatron_dcpo.judging.blocks import find_marker
-from megatron_dcpo.judging.confidence import MARKER, parse_confidence
-from megatron_dcpo.judging.math import equivalent_many, extract_boxed, verify_many
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.types import Completion, Prompt, Response
 
 Generate = Callable[[Sequence[Prompt]], Sequence[Response]]
 Progress = Callable[[str, int, int], None]
-Said = tuple[str, str, str]  # response text without its end token, ground truth, finish reason
-Judge = Callable[[Sequence[Said]], "list[Verdict]"]
 
 
 @dataclass(frozen=True)
@@ -47,35 +43,6 @@ class Request:
 Complete = Callable[[Sequence[Request]], Iterable[Sequence[Completion]]]  # in any order, a few at a time
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What one response says and whether it is right."""
-
-    answer: str | None
-    correct: bool
-    confidence: float | None
-    status: str
-
-
-def judge_math(responses: Sequence[Said], marker: str = MARKER) -> list[Verdict]:
-    """Judge texts exactly as training judges the sampled ids: the answer is read before the confidence line only."""
-    reasonings = []
-    for text, _, _ in responses:
-        content = text.encode(errors="surrogatepass")
-        reasonings.append(content[: find_marker(content, marker.encode())].decode(errors="replace"))
-    verdicts = verify_many([(said, truth) for said, (_, truth, _) in zip(reasonings, responses, strict=True)])
-    parsed = [parse_confidence(text, marker=marker, finished=reason == "stop") for text, _, reason in responses]
-    return [
-        Verdict(extract_boxed(reasoning), correct, stated.confidence, stated.status)
-        for reasoning, correct, stated in zip(reasonings, verdicts, parsed, strict=True)
-    ]
-
-
-def equivalent_math(a: str, b: str) -> bool:
-    """Whether two boxed answers are the same number, set, expression ..."""
-    return equivalent_many([(a, b)])[0]
-
-
 def evaluate_benchmark(
     benchmark: LoadedBenchmark,
     prompts: Sequence[Prompt],
@@ -83,7 +50,7 @@ def evaluate_benchmark(
     *,
     repeats: int,
     judge: Judge = judge_math,
-    equivalent: Callable[[str, str], bool] = equivalent_math,
+    equivalent: Equivalent = equivalent_math,
     journal: Journal | None = None,
     keep_features: bool = False,
     progress: Progress | None = None,
@@ -156,7 +123,7 @@ def decode_response(tokens: TokenBytes, response: Response, eos_ids: Collection[
 def rejudge(
     samples: Sequence[Sample],
     judge: Judge = judge_math,
-    equivalent: Callable[[str, str], bool] = equivalent_math,
+    equivalent: Equivalent = equivalent_math,
 ) -> list[Sample]:
     """The same responses judged anew, for instance by a better verifier."""
     verdicts = judge([(sample.response, sample.ground_truth, sample.finish_reason) for sample in samples])
@@ -231,4 +198,5 @@ def _sample(
         finish_reason=completion.finish_reason,
         mean_entropy=mean_entropy(completion.top_logprobs),
         features=features(completion.top_logprobs) if keep_features else None,
+        category=verdict.category,
     )

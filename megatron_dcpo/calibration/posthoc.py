@@ -10,9 +10,9 @@ r"""Confidence after the fact: predictors trained on judged samples, the policy 
 ConfClass has the settings of the DCPO paper (algorithms 3.4): 20 runs, top-20 log-probs, a three-layer perceptron of
 width 2048, cross-entropy with soft targets, lr 1e-4. Where the paper is silent: the mean over the tokens of the 20
 sorted log-probs is the input (``full`` adds their standard deviation and the last token's), standardised; Adam, batches
-of 256, early stopping. The scalings are controls: if one of them does as well, the classifier has learnt nothing but
-the scale. Fitting and reporting never share a problem: the split is by problem, by a hash, so that it is the same in
-every run and for every method.
+of 256, early stopping on a tenth of the fitted problems. The scalings are controls: if one of them does as well, the
+classifier has learnt nothing but the scale. Fitting, stopping and reporting never share a problem: the split is by
+problem, by a hash, so that it is the same in every run and for every method.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 TOP_LOGPROBS = 20
 LOWEST_LOGPROB = -30.0  # below it one log-prob is as good as another, and some engines say -9999
 WIDTH = 2048
+STOPPING_SHARE = 0.1  # of the problems that are not held out
 _EDGE = 1e-6  # logit(0) and logit(1) are infinite
 
 Weights = Mapping[str, np.ndarray]
@@ -156,22 +157,28 @@ def fit(
             f"{method} does not read {source!r}; confclass reads features (mean, full), scalings a confidence"
         )
     outside = [is_held_out(problem_of(sample), held_out, seed) for sample in samples]
-    sides: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-    all_targets = soft_targets(samples) if method == "confclass" else np.array([float(s.correct) for s in samples])
-    for name, chosen in (("fitting", False), ("holding out", True)):
-        index = [i for i, out in enumerate(outside) if out is chosen]
+    targets = soft_targets(samples) if method == "confclass" else np.array([float(s.correct) for s in samples])
+    hint = "; sample with --features" if method == "confclass" else ""
+
+    def side(name: str, chosen: Sequence[bool]) -> tuple[np.ndarray, np.ndarray]:
+        index = [i for i, taken in enumerate(chosen) if taken]
         inputs, known = inputs_of([samples[i] for i in index], source)
         if not len(known):
-            hint = "; sample with --features" if method == "confclass" else ""
             raise UserError(f"no samples with {source} for {name}; more problems are needed{hint}")
-        sides[name] = inputs, all_targets[np.array(index)[known]]
-    inputs, targets = sides["fitting"]
-    if targets.min() == targets.max():
-        raise UserError("every response is " + ("correct" if targets.min() else "wrong") + ": nothing to learn from")
+        return inputs, targets[np.array(index)[known]]
+
+    side("holding out", outside)
+    inputs, wanted = side("fitting", [not out for out in outside])
+    if wanted.min() == wanted.max():
+        raise UserError("every response is " + ("correct" if wanted.min() else "wrong") + ": nothing to learn from")
     if method == "confclass":
-        weights: Weights = _fit_perceptron(inputs, targets, *sides["holding out"], seed, epochs, width)
+        # What decides when to stop is neither fitted nor reported on.
+        stops = [is_held_out(f"stop/{problem_of(sample)}", STOPPING_SHARE, seed) for sample in samples]
+        fitted = side("fitting", [not out and not stop for out, stop in zip(outside, stops, strict=True)])
+        stopping = side("stopping", [not out and stop for out, stop in zip(outside, stops, strict=True)])
+        weights: Weights = _fit_perceptron(*fitted, *stopping, seed, epochs, width)
     else:
-        weights = _FIT[method](inputs[:, 0], targets)
+        weights = _FIT[method](inputs[:, 0], wanted)
     predictor = Posthoc(method, source, MappingProxyType(dict(weights)))
     return predictor, predictor.apply([s for s, out in zip(samples, outside, strict=True) if out])
 
@@ -213,9 +220,9 @@ def _fit_isotonic(c: np.ndarray, y: np.ndarray) -> Weights:
 
 
 def _fit_perceptron(
-    x: np.ndarray, y: np.ndarray, x_out: np.ndarray, y_out: np.ndarray, seed: int, epochs: int, width: int
+    x: np.ndarray, y: np.ndarray, x_stop: np.ndarray, y_stop: np.ndarray, seed: int, epochs: int, width: int
 ) -> Weights:
-    """Three layers, standardised inputs; the weights of the epoch with the least held-out cross-entropy."""
+    """Three layers, standardised inputs; the weights of the epoch with the least cross-entropy on the stopping problems."""
     import torch
 
     mean, deviation = x.mean(0), np.maximum(x.std(0), 1e-6)
@@ -224,8 +231,8 @@ def _fit_perceptron(
         layers = [torch.nn.Linear(a, b) for a, b in ((x.shape[1], width), (width, width), (width, 1))]
         model = torch.nn.Sequential(layers[0], torch.nn.ReLU(), layers[1], torch.nn.ReLU(), layers[2])
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
-        inside, outside = (torch.tensor((part - mean) / deviation, dtype=torch.float32) for part in (x, x_out))
-        target, target_out = (torch.tensor(part, dtype=torch.float32) for part in (y, y_out))
+        inside, outside = (torch.tensor((part - mean) / deviation, dtype=torch.float32) for part in (x, x_stop))
+        target, target_out = (torch.tensor(part, dtype=torch.float32) for part in (y, y_stop))
         loss = torch.nn.BCEWithLogitsLoss()
         best, waited, state = float("inf"), 0, model.state_dict()
         for _ in range(epochs):

@@ -24,6 +24,7 @@ from megatron_dcpo.calibration.samples import read_jsonl
 from megatron_dcpo.calibration.scoring import CONFIDENCE_KINDS, HEADLINE, bins_from_json, headline
 from megatron_dcpo.calibration.summary import json_ready
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.judging.confidence import MARKER
 
 LABELS = {
     "accuracy": "Accuracy",
@@ -234,7 +235,7 @@ def _table(rows: Mapping[str, Mapping[str, Any]]) -> str:
             f"{format_value(key, row.get(key))}</td>"
             for key in HEADLINE
         )
-        lines.append(f"<tr><th>{html.escape(name)}</th>{cells}</tr>")
+        lines.append(f"<tr><th>{paper.breakable(name)}</th>{cells}</tr>")
     return "\n".join([*lines, "</tbody></table></div>"])
 
 
@@ -289,10 +290,15 @@ def _panels(runs: Sequence[Run], kind: str, benchmark: str | None = None) -> str
     cards = []
     for name, rows in bins.items():
         picture = diagrams.inline_svg(
-            diagrams.run_panel(rows, name, most=most), f"{name} {benchmark or 'overall'} {kind} reliability"
+            diagrams.run_panel(rows, _short(name), most=most), f"{name} {benchmark or 'overall'} {kind} reliability"
         )
         cards.append(f"<figure>{picture}<figcaption>{notes[name]}</figcaption></figure>")
     return f'<div class="grid panels">{"".join(cards)}</div>'
+
+
+def _short(name: str, width: int = 30) -> str:
+    """A name that fits over a panel: its middle is what is left out."""
+    return name if len(name) <= width else f"{name[: width // 2 - 1]}…{name[-(width // 2) :]}"
 
 
 def _coverage(runs: Sequence[Run]) -> str:
@@ -333,7 +339,8 @@ def _samples(runs: Sequence[Run]) -> str:
     parts = []
     for run in runs:
         if run.samples:
-            cards = "".join(_sample(row) for row in choose_samples(run.samples))
+            marker = (run.evaluation or {}).get("marker", MARKER)
+            cards = "".join(_sample(row, marker) for row in choose_samples(run.samples))
             parts.append(f"<details><summary>{html.escape(run.name)}</summary>{cards}</details>")
     if not parts:
         return ""
@@ -366,20 +373,20 @@ def choose_samples(samples: Sequence[Mapping[str, Any]], count: int = _SAMPLES_S
     return chosen
 
 
-def _sample(row: Mapping[str, Any]) -> str:
+def _sample(row: Mapping[str, Any], marker: str = MARKER) -> str:
     verdict = "correct" if row.get("correct") else "wrong"
     stated = (
         f"says {row['confidence']:.2f}" if _is_number(row.get("confidence")) else row.get("status", "no confidence")
     )
-    key = html.escape(str(row.get("ground_truth", "")))
+    key = html.escape(str(row.get("category") or f"key {row.get('ground_truth', '')}"))
     problem = html.escape(str(row.get("problem") or ""))
     return (
         f'<article class="{verdict}"><header><b>{verdict}</b> <span>{html.escape(str(stated))}</span>'
-        f"<span>key {key}</span></header><pre class=problem>{problem}</pre><pre>{_two_blocks(row)}</pre></article>"
+        f"<span>{key}</span></header><pre class=problem>{problem}</pre><pre>{_two_blocks(row, marker)}</pre></article>"
     )
 
 
-def _two_blocks(row: Mapping[str, Any], marker: str = "<conf>") -> str:
+def _two_blocks(row: Mapping[str, Any], marker: str) -> str:
     """The response with its confidence block marked: as split by the trainer, else from the last marker on."""
     if "reasoning" in row:
         reasoning, confidence = str(row["reasoning"]), str(row.get("confidence_block") or "")

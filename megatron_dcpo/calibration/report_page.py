@@ -32,10 +32,17 @@ h3 { font-size: 0.95rem; margin: 1.2rem 0 0.4rem; color: var(--soft); font-weigh
 .scroll { overflow-x: auto; background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; font-size: 0.925rem; }
 th, td { padding: 0.5rem 0.8rem; text-align: right; white-space: nowrap; }
-thead th { color: var(--soft); font-weight: 600; font-size: 0.8rem; border-bottom: 1px solid var(--line); }
+thead th {
+  white-space: normal; color: var(--soft); font-weight: 600; font-size: 0.8rem; border-bottom: 1px solid var(--line);
+}
 tbody tr + tr > * { border-top: 1px solid var(--line); }
 th:first-child { text-align: left; position: sticky; left: 0; background: var(--card); }
 tbody th { font-weight: 600; }
+td.note { text-align: left; white-space: normal; min-width: 15rem; color: var(--bad); }
+@media (max-width: 40rem) {
+  th, td { padding: 0.4rem 0.5rem; }
+  th:first-child { max-width: 8.5rem; min-width: 6rem; white-space: normal; overflow-wrap: anywhere; }
+}
 td.best { font-weight: 700; color: var(--good); }
 .grid { display: grid; gap: 0.9rem; }
 .panels { grid-template-columns: repeat(auto-fill, minmax(min(15.5rem, 100%), 1fr)); }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import os
@@ -25,7 +26,8 @@ class Sample:
     ``min_logprob`` (nats) is the least likely of them, ``mean_entropy`` (nats) the mean over tokens of the entropy of
     the engine's largest log-probs, what is left of the mass counting as one more token, hence a lower bound.
     ``consistency_confidence`` is the share of the problem's repeats whose answer is equivalent to this one; ``None``
-    without a boxed answer. ``features``: what post-hoc predictors read (``posthoc.features``), where asked for.
+    without an answer. ``features``: what post-hoc predictors read (``posthoc.features``), where asked for. For programs
+    ``answer`` is the program, ``ground_truth`` the key of its tests and ``category`` how it ended.
     """
 
     benchmark: str
@@ -46,9 +48,12 @@ class Sample:
     mean_entropy: float | None = None
     features: list[float] | None = None
     posthoc_confidence: float | None = None
+    category: str | None = None
 
 
-_OPTIONAL = frozenset({"mean_entropy", "features", "posthoc_confidence"})  # left out of the file where there is none
+_OPTIONAL = frozenset(
+    {"mean_entropy", "features", "posthoc_confidence", "category"}
+)  # left out of the file where there is none
 
 
 def with_consistency(samples: Sequence[Sample], equivalent: Callable[[str, str], bool]) -> list[Sample]:
@@ -115,7 +120,8 @@ def read_jsonl(path: str | Path, torn_tail: bool = False) -> list[tuple[str, dic
     ``torn_tail``: a last line without its newline is left out when it is broken, as a killed run leaves it.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
+        content = Path(path).read_bytes()
+        lines = (gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content).decode().split("\n")
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     rows = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -96,6 +97,9 @@ def _score(samples: Sequence[Sample], kinds: Sequence[str], bins: int, resamples
         "parse_rate": metrics.parse_rate([sample.confidence for sample in samples]),
         **violation_rates([sample.status for sample in samples]),
     }
+    if any(sample.category is not None for sample in samples):
+        categories = Counter(sample.category for sample in samples if sample.category is not None)
+        scores["categories"] = {name: count / len(samples) for name, count in sorted(categories.items())}
     intervals: dict[str, Any] = {}
     for kind in kinds:
         confidences = [CONFIDENCE_KINDS[kind](sample) for sample in samples]

@@ -11,9 +11,9 @@ import sys
 from collections.abc import Sequence
 
 from megatron_dcpo import __version__
-from megatron_dcpo.errors import UserError
+from megatron_dcpo.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, Stopped, UserError
 
-VERBS = ("train", "evaluate", "report", "judge", "calibrate", "convert", "objective", "probe", "doctor")
+VERBS = ("train", "launch", "evaluate", "report", "judge", "calibrate", "convert", "objective", "probe", "doctor")
 _DISK_REFUSES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
@@ -28,7 +28,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         importlib.import_module(f"megatron_dcpo.cli.{verb}").add_parser(subparsers)
     for subparser in subparsers.choices.values():
         subparser.add_argument("--debug", action="store_true", help="show tracebacks and debug logs")
-    args = parser.parse_args(argv)
+    args, rest = parser.parse_known_args(argv)
+    # argparse takes overrides in one piece only; those after a later option arrive here.
+    if rest and not (hasattr(args, "overrides") and all("=" in word and word[0] != "-" for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.overrides += rest
     logging.basicConfig(
         level=logging.DEBUG if args.debug else logging.INFO,
         format="%(asctime)s %(name)s: %(message)s" if args.debug else "%(message)s",
@@ -38,16 +43,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.getLogger(noisy).setLevel(logging.WARNING)
     try:
         return int(args.run(args))
+    except Stopped as stopped:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"dcpo {args.verb}: {stopped}", file=sys.stderr)
+        return stopped.exit_status
     except (UserError, OSError) as error:
         refused = isinstance(error, UserError) or error.errno in _DISK_REFUSES
         if args.debug or not refused:
             raise
         if os.environ.get("RANK", "0") == "0" or _ranks_differ():
             print(f"dcpo {args.verb}: error: {error}", file=sys.stderr)
-        return 2
+        return EXIT_USER_ERROR
     except KeyboardInterrupt:
         print(f"dcpo {args.verb}: interrupted", file=sys.stderr)
-        return 130
+        return EXIT_INTERRUPTED
 
 
 def _ranks_differ() -> bool:

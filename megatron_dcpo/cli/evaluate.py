@@ -7,12 +7,15 @@ import json
 import logging
 import os
 import sys
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_dcpo.cli.sandbox import add_sandbox_arguments, program_judge
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.judging.confidence import MARKER
 
 if TYPE_CHECKING:
     from megatron_dcpo.calibration.evaluate import Complete, Generate, Progress
@@ -27,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 KINDS = ("verbal", "token", "token_product", "token_min", "token_mean_logprob", "token_entropy", "consistency")
 TOP_LOGPROBS = 20
+TESTS_FILE = "tests.jsonl.gz"  # beside samples.jsonl: what judging programs again needs
 # What samples depend on. The address of a server, its load and the number of repeats may change between two runs.
 _SETTINGS = (
     "template",
@@ -62,6 +66,9 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--features", action="store_true", help="keep what dcpo calibrate --method confclass reads")
     parser.add_argument("--posthoc", metavar="FILE", help="score the post-hoc confidence of dcpo calibrate as well")
+    parser.add_argument(
+        "--marker", type=_marker, default=MARKER, help="what opens the confidence line (default <conf>)"
+    )
     parser.add_argument("--template", default="paper", help="prompt template: paper, grpo or raw (default paper)")
     parser.add_argument("--limit", type=_positive, help="only the first problems of every benchmark")
     parser.add_argument("--data-dir", metavar="DIR", help="where benchmark files are (default: $DCPO_DATA, else data/)")
@@ -75,6 +82,8 @@ def add_parser(subparsers: Any) -> None:
     sampling.add_argument("--seed", type=int, default=0)
     sampling.add_argument("--batch-size", type=_positive, default=64, help="responses sampled at a time")
     sampling.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    programs = parser.add_argument_group("programs (code benchmarks)")
+    add_sandbox_arguments(programs)
     server = parser.add_argument_group("endpoint")
     server.add_argument("--model-name", help="model to ask the server for (default: the only one it offers)")
     server.add_argument(
@@ -106,6 +115,8 @@ def run(args: argparse.Namespace) -> int:
         samples = predictor.apply(samples)
         kinds = tuple(dict.fromkeys((*kinds, "posthoc")))
     evaluation = score_samples(samples, kinds, model, resamples=args.resamples, seed=args.seed)
+    if args.marker != MARKER:
+        evaluation["marker"] = args.marker
     write_evaluation(args.out, evaluation, samples)
     if args.json:
         print(json.dumps(evaluation, indent=1, allow_nan=False, ensure_ascii=False))
@@ -121,23 +132,45 @@ def run(args: argparse.Namespace) -> int:
 
 def _old_samples(args: argparse.Namespace) -> tuple[list[Sample], str]:
     """The responses of an earlier evaluation, and the name of the model that gave them if it is known."""
-    from megatron_dcpo.calibration.evaluate import rejudge
+    from megatron_dcpo.calibration.judges import is_code, read_tests, write_tests
     from megatron_dcpo.calibration.samples import read_samples
 
     samples = read_samples(args.samples)
     if not samples:
         raise UserError(f"{args.samples}: no samples in it")
+    keys = {sample.ground_truth for sample in samples if is_code(sample)}
+    tests_file = Path(args.samples).with_name(TESTS_FILE)
+    tests = read_tests(tests_file, keys) if keys and (args.rejudge or tests_file.exists()) else {}
+    if tests:
+        Path(args.out).mkdir(parents=True, exist_ok=True)
+        write_tests(tests, Path(args.out) / TESTS_FILE)
     if args.rejudge:
-        samples = rejudge(samples)
+        samples = _judged_anew(samples, tests, args)
     beside = Path(args.samples).with_name("evaluation.json")
     model = json.loads(beside.read_text(encoding="utf-8")).get("model", "") if beside.exists() else ""
     return samples, model
+
+
+def _judged_anew(samples: list[Sample], tests: dict[str, bytes], args: argparse.Namespace) -> list[Sample]:
+    """Mathematics and programs each by their judge, in the order given."""
+    from megatron_dcpo.calibration.evaluate import rejudge
+    from megatron_dcpo.calibration.judges import equivalent_of, is_code, judge_of
+
+    judged: dict[int, Sample] = {}
+    for of_kind in ({}, tests):
+        places = [place for place, sample in enumerate(samples) if is_code(sample) is bool(of_kind)]
+        if places:
+            judge = judge_of(of_kind, args.marker, program_judge(args) if of_kind else None)
+            found = rejudge([samples[p] for p in places], judge, equivalent_of(of_kind))
+            judged |= dict(zip(places, found, strict=True))
+    return [judged[place] for place in range(len(samples))]
 
 
 def _new_samples(args: argparse.Namespace) -> tuple[list[Sample], str]:
     """Sample the model or the server on every benchmark and judge."""
     from megatron_dcpo.calibration.evaluate import evaluate_benchmark
     from megatron_dcpo.calibration.journal import Journal
+    from megatron_dcpo.calibration.judges import equivalent_of, judge_of, write_tests
     from megatron_dcpo.data.benchmarks import load_benchmark, parse_specs
     from megatron_dcpo.data.prompts import find_template
 
@@ -148,22 +181,36 @@ def _new_samples(args: argparse.Namespace) -> tuple[list[Sample], str]:
     loaded = [load_benchmark(spec, args.data_dir, args.corrections) for spec in parse_specs(args.benchmarks)]
     for warning in (text for benchmark in loaded for text in benchmark.warnings):
         logger.warning(warning)
+    tests = {benchmark.name: _tests_of(benchmark) for benchmark in loaded}
+    # A machine that cannot run programs is found before the model is loaded as well.
+    programs = program_judge(args) if any(tests.values()) else None
     model, render, complete = _server(args) if args.endpoint else _local_model(args)
     settings = {name: getattr(args, name) for name in _SETTINGS} | {"model": model}
+    if args.marker != MARKER:  # not in the settings of evaluations that know no other
+        settings["marker"] = args.marker
     samples: list[Sample] = []
     # A model directory may hold other weights under the same name: only a server's samples are taken up again.
     with Journal(args.out, settings, fresh=args.fresh or not args.endpoint) as journal, _progress() as progress:
+        if any(tests.values()):
+            write_tests(dict(ChainMap(*tests.values())), Path(args.out) / TESTS_FILE)
         for benchmark in loaded:
             samples += evaluate_benchmark(
                 benchmark,
                 render(benchmark),
                 complete,
                 repeats=args.repeats,
+                judge=judge_of(tests[benchmark.name], args.marker, programs),
+                equivalent=equivalent_of(tests[benchmark.name]),
                 journal=journal,
                 keep_features=args.features,
                 progress=progress,
             )
     return samples, model
+
+
+def _tests_of(benchmark: LoadedBenchmark) -> dict[str, bytes]:
+    """The packed tests of a code benchmark by their key, nothing for others."""
+    return {record.answer: record.tests for record in benchmark.records if record.tests is not None}
 
 
 def _sampling(args: argparse.Namespace) -> SamplingConfig:
@@ -200,7 +247,11 @@ def _server(args: argparse.Namespace) -> tuple[str, Render, Complete]:
         attempts=args.attempts,
         extra_body=args.extra_body,
     )
-    return model, lambda benchmark: message_prompts(benchmark.records, args.template, args.limit), endpoint.complete
+
+    def render(benchmark: LoadedBenchmark) -> list[Prompt]:
+        return message_prompts(benchmark.records, args.template, args.limit, args.marker)
+
+    return model, render, endpoint.complete
 
 
 def _local_model(args: argparse.Namespace) -> tuple[str, Render, Complete]:
@@ -215,7 +266,14 @@ def _local_model(args: argparse.Namespace) -> tuple[str, Render, Complete]:
     )
 
     def render(benchmark: LoadedBenchmark) -> list[Prompt]:
-        return render_prompts(benchmark.records, tokenizer, args.template, limit=args.limit, source=benchmark.name)
+        return render_prompts(
+            benchmark.records,
+            tokenizer,
+            args.template,
+            limit=args.limit,
+            marker=args.marker,
+            source=benchmark.name,
+        )
 
     return args.model, render, complete
 
@@ -262,6 +320,12 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
     return value
+
+
+def _marker(text: str) -> str:
+    if not text.strip() or "\n" in text:
+        raise argparse.ArgumentTypeError("must be one line and not blank")
+    return text
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -23,8 +23,12 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from megatron_dcpo import signals
     from megatron_dcpo.config import load_config
 
+    if not args.dry_run:
+        signals.listen()
+        signals.die_with_launcher()
     overrides = [*args.overrides, *([f"training.resume={args.resume}"] if args.resume else [])]
     config = load_config(args.config, overrides)
     if args.dry_run:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import date
 from pathlib import Path
 from types import MappingProxyType
 
 from megatron_dcpo.data.datasets import Record, Row, load_records, read_rows, to_record
+from megatron_dcpo.data.livecodebench import contest_date
 from megatron_dcpo.errors import UserError
 
 NO_FIXES: Mapping[str, Mapping[str, str]] = MappingProxyType({})
@@ -24,7 +26,8 @@ class Benchmark:
     """One entry. ``files`` are tried in order below the data directory; ``hub`` is ``owner/name[:config]@split``.
 
     ``count`` is the official number of problems; ``notes`` are warnings about a public copy (by file name, or "" for
-    every source); ``corrections`` (row id -> columns) are applied on request only.
+    every source); ``corrections`` (row id -> columns) are applied on request only. ``parts``: files that make the set
+    together, as many of them as there are; ``window``: first day and the day after the last of the contests.
     """
 
     name: str
@@ -34,6 +37,8 @@ class Benchmark:
     count: int
     notes: Mapping[str, str] = field(default_factory=dict)
     corrections: Mapping[str, Mapping[str, str]] = field(default_factory=lambda: NO_FIXES)
+    parts: tuple[str, ...] = ()
+    window: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -124,15 +129,74 @@ _ENTRIES = (
         hub="openai/gsm8k:main@test",
         count=1319,
     ),
+    Benchmark(
+        name="humanevalplus",
+        title="HumanEval+",
+        files=(
+            "humanevalplus/HumanEvalPlus-OriginFmt.jsonl.gz",
+            "humanevalplus/HumanEvalPlus.jsonl.gz",
+            "humanevalplus/test.parquet",
+            "humanevalplus.jsonl",
+            "humanevalplus/HumanEvalPlus-Mini.jsonl.gz",
+        ),
+        hub="evalplus/humanevalplus@test",
+        count=164,
+        notes={
+            "HumanEvalPlus.jsonl.gz": "inputs only: expected values are what the reference solution returns",
+            "HumanEvalPlus-Mini.jsonl.gz": "the reduced set of inputs, easier than HumanEval+; expected values are what "
+            "the reference solution returns",
+        },
+    ),
+    Benchmark(
+        name="mbppplus",
+        title="MBPP+",
+        files=("mbppplus/MbppPlus-OriginFmt.jsonl.gz", "mbppplus/test.parquet", "mbppplus.jsonl"),
+        hub="evalplus/mbppplus@test",
+        count=378,
+    ),
+    Benchmark(
+        name="lcbv5",
+        title="LiveCodeBench v5",
+        files=("livecodebench/release_v5.jsonl", "livecodebench_v5.jsonl", "lcb_v5.jsonl"),
+        hub="livecodebench/code_generation_lite:release_v5@test",
+        count=279,
+        parts=tuple(f"livecodebench/test{part}.jsonl" for part in ("", "2", "3", "4", "5")),
+        window=("2024-08-01", "2025-02-01"),
+    ),
+    Benchmark(
+        name="lcbv6",
+        title="LiveCodeBench v6",
+        files=("livecodebench/release_v6.jsonl", "livecodebench_v6.jsonl", "lcb_v6.jsonl"),
+        hub="livecodebench/code_generation_lite:release_v6@test",
+        count=131,
+        parts=("livecodebench/test6.jsonl",),
+        window=("2025-02-01", "2025-05-01"),
+    ),
+    Benchmark(
+        name="leetcode",
+        title="LeetCodeDataset v0.3.1 (test)",
+        files=("leetcodedataset/LeetCodeDataset-v0.3.1-test.jsonl.gz", "leetcode.jsonl"),
+        hub="newfacade/LeetCodeDataset@test",
+        count=228,
+    ),
 )
 
 BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType({entry.name: entry for entry in _ENTRIES})
-_ALIASES = {"aime2024": "aime24", "aime2025": "aime25", "amc2023": "amc23", "amc2024": "amc24"}
+_ALIASES = {
+    "aime2024": "aime24",
+    "aime2025": "aime25",
+    "amc2023": "amc23",
+    "amc2024": "amc24",
+    "livecodebenchv5": "lcbv5",
+    "livecodebenchv6": "lcbv6",
+    "leetcodedataset": "leetcode",
+}
+_WINDOW = re.compile(r"(\d{4}-\d{2}-\d{2})\.\.(\d{4}-\d{2}-\d{2})")
 
 
 def find_benchmark(name: str) -> Benchmark:
     """By name, whatever its spelling: MATH-500, math_500, AIME24, aime-2024."""
-    key = re.sub(r"[^a-z0-9]", "", name.lower())
+    key = re.sub(r"[^a-z0-9]", "", name.lower().replace("+", "plus"))
     key = _ALIASES.get(key, key)
     if key not in BENCHMARKS:
         raise UserError(f"unknown benchmark {name!r}; known: {', '.join(BENCHMARKS)}; or give NAME=PATH of a data file")
@@ -140,26 +204,58 @@ def find_benchmark(name: str) -> Benchmark:
 
 
 def load_benchmark(spec: str, data_dir: str | Path | None = None, corrections: bool = False) -> LoadedBenchmark:
-    """A registered benchmark by name, or ``NAME=PATH``. ``corrections`` repairs documented defects of the data."""
+    """A registered benchmark by name, or ``NAME=PATH``. ``corrections`` repairs documented defects of the data.
+
+    A name may be followed by another window of contest dates: ``lcbv5:2024-10-01..2025-02-01``, the last day left out.
+    """
     name, has_path, path = spec.partition("=")
-    name = name.strip()
+    name, _, dates = name.strip().partition(":")
     if has_path:
-        if not re.fullmatch(r"[\w.-]+", name) or not path:
+        if not re.fullmatch(r"[\w.-]+", name) or dates or not path:
             raise UserError(f"bad benchmark {spec!r}; write NAME=PATH, NAME of letters, digits and . _ -")
         return LoadedBenchmark(name, path, tuple(load_records(path, task=name)), ())
     entry = find_benchmark(name)
-    source = _find_source(entry, data_dir)
+    if dates:
+        entry = replace(entry, window=_parse_window(spec, dates, entry), count=0)
+    sources = _find_sources(entry, data_dir)
+    records, seen = [], set()
     try:
-        rows = list(read_rows(source))
+        rows = (row for source in sources for row in read_rows(source))
+        for index, row in enumerate(_in_window(rows, entry.window)):
+            if row.get("question_id") is not None and entry.window:
+                if row["question_id"] in seen:
+                    continue
+                seen.add(row["question_id"])
+            fixed = _corrected(row, entry.corrections) if corrections else row
+            records.append(to_record(fixed, index, entry.name, source=sources[0]))
     except UserError as error:
-        if source != entry.hub:
+        if sources != [entry.hub]:
             raise
         raise UserError(f"{entry.name}: no file below {_data_root(data_dir)} (set DCPO_DATA), and {error}") from None
-    if corrections:
-        rows = [_corrected(row, entry.corrections) for row in rows]
-    records = [to_record(row, index, entry.name, source=source) for index, row in enumerate(rows)]
     kept = tuple(record for record in records if record is not None)
+    if not kept:
+        raise UserError(f"{entry.name}: no problem of {' to '.join(entry.window or ())} in {', '.join(sources)}")
+    source = ", ".join(sources)
     return LoadedBenchmark(entry.name, source, kept, _differences(entry, source, len(kept), corrections))
+
+
+def _parse_window(spec: str, dates: str, entry: Benchmark) -> tuple[str, str]:
+    match = _WINDOW.fullmatch(dates.strip())
+    if match is None or entry.window is None:
+        dated = ", ".join(name for name, known in BENCHMARKS.items() if known.window)
+        raise UserError(f"bad benchmark {spec!r}; a window is FROM..TO as 2024-08-01..2025-02-01, for {dated}")
+    try:
+        first, end = (date.fromisoformat(day) for day in match.groups())
+    except ValueError as error:
+        raise UserError(f"bad benchmark {spec!r}: {error}") from None
+    if first >= end:
+        raise UserError(f"bad benchmark {spec!r}: the window is empty")
+    return first.isoformat(), end.isoformat()
+
+
+def _in_window(rows: Iterable[Row], window: tuple[str, str] | None) -> Iterator[Row]:
+    """Rows whose contest began in the window, before anything of them is decoded."""
+    return (row for row in rows if window is None or window[0] <= contest_date(row) < window[1])
 
 
 def parse_specs(text: str) -> list[str]:
@@ -167,21 +263,24 @@ def parse_specs(text: str) -> list[str]:
     specs = [part.strip() for part in text.split(",") if part.strip()]
     if not specs:
         raise UserError(f"no benchmark named; known: {', '.join(BENCHMARKS)}")
-    names = [spec.partition("=")[0] if "=" in spec else find_benchmark(spec).name for spec in specs]
+    names = [spec.partition("=")[0] if "=" in spec else find_benchmark(spec.partition(":")[0]).name for spec in specs]
     repeated = {name for name in names if names.count(name) > 1}
     if repeated:
         raise UserError(f"benchmark named twice: {', '.join(sorted(repeated))}")
     return specs
 
 
-def _find_source(entry: Benchmark, data_dir: str | Path | None) -> str:
+def _find_sources(entry: Benchmark, data_dir: str | Path | None) -> list[str]:
     root = _data_root(data_dir)
     for file in entry.files:
         if (root / file).exists():
-            return str(root / file)
+            return [str(root / file)]
+    parts = [str(root / part) for part in entry.parts if (root / part).exists()]
+    if parts:
+        return parts
     if data_dir and not root.is_dir():
         raise UserError(f"data directory {root} does not exist; correct it, set DCPO_DATA or give {entry.name}=PATH")
-    return entry.hub
+    return [entry.hub]
 
 
 def _data_root(data_dir: str | Path | None) -> Path:
@@ -195,7 +294,9 @@ def _corrected(row: Row, corrections: Mapping[str, Mapping[str, str]]) -> Row:
 
 def _differences(entry: Benchmark, source: str, found: int, corrected: bool) -> tuple[str, ...]:
     warnings = []
-    if found != entry.count:
+    if entry.window:
+        warnings.append(f"{entry.name}: contests from {entry.window[0]} until before {entry.window[1]}")
+    if entry.count and found != entry.count:
         warnings.append(f"{entry.name}: {found} problems where {entry.count} are expected ({source})")
     for file, note in entry.notes.items():
         if source.endswith(file):

@@ -2,6 +2,8 @@
 
     file --read_rows--> rows --to_record--> Record (problem, answer) --load_prompts--> Prompt (tokens, unique id)
 
+A row with tests instead of an answer is a programming problem (``code_problems.py`` knows the formats).
+
 Whatever is dropped on the way (no answer, too long) is counted and logged, and what cannot be read is a ``UserError``
 that names the line or the column.
 """
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dcpo.data import prompts
+from megatron_dcpo.data.code_problems import OtherLanguage, code_problem, pack_tests, tests_key
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.types import Prompt
 
@@ -36,12 +39,16 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?(@[\w.-]+)?\Z")
 
 @dataclass(frozen=True)
 class Record:
-    """One problem of a data set. ``index`` is its row in the file, counted before anything was dropped."""
+    """One problem of a data set. ``index`` is its row in the file, counted before anything was dropped.
+
+    A programming problem has packed ``tests``, and ``answer`` is their key (``code_problems.tests_key``).
+    """
 
     task: str
     index: int
     messages: tuple[dict[str, str], ...]
     answer: str
+    tests: bytes | None = None
 
     @property
     def problem(self) -> str:
@@ -90,11 +97,11 @@ def render_prompts(
     for record in records:
         if limit and len(kept) >= limit:
             break
-        messages, ids = prompts.render(tokenizer, record.messages, template, marker)
+        messages, ids = prompts.render(tokenizer, record.messages, template, marker, record.tests is not None)
         if max_prompt_length is not None and len(ids) > max_prompt_length:
             too_long += 1
             continue
-        kept.append(Prompt(record.prompt_id, messages, tuple(ids), record.answer, record.task))
+        kept.append(Prompt(record.prompt_id, messages, tuple(ids), record.answer, record.task, record.tests))
     if too_long:
         logger.warning("%s: dropped %d prompts longer than %d tokens", source, too_long, max_prompt_length)
     if records and not kept:
@@ -107,7 +114,14 @@ def message_prompts(
 ) -> list[Prompt]:
     """The same prompts for a server, which has its own tokenizer and chat template: messages, no token ids."""
     return [
-        Prompt(record.prompt_id, prompts.ask(record.messages, template, marker), (), record.answer, record.task)
+        Prompt(
+            record.prompt_id,
+            prompts.ask(record.messages, template, marker, record.tests is not None),
+            (),
+            record.answer,
+            record.task,
+            record.tests,
+        )
         for record in records[: limit or None]
     ]
 
@@ -119,23 +133,37 @@ def load_records(path_or_name: str | Path, task: str | None = None) -> list[Reco
     """All problems with an answer. ``task`` names them, by default the row's ``data_source`` or the file's name."""
     name = task or _task_name(path_or_name)
     records: list[Record] = []
-    unanswered = 0
+    unanswered = other_languages = 0
     for index, row in enumerate(read_rows(path_or_name)):
-        record = to_record(row, index, name, forced=task is not None, source=str(path_or_name))
+        try:
+            record = to_record(row, index, name, forced=task is not None, source=str(path_or_name))
+        except OtherLanguage:
+            other_languages += 1
+            continue
         if record is None:
             unanswered += 1
         else:
             records.append(record)
     if unanswered:
         logger.warning("%s: dropped %d rows without an answer", path_or_name, unanswered)
+    if other_languages:
+        logger.warning("%s: dropped %d rows with tests for other languages than Python", path_or_name, other_languages)
     if not records:
         raise UserError(f"{path_or_name}: no problem with an answer in it")
     return records
 
 
 def to_record(row: Row, index: int, task: str, forced: bool = True, source: str = "row") -> Record | None:
-    """One row as a problem with its answer; ``None`` when the answer is null or empty."""
+    """One row as a problem with its answer; ``None`` when the answer is null or empty.
+
+    Raises :class:`UserError` for unreadable rows and ``OtherLanguage`` for programs that are not to be Python's.
+    """
     name = task if forced else str(row.get("data_source") or task)
+    where = f"{source}: row {index + 1}"
+    code = code_problem(row, where)
+    if code is not None:
+        packed = pack_tests(code.tests)
+        return Record(name, index, _as_messages(code.statement, where), tests_key(packed), packed)
     problem = _first_column(row, PROBLEM_COLUMNS)
     reward_model = row.get("reward_model")
     has_ground_truth = isinstance(reward_model, Mapping) and "ground_truth" in reward_model
@@ -144,12 +172,12 @@ def to_record(row: Row, index: int, task: str, forced: bool = True, source: str 
         missing = "problem" if problem is None else "answer"
         wanted = PROBLEM_COLUMNS if problem is None else (*ANSWER_COLUMNS, "reward_model.ground_truth")
         raise UserError(
-            f"{source}: row {index + 1} has no {missing} column; found {', '.join(map(str, row)) or 'nothing'}; "
+            f"{where} has no {missing} column; found {', '.join(map(str, row)) or 'nothing'}; "
             f"expected one of {', '.join(wanted)}"
         )
     raw = reward_model["ground_truth"] if has_ground_truth else row[str(answer_column)]  # type: ignore[index]
     answer = final_answer(raw, integer="aime" in name.lower() or "aime_number" in row)
-    messages = _as_messages(row[problem], f"{source}: row {index + 1}")
+    messages = _as_messages(row[problem], where)
     return Record(name, index, messages, answer) if answer else None
 
 
@@ -194,20 +222,22 @@ def read_rows(path_or_name: str | Path) -> Iterator[Row]:
 
 def _read_json(path: Path) -> Iterator[Row]:
     """A JSON array of objects, or one object per line (also under a plain .json name)."""
+    blank = 0
     opener = gzip.open if path.name.endswith(".gz") else open
     try:
-        with opener(path, "rt", encoding="utf-8") as file:  # type: ignore[operator]
-            text = file.read()
-    except (UnicodeDecodeError, gzip.BadGzipFile) as error:
+        with opener(path, "rt", encoding="utf-8", newline="\n") as file:  # type: ignore[operator]
+            for number, line in enumerate(file, start=1):  # line by line: a test set may be gigabytes
+                if number == 1 and line.startswith("version https://git-lfs"):
+                    raise UserError(f"{path}: only a git-lfs pointer; fetch the file with `git lfs pull`")
+                if line.lstrip().startswith("[") and number == 1 + blank:
+                    yield from _parse_array(path, "\n" * blank + line + file.read())
+                    return
+                if line.strip():
+                    yield _parse_object(line, f"{path}:{number}")
+                else:
+                    blank += 1
+    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
         raise UserError(f"{path}: not UTF-8 text ({error}); convert the file") from None
-    if text.startswith("version https://git-lfs"):
-        raise UserError(f"{path}: only a git-lfs pointer; fetch the file with `git lfs pull`")
-    if text.lstrip().startswith("["):
-        yield from _parse_array(path, text)
-        return
-    for number, line in enumerate(text.split("\n"), start=1):  # splitlines() would also split at U+2028 inside strings
-        if line.strip():
-            yield _parse_object(line, f"{path}:{number}")
 
 
 def _parse_array(path: Path, text: str) -> list[Row]:

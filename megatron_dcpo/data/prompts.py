@@ -4,6 +4,8 @@ r"""From a problem to the tokens a policy continues: one template function for t
 ``grpo``   problem + box the answer (the prompt of the GRPO baseline)
 ``raw``    the problem text alone, without chat template: for base models and for tasks that bring their own format
 
+For a programming problem ``paper`` and ``grpo`` ask for one fenced program instead of a box.
+
 ``paper`` and ``grpo`` go through the tokenizer's chat template with its generation prompt, without a system message of
 ours, and with thinking switched off where the template has that switch (Qwen3).
 """
@@ -27,6 +29,15 @@ _CONFIDENCE = (
     "{marker} and a decimal number between 0 and 1, where 0 means that you have no idea and 1 means that you are "
     "certain. That line must have exactly this form:\n{marker} Confidence: 0.83\nWrite nothing after it."
 )
+_PROGRAM = (
+    "Please reason step by step, and then give your whole program in Python in one block that begins with ```python "
+    "and ends with ```."
+)
+_PROGRAM_CONFIDENCE = (
+    "After the closing ```, start a new line and say how sure you are that the program passes every test: the marker "
+    "{marker} and a decimal number between 0 and 1, where 0 means that you have no idea and 1 means that you are "
+    "certain. That line must have exactly this form:\n{marker} Confidence: 0.83\nWrite nothing after it."
+)
 _ASKS_FOR_BOX = re.compile(r"\\boxed\{\s*\}[^\n]{0,40}\Z")
 # The suffix of the reference's ``..._with_confidence`` files asks for another marker; both would contradict each other.
 _REFERENCE_SUFFIX = re.compile(
@@ -38,10 +49,12 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Template:
-    """How a problem is put: ``instruct(problem, marker)`` writes the user turn, ``chat`` applies the chat template."""
+    """How a problem is put: ``instruct(problem, marker)`` writes the user turn (``instruct_code`` that of a programming
+    problem), ``chat`` applies the chat template."""
 
     name: str
     instruct: Callable[[str, str], str]
+    instruct_code: Callable[[str, str], str]
     chat: bool
 
 
@@ -56,11 +69,25 @@ def confidence_instruction(problem: str, marker: str = MARKER) -> str:
     return f"{box_instruction(problem)}\n\n{_CONFIDENCE.format(marker=marker)}"
 
 
+def program_instruction(problem: str, marker: str = MARKER) -> str:
+    """Ask for one fenced program."""
+    return f"{problem.rstrip()}\n\n{_PROGRAM}"
+
+
+def program_confidence_instruction(problem: str, marker: str = MARKER) -> str:
+    """Ask for one fenced program and for the confidence line behind it."""
+    return f"{program_instruction(problem)}\n\n{_PROGRAM_CONFIDENCE.format(marker=marker)}"
+
+
+def as_it_is(problem: str, marker: str = MARKER) -> str:
+    return problem
+
+
 TEMPLATES: Mapping[str, Template] = MappingProxyType(
     {
-        "paper": Template("paper", confidence_instruction, chat=True),
-        "grpo": Template("grpo", box_instruction, chat=True),
-        "raw": Template("raw", lambda problem, marker: problem, chat=False),
+        "paper": Template("paper", confidence_instruction, program_confidence_instruction, chat=True),
+        "grpo": Template("grpo", box_instruction, program_instruction, chat=True),
+        "raw": Template("raw", as_it_is, as_it_is, chat=False),
     }
 )
 
@@ -76,11 +103,13 @@ def bare_problem(text: str) -> str:
     return _REFERENCE_SUFFIX.sub("", text)
 
 
-def ask(messages: tuple[Message, ...], template: str, marker: str = MARKER) -> tuple[Message, ...]:
-    """The messages as sent. ``messages``: what the data set holds, the problem being the last user turn."""
+def ask(messages: tuple[Message, ...], template: str, marker: str = MARKER, code: bool = False) -> tuple[Message, ...]:
+    """The messages as sent. ``messages``: what the data set holds, the problem being the last user turn. ``code``: it
+    is a programming problem."""
     if not messages or messages[-1]["role"] != "user":
         raise UserError("a prompt must end with a user message")
-    instruct = find_template(template).instruct
+    found = find_template(template)
+    instruct = found.instruct_code if code else found.instruct
     return (*messages[:-1], {**messages[-1], "content": instruct(bare_problem(messages[-1]["content"]), marker)})
 
 
@@ -90,10 +119,10 @@ def plain_text(messages: tuple[Message, ...]) -> str:
 
 
 def render(
-    tokenizer: Any, messages: tuple[Message, ...], template: str, marker: str = MARKER
+    tokenizer: Any, messages: tuple[Message, ...], template: str, marker: str = MARKER, code: bool = False
 ) -> tuple[tuple[Message, ...], list[int]]:
     """The messages as sent and their token ids, ready to be continued."""
-    asked = ask(messages, template, marker)
+    asked = ask(messages, template, marker, code)
     if not find_template(template).chat:
         return asked, list(tokenizer.encode(plain_text(asked)))
     return asked, encode_chat(tokenizer, asked)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_dcpo.judging.boxes import last_box
+from megatron_dcpo.judging.answers import BOXED, AnswerForm
 from megatron_dcpo.judging.token_bytes import TokenBytes
 
 
@@ -36,7 +36,11 @@ class Split:
 
 
 def split_blocks(
-    token_ids: Sequence[int] | np.ndarray, tokens: TokenBytes, eos_ids: Collection[int], marker: str
+    token_ids: Sequence[int] | np.ndarray,
+    tokens: TokenBytes,
+    eos_ids: Collection[int],
+    marker: str,
+    form: AnswerForm = BOXED,
 ) -> Split:
     """Split a response of T tokens.
 
@@ -46,20 +50,8 @@ def split_blocks(
     ended = len(token_ids) > 0 and int(token_ids[-1]) in eos_ids
     pieces = tokens.pieces(token_ids[: len(token_ids) - ended])
     content = b"".join(pieces)
-    at = find_marker(content, marker.encode())
+    at = form.find_marker(content, marker.encode())
     if at is None:
         return Split(len(pieces), content, None, ended)
     starts = np.cumsum([0, *map(len, pieces)])[:-1]
     return Split(int(np.searchsorted(starts, at)), content, at, ended)
-
-
-def find_marker(content: bytes, marker: bytes) -> int | None:
-    """Offset of the marker that opens the confidence block, None when there is none.
-
-    With several, the first one behind the last complete box: the answer and everything before it is reasoning even
-    where the marker was only talked about. When no marker follows the last box, the last marker.
-    """
-    box = last_box(content)
-    after = content.find(marker, box.end if box else 0)
-    at = after if after >= 0 else content.rfind(marker)
-    return at if at >= 0 else None

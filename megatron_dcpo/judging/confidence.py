@@ -1,8 +1,8 @@
 """The strict parser of the stated confidence: ``<conf> Confidence: 0.83`` at the very end of a finished response.
 
-Exactly one marker, after the last ``\\boxed``; the word ``Confidence:`` is optional and case-insensitive; one plain
-decimal in [0, 1]; only white space behind it. Everything else is malformed, each kind under its own name
-(algorithms 1.2, recommended parser). Linear in the length of the text, and total: no input raises.
+Exactly one marker, after the last ``\\boxed`` (or the last fenced program); the word ``Confidence:`` is optional and
+case-insensitive; one plain decimal in [0, 1]; only white space behind it. Everything else is malformed, each kind under
+its own name (algorithms 1.2, recommended parser). Linear in the length of the text, and total: no input raises.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ class ParsedConfidence:
     stated: float | None = None
 
 
-def parse_confidence(text: str, *, marker: str = MARKER, finished: bool) -> ParsedConfidence:
+def parse_confidence(text: str, *, marker: str = MARKER, finished: bool, opener: str = "\\boxed") -> ParsedConfidence:
     """Read the confidence of a response, or why there is none.
 
     Args:
         text: the response without its EOS; bytes that are no UTF-8 may have been decoded with ``errors="replace"``.
         finished: the model ended the response itself. An unfinished one is ``truncated`` whatever it holds: its
             number may be cut (``0.8`` of ``0.83``).
+        opener: what an answer begins with; one behind the marker is ``before_box``.
 
     The kinds are tried in the order truncated, missing, multiple, before_box, unparsable, trailing_text,
     out_of_range; the first that applies is the status. A negative number is out of range, even ``-0``.
@@ -49,7 +50,7 @@ def parse_confidence(text: str, *, marker: str = MARKER, finished: bool) -> Pars
         return ParsedConfidence(None, "missing")
     if marker in tail:
         return ParsedConfidence(None, "multiple")
-    if "\\boxed" in tail:
+    if opener in tail:
         return ParsedConfidence(None, "before_box")
     number = _LINE.match(tail)
     if number is None:

@@ -177,10 +177,15 @@ def _parse(text: str, *, box_first: bool) -> list[Any]:
 
 
 def _undelimited(text: str) -> str:
-    r"""Without the ``$...$`` around the whole of it and without sizes. ``\$36`` is money and stays."""
+    r"""Without the ``$...$``, ``\(...\)`` or ``\[...\]`` around the whole of it and without sizes. ``\$36`` is money and
+    stays."""
     text = notation.without_sizes(text).strip()
     inner = text[1:-1]
-    return inner.strip() if len(text) > 2 and text[0] == text[-1] == "$" and "$" not in inner else text
+    if len(text) > 2 and text[0] == text[-1] == "$" and "$" not in inner:
+        text = inner.strip()
+    if text[:2] + text[-2:] in (r"\(\)", r"\[\]") and len(text) > 4 and text[:2] not in text[2:]:
+        text = text[2:-2].strip()
+    return text
 
 
 def _canonical_integer(text: str) -> str:

@@ -9,7 +9,7 @@ math-verify errs on whole classes of spellings. Each class has a function here a
 | shorthand arguments | ``\frac43``, ``\frac\pi2``, ``\sqrt[3]2`` | ``\frac{4}{3}`` ... : TeX takes one token per argument |
 | number spacing | ``1\,000``, ``10 000``, ``1{,}000``, ``1,000`` | ``1000``; ``(1,000)`` and ``1,00`` stay as they are |
 | degrees | ``\sin 30^\circ`` | ``\sin (\frac{(30)\pi}{180})``; a degree sign outside trigonometry is dropped |
-| trailing letters | ``2t`` | ``2(t)``: math-verify would take ``t`` for a unit and drop it |
+| trailing letters | ``2t`` | ``2{t}``: math-verify would take ``t`` for a unit and drop it |
 
 Every function is linear in the length of the text, up to a constant depth of braces, and total.
 """
@@ -38,7 +38,7 @@ _ROOTS = {"√": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
 
 _BRACES = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"  # three levels, more than answers nest inside one argument
 _TOKEN = rf"(?:{_BRACES}|\\[A-Za-z]+|[0-9A-Za-z])"  # what TeX takes as one argument
-_FRACTION = re.compile(rf"\\[dtc]?frac\s*({_TOKEN})\s*({_TOKEN})(?=(\s*[0-9])?)")
+_FRACTION = re.compile(rf"\\([dtc]?frac|[dt]?binom)\s*({_TOKEN})\s*({_TOKEN})(?=(\s*[0-9])?)")
 _ROOT = re.compile(rf"\\sqrt\s*(\[[^\[\]{{}}]*\])?\s*({_TOKEN})(?=(\s*[0-9])?)")
 _TIGHT_ROOT = re.compile(r"([√∛∜])\s*(\([^()]*\)|\{[^{}]*\}|[0-9]+(?:\.[0-9]+)?|[A-Za-z]|\\[A-Za-z]+)?")
 
@@ -54,7 +54,8 @@ _DROPPED = re.compile(rf"(?<=[0-9A-Za-z)}}])(?:{_DEGREE.pattern})(?!\s*[0-9])")
 _TRIGONOMETRY = re.compile(r"(?<![A-Za-z])(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
 _OPERAND = re.compile(rf"([0-9]+(?:\.[0-9]+)?|\\frac{_BRACES}{_BRACES}|\([^()]*\)|{_BRACES}|\\[A-Za-z]+|[A-Za-z])$")
 _TRAILING_LETTERS = re.compile(r"(?<![A-Za-z\\])((?<=[0-9}])(?:[a-zA-Z]|ab|bc|cc))$")
-_END = re.compile(r"(?:\.|\\[,;:! ]|\\$|~|\s)+$")  # full stops and TeX spaces; the last blank may be stripped off
+_END = re.compile(r"(?:[.,;]|\\[,;:! ]|\\$|~|\s)+$")  # full stops and TeX spaces; the last blank may be stripped off
+_BLACKBOARD = re.compile(r"\\mathbb\s*([A-Z])")
 _WRAPPERS = re.compile(r"\\(?:left|right|big|Big|bigg|Bigg)(?=[()\[\]|.]|\\[{}])|\\(?:displaystyle|limits)(?![A-Za-z])")
 
 
@@ -66,6 +67,7 @@ def normalise(text: str) -> str:
 def spell_out(text: str) -> str:
     """Everything but what a degree sign outside trigonometry means, which depends on the other side."""
     text = expand_arguments(plain_symbols(_END.sub("", text.strip())))
+    text = _BLACKBOARD.sub(r"\\mathbb{\1}", text.replace(r"\varnothing", r"\emptyset"))
     return degrees_in_trigonometry(join_digits(without_sizes(text)).strip())
 
 
@@ -120,9 +122,9 @@ def _braced_root(match: re.Match[str]) -> str:
 
 
 def _braced_fraction(match: re.Match[str]) -> str:
-    if match[1] == r"\sqrt" or match[2] == r"\sqrt":
+    if match[2] == r"\sqrt" or match[3] == r"\sqrt":
         return match[0]  # its argument is not braced: no fraction TeX would read either
-    return rf"\frac{_brace(match[1])}{_brace(match[2])}" + _factor(match[2], match[3])
+    return rf"\{match[1].lstrip('dtc')}{_brace(match[2])}{_brace(match[3])}" + _factor(match[3], match[4])
 
 
 def _brace(token: str) -> str:
@@ -176,6 +178,6 @@ def drop_degrees(text: str) -> str:
 
 
 def protect_letters(text: str) -> str:
-    r"""``2t`` to ``2(t)``. math-verify takes a letter at the end for a unit (``t``, ``h``, ``m``, ``ab`` ...) and drops
+    r"""``2t`` to ``2{t}``. math-verify takes a letter at the end for a unit (``t``, ``h``, ``m``, ``ab`` ...) and drops
     it; directly behind a number or a brace it is a variable. ``5 m`` and ``5\text{ m}`` still are five."""
-    return _TRAILING_LETTERS.sub(r"(\1)", text)
+    return _TRAILING_LETTERS.sub(r"{\1}", text)

@@ -48,6 +48,9 @@ _DECIMAL = re.compile(r"([+-]?)\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
 _SIMPLE_FRACTION = re.compile(
     r"([+-]?)\s*(?:\\[dtc]?frac\s*\{\s*([+-]?[0-9]+)\s*\}\s*\{\s*([0-9]+)\s*\}|([0-9]+)\s*/\s*([0-9]+))"
 )
+_MIXED = re.compile(r"([+-]?)\s*([0-9]+)\s+([0-9]+)\s*/\s*([0-9]+)")
+_SCIENTIFIC = re.compile(r"([+-]?)\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE]([+-]?[0-9]{1,3})")
+_REPEATING = re.compile(r"([+-]?)\s*([0-9]*)\.([0-9]*)\\(?:overline|bar)\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))")
 _TRAILING_UNIT = re.compile(
     r"[0-9)}]\s*(?:\\[,;: ]|~|\s)*(?:\\(?:text|mathrm|mbox|textrm|rm)\s*\{\s*([^{}]*?)\s*\}|([A-Za-z][A-Za-z .]*))"
     r"\s*(?:\^\s*\{?\s*([23])\s*\}?)?$"
@@ -159,16 +162,30 @@ def _unit(text: str) -> tuple[str, str, str] | None:
 
 
 def exact_number(text: str) -> Fraction | None:
-    r"""The value of a plain integer, decimal, ``a/b`` or ``\frac{a}{b}``; None for everything else."""
+    r"""The value of a plain number, None for everything else.
+
+    Plain are integers, decimals (``1.5e3`` and ``0.1\overline{6}`` too), ``a/b``, ``\frac{a}{b}`` and ``1 1/2``.
+    """
     text = text.strip()
     if len(text) > 200:
         return None
-    match = _DECIMAL.fullmatch(text)
-    if match is not None:
-        return Fraction(match[2]) * (-1 if match[1] == "-" else 1)
-    match = _SIMPLE_FRACTION.fullmatch(text)
-    if match is None:
+    if match := _DECIMAL.fullmatch(text):
+        value: Fraction | None = Fraction(match[2])
+    elif match := _SIMPLE_FRACTION.fullmatch(text):
+        value = _fraction(match[2] or match[4], match[3] or match[5])
+    elif match := _MIXED.fullmatch(text):
+        part = _fraction(match[3], match[4])
+        value = None if part is None or part >= 1 else int(match[2]) + part
+    elif match := _SCIENTIFIC.fullmatch(text):
+        value = Fraction(match[2]) * Fraction(10) ** int(match[3])
+    elif match := _REPEATING.fullmatch(text):
+        period = match[4] or match[5]
+        digits = Fraction(int(period), 10 ** len(period) - 1) / 10 ** len(match[3])
+        value = Fraction(f"{match[2] or 0}.{match[3] or 0}") + digits
+    else:
         return None
-    bottom = int(match[3] or match[5])
-    value = Fraction(int(match[2] or match[4]), bottom) if bottom else None
     return -value if value is not None and match[1] == "-" else value
+
+
+def _fraction(top: str, bottom: str) -> Fraction | None:
+    return Fraction(int(top), int(bottom)) if int(bottom) else None

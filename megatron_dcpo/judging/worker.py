@@ -35,7 +35,8 @@ def main() -> None:
     os.dup2(2, 1)  # whatever a library prints must not be read as a verdict
     threading.Thread(target=_end_with, args=(limits.parent,), daemon=True).start()
     signal.signal(signal.SIGPROF, _out_of_time)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's affair
+    for stop in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # the parent's affair
+        signal.signal(stop, signal.SIG_IGN)
 
     from megatron_dcpo.judging.equivalence import equivalent
 

@@ -47,8 +47,9 @@ from megatron_dcpo.policy.gradient_probe import (
 )
 from megatron_dcpo.policy.optimizer import optimizer_group, zero_gradients
 from megatron_dcpo.training.prompt_stream import prompts_of_step
-from megatron_dcpo.training.rollouts import Rollout, judge_rollout, roll_out
+from megatron_dcpo.training.rollouts import Rollout, gather_judged, roll_out
 from megatron_dcpo.training.setup import Run, build_run
+from megatron_dcpo.training.timers import Timers
 from megatron_dcpo.training.update import Share, accumulate
 from megatron_dcpo.types import BLOCK_REASONING
 from megatron_dcpo.weights.reshard import export_pieces
@@ -81,7 +82,7 @@ def probe_policy(config: Config, batches: int) -> dict[str, Any]:
         prompts = prompts_of_step(
             run.prompts, step, config.data.prompts_per_step, seed=config.seed, shuffle=config.data.shuffle
         )
-        rollout = judge_rollout(run, prompts, roll_out(run, prompts, step))
+        rollout = gather_judged(run, prompts, roll_out(run, prompts, step, Timers()))
         share = Share.of(run, rollout)
         for part, scored in parts_of(rollout, config.objective).items():
             zero_gradients(run.policy, run.optimizer)

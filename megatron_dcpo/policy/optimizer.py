@@ -48,6 +48,9 @@ def build_optimizer(config: Config, policy: Policy) -> tuple[Any, OptimizerParam
         end_wd=options.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
+        # A resumed run takes the count of steps from its checkpoint and everything else from its configuration.
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
     )
     return optimizer, scheduler
 
@@ -56,6 +59,12 @@ def zero_gradients(policy: Policy, optimizer: Any) -> None:
     for chunk in policy.chunks:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
+
+
+def gradient_norm(optimizer: Any) -> float:
+    """The norm of the whole gradient, as every rank agrees on it; not a number when any element is not finite."""
+    optimizer.prepare_grads()
+    return float(optimizer.get_grad_norm())
 
 
 def optimizer_group(optimizer: Any) -> dist.ProcessGroup:

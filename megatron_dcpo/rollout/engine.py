@@ -39,7 +39,9 @@ class Engine(Protocol):
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig, step: int = 0) -> list[Response]:
         """``sampling.n`` responses per prompt, prompt-major. A response depends on its prompt, the weights, the seed,
-        the step and its index only, not on what else is in the batch."""
+        the step and its index only, not on what else is in the batch.
+
+        Raises :class:`megatron_dcpo.signals.RolloutAbandoned` soon after ``signals.stop_requested()`` turns true."""
         ...
 
     def update_weights(self, pieces: Iterable[Piece], version: int) -> None:

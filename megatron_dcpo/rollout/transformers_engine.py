@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_dcpo import runtime
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.rollout.engine import SamplingConfig, uniforms
+from megatron_dcpo.signals import RolloutAbandoned, stop_requested
 from megatron_dcpo.types import Prompt, Response
 from megatron_dcpo.weights.piece import Piece
 
@@ -92,6 +93,8 @@ class TransformersEngine:
         logits, cache, mask, position = self._prefill(prompts, n)
         rows = torch.arange(total, device=device)  # which response each running row of the cache is
         for t in range(sampling.max_tokens):
+            if stop_requested():
+                raise RolloutAbandoned
             token, logprob = sample_token(logits, random[rows, t], sampling)
             if sampling.raw_logprobs or sampling.top_logprobs:
                 raw = torch.log_softmax(logits.float(), dim=-1)

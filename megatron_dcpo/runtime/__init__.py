@@ -6,7 +6,7 @@ nothing. Rooms that do without Megatron (rollout, evaluation) do not pay for its
 
 from __future__ import annotations
 
-from megatron_dcpo.runtime.device import backend, device, has_cuda, set_threads, synchronize
+from megatron_dcpo.runtime.device import backend, device, has_cuda, memory_gb, set_threads, synchronize
 from megatron_dcpo.runtime.megatron_on_cpu import ensure
 
-__all__ = ["backend", "device", "ensure", "has_cuda", "set_threads", "synchronize"]
+__all__ = ["backend", "device", "ensure", "has_cuda", "memory_gb", "set_threads", "synchronize"]

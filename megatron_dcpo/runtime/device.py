@@ -26,6 +26,18 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def memory_gb() -> dict[str, float]:
+    """Memory of this process in GB: ``rss`` resident on the host; with CUDA ``cuda`` allocated now and ``cuda_peak`` at
+    most since the last call."""
+    with open("/proc/self/statm") as file:
+        resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    ledger = {"rss": resident / 1e9}
+    if has_cuda():
+        ledger |= {"cuda": torch.cuda.memory_allocated() / 1e9, "cuda_peak": torch.cuda.max_memory_allocated() / 1e9}
+        torch.cuda.reset_peak_memory_stats()
+    return ledger
+
+
 def set_threads() -> None:
     """One intra-op thread per process on the CPU, unless ``OMP_NUM_THREADS`` says otherwise.
 

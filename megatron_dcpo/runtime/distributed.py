@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -87,6 +89,8 @@ def initialize(
             distributed_timeout_minutes=timeout_minutes,
         )
     # Dropout is off in RL and sampling has counted random numbers of its own; Megatron still wants its tracker.
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return topology()
 
@@ -116,6 +120,15 @@ def destroy() -> None:
 def barrier() -> None:
     if dist.get_world_size() > 1:
         dist.barrier()
+
+
+def max_over_ranks(value: int) -> int:
+    """The largest ``value`` of all ranks."""
+    if dist.get_world_size() == 1:
+        return value
+    box = torch.tensor([value], dtype=torch.int64, device=device())
+    dist.all_reduce(box, op=dist.ReduceOp.MAX)
+    return int(box.item())
 
 
 def all_gather_objects(value: Any) -> list[Any]:

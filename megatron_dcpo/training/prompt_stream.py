@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,6 +25,14 @@ def prompts_of_step(
         prompt = prompts[int(_order(len(prompts), epoch, seed)[index]) if shuffle else index]
         chosen.append(dataclasses.replace(prompt, prompt_id=f"{prompt.prompt_id}@{epoch}"))
     return chosen
+
+
+def fingerprint(prompts: Sequence[Prompt]) -> str:
+    """A short name for these prompts in this order: equal when a resumed run would train on the same."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(repr((prompt.prompt_id, list(map(int, prompt.token_ids)), prompt.ground_truth)).encode())
+    return digest.hexdigest()[:16]
 
 
 @functools.lru_cache(maxsize=2)

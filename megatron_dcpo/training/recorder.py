@@ -55,9 +55,12 @@ class Recorder:
             self.progress.stop()
 
     def log(self, step: int, rollout: Rollout, statistics: UpdateStatistics, timers: Timers) -> None:
-        """Record one step."""
-        if not self.writes:
-            return
+        """Record one step and clear the timers."""
+        if self.writes:
+            self._log(step, rollout, statistics, timers)
+        timers.clear()
+
+    def _log(self, step: int, rollout: Rollout, statistics: UpdateStatistics, timers: Timers) -> None:
         metrics = {"step": step, **step_metrics(rollout, statistics, timers)}
         with self.metrics_path.open("a") as file:
             file.write(json.dumps(json_ready(metrics)) + "\n")
@@ -128,17 +131,24 @@ def step_metrics(rollout: Rollout, statistics: UpdateStatistics, timers: Timers)
         "length/mean": float(np.mean(lengths)),
         "length/max": int(max(lengths)),
         "length/truncated": float(np.mean([r.finish_reason == "length" for r in rollout.responses])),
-        "loss/policy": float(np.mean(statistics.losses)),
+        "loss/policy": _mean(statistics.losses),
         **_loss_metrics(sums),
-        "grad_norm/total": float(np.mean(statistics.grad_norms)),
+        "grad_norm/total": _mean(statistics.grad_norms),
         **(unmeasured | statistics.block_gradients),
         "engine/kl": sums.get("engine/kl", 0.0) / tokens,
         "engine/logprob_diff_mean": sums.get("engine/abs", 0.0) / tokens,
         **statistics.maxima,
         "learning_rate": statistics.learning_rate,
+        "updates/skipped": statistics.skipped,
         **{f"tokens/s/{phase}": sum(lengths) / seconds[phase] for phase in ("rollout", "train") if seconds.get(phase)},
         **{f"time/{phase}": value for phase, value in seconds.items()},
+        **{f"memory/{name}": value for name, value in timers.memory.items()},
     }
+
+
+def _mean(values: list[float]) -> float:
+    """Of the updates that were taken; undefined when all were skipped."""
+    return float(np.mean(values)) if values else math.nan
 
 
 def _loss_metrics(sums: dict[str, float]) -> dict[str, float]:

@@ -1,23 +1,28 @@
-"""Saving on schedule and continuing where the last complete checkpoint left off."""
+"""Saving on schedule, stopping in good order, and continuing where the last intact checkpoint left off."""
 
 from __future__ import annotations
 
 import logging
+import signal
+from typing import Any
 
-from megatron_dcpo.checkpoints.checkpoint import latest_iteration, load_checkpoint, save_checkpoint
-from megatron_dcpo.errors import UserError
-from megatron_dcpo.runtime.distributed import broadcast_object
+from megatron_dcpo import signals
+from megatron_dcpo.checkpoints.checkpoint import checkpoint_state, load_checkpoint, newest_intact
+from megatron_dcpo.checkpoints.integrity import iteration_dir
+from megatron_dcpo.checkpoints.saving import remove_leftovers
+from megatron_dcpo.errors import EXIT_INTERRUPTED, EXIT_REQUEUE, Stopped, UserError
+from megatron_dcpo.runtime.distributed import max_over_ranks
 from megatron_dcpo.training.setup import Run
 
 logger = logging.getLogger(__name__)
 
 
 def resume(run: Run) -> int:
-    """The number of steps already done: 0 for a fresh run, else restored from the latest checkpoint. Collective.
+    """The number of steps already done: 0 for a fresh run, else restored from the newest intact checkpoint. Collective.
 
     ``training.resume=none`` refuses to overwrite a run that has checkpoints.
     """
-    latest = broadcast_object(latest_iteration(run.checkpoints))
+    latest, damaged = newest_intact(run.checkpoints, run.topology)
     if latest is None:
         return 0
     if run.config.training.resume == "none":
@@ -25,12 +30,16 @@ def resume(run: Run) -> int:
             f"{run.directory} already holds a checkpoint of step {latest}; pass --resume auto to continue it, "
             "or another run_dir to start anew"
         )
-    extra = load_checkpoint(run.checkpoints, latest, run.policy, run.optimizer, run.scheduler)
-    if extra["seed"] != run.config.seed:
-        raise UserError(
-            f"{run.directory} was started with seed={extra['seed']}, not {run.config.seed}; keep the seed to resume"
-        )
+    for iteration, why in damaged.items():
+        run.saver.damaged.add(iteration)
+        if run.topology.rank == 0:
+            logger.warning("checkpoint %s is damaged: %s", iteration_dir(run.checkpoints, iteration), why)
+    saved = load_checkpoint(run.checkpoints, latest, run.policy, run.optimizer, run.scheduler)
+    _check_same_run(run, saved)
+    run.progress.saved_step = latest
+    run.progress.nonfinite_in_a_row = saved["reward"]["nonfinite_in_a_row"]
     if run.topology.rank == 0:
+        remove_leftovers(run.checkpoints)
         logger.info("continuing %s after step %d", run.directory, latest)
     return latest
 
@@ -38,14 +47,72 @@ def resume(run: Run) -> int:
 def save(run: Run, step: int) -> None:
     """Checkpoint after ``step`` when the schedule says so, and always after the last one. Collective."""
     training = run.config.training
+    run.saver.poll()
     due = training.save_interval and step % training.save_interval == 0
     if due or step == training.steps:
-        save_checkpoint(
-            run.checkpoints,
-            step,
-            run.policy,
-            run.optimizer,
-            run.scheduler,
-            {"seed": run.config.seed, "steps": training.steps},
-            training.keep_checkpoints,
+        _save(run, step)
+    if step == training.steps:
+        run.saver.wait()
+
+
+def stop_if_asked(run: Run, done: int) -> None:
+    """Has a signal reached any rank? Then checkpoint after the ``done`` steps and raise :class:`Stopped`. Collective.
+
+    Called where the policy is that of a whole number of steps: after a rollout, which a signal cuts short, and after a
+    step. A run that has done all its steps goes on to its end.
+    """
+    number = max_over_ranks(signals.stop_requested() or 0)
+    if not number or done == run.config.training.steps:
+        return
+    if done and run.progress.saved_step != done:
+        _save(run, done)
+    run.saver.wait()
+    signals.ignore_from_now_on()
+    raise Stopped(
+        f"stopped by {signals.name_of(number)} after step {done} of {run.config.training.steps}"
+        f"{', saved' if done else ', nothing to save yet'}; --resume auto continues {run.directory}",
+        EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_REQUEUE,
+    )
+
+
+def _save(run: Run, step: int) -> None:
+    state = checkpoint_state(run.policy, run.optimizer, run.scheduler, step, _run_state(run, step))
+    run.saver.save(step, state)
+    run.progress.saved_step = step
+
+
+def _run_state(run: Run, step: int) -> dict[str, Any]:
+    """What continues a run beside model and optimizer."""
+    return {
+        "seed": run.config.seed,
+        "data": {
+            "consumed_prompts": step * run.config.data.prompts_per_step,
+            "prompts_per_step": run.config.data.prompts_per_step,
+            "shuffle": run.config.data.shuffle,
+            "fingerprint": run.data_fingerprint,
+        },
+        "reward": {"nonfinite_in_a_row": run.progress.nonfinite_in_a_row},
+        "engine": {"weights_version": run.engine.weights_version},
+    }
+
+
+def _check_same_run(run: Run, saved: dict[str, Any]) -> None:
+    """Seed and data must be those of the checkpoint: otherwise the run would be another one from here on."""
+    now = _run_state(run, saved["iteration"])
+    for name, found, kept in (
+        ("seed", now["seed"], saved["seed"]),
+        *((f"data.{key}", now["data"][key], saved["data"][key]) for key in ("prompts_per_step", "shuffle")),
+    ):
+        if found != kept:
+            raise UserError(f"{run.directory} was started with {name}={kept}, not {found}; keep it to resume")
+    if now["data"]["fingerprint"] != saved["data"]["fingerprint"]:
+        raise UserError(
+            f"{run.config.data.path} no longer holds the prompts that {run.directory} was started with (or they are "
+            "formatted differently); restore them to resume, or start another run_dir"
+        )
+    cursor, version = saved["data"]["consumed_prompts"], saved["engine"]["weights_version"]
+    if (cursor, version) != (now["data"]["consumed_prompts"], saved["iteration"]):
+        raise UserError(
+            f"the checkpoint of step {saved['iteration']} in {run.directory} contradicts itself: {cursor} prompts "
+            f"consumed, engine at version {version}"
         )

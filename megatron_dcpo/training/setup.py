@@ -8,10 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron_dcpo.checkpoints.saving import Saver
 from megatron_dcpo.config import Config
 from megatron_dcpo.data import load_prompts
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.judging.judge import judge_many
+from megatron_dcpo.judging.answers import BOXED, FENCED, AnswerForm
+from megatron_dcpo.judging.judge import Verifier, judge_many
+from megatron_dcpo.judging.math import verify_many
 from megatron_dcpo.judging.token_bytes import token_bytes
 from megatron_dcpo.objectives import Objective, build_objective
 from megatron_dcpo.policy.model import Policy, build_policy
@@ -19,8 +22,18 @@ from megatron_dcpo.policy.optimizer import build_optimizer
 from megatron_dcpo.rollout import Engine, TransformersEngine
 from megatron_dcpo.runtime import distributed
 from megatron_dcpo.runtime.distributed import Topology
+from megatron_dcpo.runtime.watch import Watch
 from megatron_dcpo.training.preflight import check_model
+from megatron_dcpo.training.prompt_stream import fingerprint
 from megatron_dcpo.types import Judgement, Prompt, Response
+
+
+@dataclass
+class Progress:
+    """What changes while a run goes on, beside model and optimizer."""
+
+    saved_step: int = 0
+    nonfinite_in_a_row: int = 0
 
 
 @dataclass(frozen=True)
@@ -32,12 +45,16 @@ class Run:
     topology: Topology
     tokenizer: Any
     prompts: list[Prompt]
+    data_fingerprint: str
     policy: Policy
     optimizer: Any
     scheduler: Any
     engine: Engine
     objective: Objective
     reference: Policy | None
+    watch: Watch
+    saver: Saver
+    progress: Progress
     judge: Callable[[Sequence[Response], Mapping[str, Prompt]], list[Judgement]]
 
     @property
@@ -48,13 +65,17 @@ class Run:
 def build_run(config: Config) -> Run:
     """Build all parts, the cheap checks first. Collective. Raises :class:`UserError` on bad input."""
     objective = build_objective(config.objective)
-    if config.judging.verifier == "code":
-        raise UserError("judging.verifier=code: running model-written programs is not in this version; use math")
     check_model(config)
     tokenizer = load_tokenizer(config.model.path)
     prompts = load_prompts(
-        config.data.path, tokenizer, config.data.template, config.data.max_prompt_length, config.data.limit or None
+        config.data.path,
+        tokenizer,
+        config.data.template,
+        config.data.max_prompt_length,
+        config.data.limit or None,
+        marker=config.judging.marker,
     )
+    verifier, form = build_verifier(config, prompts)
     parallel = config.parallel
     topology = distributed.initialize(
         parallel.tensor_model_parallel_size,
@@ -63,6 +84,9 @@ def build_run(config: Config) -> Run:
         seed=config.seed,
         timeout_minutes=parallel.distributed_timeout_minutes,
     )
+    watch = Watch(
+        Path(config.run_dir) / "heartbeat", topology.rank, topology.world_size, config.training.phase_warning_seconds
+    ).start()
     policy = build_policy(config.model, parallel, topology)
     optimizer, scheduler = build_optimizer(config, policy)
     dtype = config.model.params_dtype if config.rollout.dtype == "same" else config.rollout.dtype
@@ -73,6 +97,7 @@ def build_run(config: Config) -> Run:
         topology=topology,
         tokenizer=tokenizer,
         prompts=prompts,
+        data_fingerprint=fingerprint(prompts),
         policy=policy,
         optimizer=optimizer,
         scheduler=scheduler,
@@ -81,10 +106,45 @@ def build_run(config: Config) -> Run:
         reference=build_policy(config.model, parallel, topology, training=False)
         if any(objective.options.kl_coef)
         else None,
+        watch=watch,
+        saver=Saver(
+            Path(config.run_dir) / "checkpoints",
+            topology.rank,
+            config.training.keep_checkpoints,
+            config.training.async_save,
+        ),
+        progress=Progress(),
         judge=partial(
-            judge_many, tokens=token_bytes(tokenizer), eos_ids=engine.eos_token_ids, marker=config.judging.marker
+            judge_many,
+            tokens=token_bytes(tokenizer),
+            eos_ids=engine.eos_token_ids,
+            marker=config.judging.marker,
+            verifier=verifier,
+            form=form,
         ),
     )
+
+
+def build_verifier(config: Config, prompts: Sequence[Prompt]) -> tuple[Verifier, AnswerForm]:
+    """What decides R, and how answers are marked. Raises :class:`UserError` when the data is for another verifier, or
+    when programs cannot be run safely here."""
+    tests = {prompt.ground_truth: prompt.tests for prompt in prompts if prompt.tests is not None}
+    with_tests = sum(prompt.tests is not None for prompt in prompts)
+    if config.judging.verifier == "math":
+        if with_tests:
+            raise UserError(f"{config.data.path}: {with_tests} programming problems; set judging.verifier=code")
+        return verify_many, BOXED
+    if with_tests < len(prompts):
+        raise UserError(
+            f"{config.data.path}: {len(prompts) - with_tests} of {len(prompts)} problems have no tests; "
+            "judging.verifier=code needs programming problems"
+        )
+    from megatron_dcpo.judging.code import CodeLimits
+    from megatron_dcpo.judging.program_verifier import ProgramJudge
+
+    judging = config.judging
+    limits = CodeLimits(judging.test_seconds, judging.program_seconds, judging.memory_mb)
+    return ProgramJudge(limits, judging.sandbox).verifier(tests), FENCED
 
 
 def load_tokenizer(model_dir: str | Path) -> Any:

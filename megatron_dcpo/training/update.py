@@ -7,6 +7,7 @@ the split over data-parallel ranks, and the denominators are global by construct
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,11 +25,13 @@ from megatron_dcpo.policy.batching import MicroBatch, Sample, assign_to_ranks, s
 from megatron_dcpo.policy.forward_backward import accumulate_gradients, compute_logprobs
 from megatron_dcpo.policy.gradient_probe import probe_block_gradients
 from megatron_dcpo.policy.model import Policy
-from megatron_dcpo.policy.optimizer import zero_gradients
-from megatron_dcpo.runtime.distributed import all_gather_objects
+from megatron_dcpo.policy.optimizer import gradient_norm, zero_gradients
+from megatron_dcpo.runtime.distributed import all_gather_objects, max_over_ranks
 from megatron_dcpo.training.rollouts import Rollout
 from megatron_dcpo.training.setup import Run
 from megatron_dcpo.types import BLOCK_CONFIDENCE, BLOCK_REASONING
+
+logger = logging.getLogger(__name__)
 
 BLOCKS = {"reasoning": BLOCK_REASONING, "confidence": BLOCK_CONFIDENCE}
 
@@ -44,12 +47,13 @@ class UpdateStatistics:
     block_gradients: dict[str, float] = field(default_factory=dict)
     scored: list[Scored] = field(default_factory=list)
     learning_rate: float = 0.0
+    skipped: int = 0
 
 
 def update_policy(run: Run, rollout: Rollout, step: int) -> UpdateStatistics:
     """Take ``updates_per_rollout`` optimizer steps on the rollout's mini-batches. Collective.
 
-    Raises :class:`UserError` when a gradient is not finite; what was saved before stays as it is.
+    An update whose loss or gradient is not finite is skipped; raises :class:`UserError` when too many follow one another.
     """
     statistics = UpdateStatistics()
     mini_batches = _mini_batches(run, rollout)
@@ -123,15 +127,36 @@ def _update_once(run: Run, share: Share, statistics: UpdateStatistics, probe: bo
     else:
         collected = backward()
     statistics.learning_rate = run.optimizer.param_groups[0]["lr"]
-    _, grad_norm, _ = run.optimizer.step()
-    if not math.isfinite(grad_norm):
-        raise UserError(
-            f"the gradient norm of step {step} is {grad_norm}; go back to the last checkpoint (--resume auto)"
-        )
-    run.scheduler.step(1)
-    statistics.grad_norms.append(float(grad_norm))
     statistics.scored.append(scored)
-    statistics.losses.append(_reduce(run, collected, statistics))
+    loss, grad_norm = _reduce(run, collected, statistics), gradient_norm(run.optimizer)
+    if _skip_nonfinite(run, loss, grad_norm, statistics, step):
+        return
+    run.optimizer.step()
+    run.scheduler.step(1)
+    statistics.grad_norms.append(grad_norm)
+    statistics.losses.append(loss)
+
+
+def _skip_nonfinite(run: Run, loss: float, grad_norm: float, statistics: UpdateStatistics, step: int) -> bool:
+    """Whether loss or gradient is infinite or not a number on any rank: then parameters, optimizer and schedule stay as
+    they are. Collective. Raises :class:`UserError` after ``training.max_nonfinite_steps`` such updates in a row."""
+    progress, most = run.progress, run.config.training.max_nonfinite_steps
+    if not max_over_ranks(int(not (math.isfinite(loss) and math.isfinite(grad_norm)))):
+        progress.nonfinite_in_a_row = 0
+        return False
+    zero_gradients(run.policy, run.optimizer)
+    statistics.skipped += 1
+    progress.nonfinite_in_a_row += 1
+    found = f"loss {loss}, gradient norm {grad_norm}"
+    if run.topology.rank == 0:
+        logger.warning("step %d: update skipped (%s), %d in a row", step, found, progress.nonfinite_in_a_row)
+    if progress.nonfinite_in_a_row >= most:
+        run.saver.wait()
+        raise UserError(
+            f"{most} updates in a row without a finite loss and gradient (training.max_nonfinite_steps), the last in step "
+            f"{step}: {found}; continue from the last checkpoint with --resume auto and a lower optimizer.lr"
+        )
+    return True
 
 
 def accumulate(run: Run, share: Share, scored: Scored, block: str | None = None) -> list[dict[str, float]]:

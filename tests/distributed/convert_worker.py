@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from megatron_dcpo.checkpoints.checkpoint import save_checkpoint
+from megatron_dcpo.checkpoints.checkpoint import checkpoint_state
+from megatron_dcpo.checkpoints.saving import Saver
 from megatron_dcpo.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_dcpo.policy.model import build_policy
 from megatron_dcpo.policy.optimizer import build_optimizer
@@ -133,7 +134,9 @@ def save_run(directory, model, parallel, topology):
     policy = build_policy(model, parallel, topology)
     optimizer, scheduler = build_optimizer(config, policy)
     optimizer.step()  # gradients and learning rate are zero: it makes the state of the optimizer and leaves the weights
-    save_checkpoint(directory, 0, policy, optimizer, scheduler, {}, keep=1)
+    run = dict.fromkeys(("seed", "data", "reward", "engine"), 0)
+    state = checkpoint_state(policy, optimizer, scheduler, 0, run)
+    Saver(directory, topology.rank, keep=1, background=False).save(0, state)
 
 
 def _vocabulary_rows(arch, padded, name, topology):

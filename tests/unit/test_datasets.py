@@ -17,7 +17,7 @@ from tests.unit.test_prompts import ByteTokenizer
 
 DATA = Path(os.environ.get("DCPO_DATA") or Path(__file__).parents[3] / "shared" / "data")
 
-# file below the data directory: (rows, problems with an answer; None: rows of a task without an answer column)
+# file below the data directory: (rows, problems with an answer or tests; None: refused)
 REAL_FILES: dict[str, tuple[int, int | None]] = {
     "aime24/aime.json": (30, 30),
     "aime24/aime24.parquet": (30, 30),
@@ -27,10 +27,10 @@ REAL_FILES: dict[str, tuple[int, int | None]] = {
     "amc23/amc_2022_2023.json": (83, 83),
     "amc23/test.jsonl": (40, 40),
     "amc24/amc24.json": (44, 44),
-    "code_rllm/test_code_contests.json": (165, None),
-    "code_rllm/test_codeforces.json": (408, None),
-    "code_rllm/test_leetcode.json": (200, None),
-    "code_rllm/train_leetcode.json": (1889, None),
+    "code_rllm/test_code_contests.json": (165, 165),
+    "code_rllm/test_codeforces.json": (408, 408),
+    "code_rllm/test_leetcode.json": (200, 200),
+    "code_rllm/train_leetcode.json": (1889, 1889),
     **{f"deepscaler_full/DeepScaleR_Difficulty_Level_{i}_test.json": (100, 100) for i in range(1, 6)},
     "deepscaler_full/DeepScaleR_Difficulty_Level_1_train.json": (7961, 7961),
     "deepscaler_full/DeepScaleR_Difficulty_Level_2_train.json": (7962, 7962),
@@ -41,18 +41,18 @@ REAL_FILES: dict[str, tuple[int, int | None]] = {
     "deepscaler_uniform/deepscaler_uniform_train_with_confidence.parquet": (10000, 10000),
     "gsm8k/test.jsonl": (1319, 1319),
     "gsm8k/train.jsonl": (7473, 7473),
-    "humaneval/HumanEval.jsonl.gz": (164, None),
-    "humanevalplus/HumanEvalPlus-Mini.jsonl.gz": (164, None),
-    "humanevalplus/HumanEvalPlus-OriginFmt.jsonl.gz": (164, None),
-    "humanevalplus/HumanEvalPlus.jsonl.gz": (164, None),
-    "leetcodedataset/LeetCodeDataset-v0.2.0-test.jsonl.gz": (200, None),
-    "leetcodedataset/LeetCodeDataset-v0.2.0-train.jsonl.gz": (1890, None),
-    "leetcodedataset/LeetCodeDataset-v0.3.1-test.jsonl.gz": (228, None),
+    "humaneval/HumanEval.jsonl.gz": (164, 164),
+    "humanevalplus/HumanEvalPlus-Mini.jsonl.gz": (164, 164),
+    "humanevalplus/HumanEvalPlus-OriginFmt.jsonl.gz": (164, 164),
+    "humanevalplus/HumanEvalPlus.jsonl.gz": (164, 164),
+    "leetcodedataset/LeetCodeDataset-v0.2.0-test.jsonl.gz": (200, 200),
+    "leetcodedataset/LeetCodeDataset-v0.2.0-train.jsonl.gz": (1890, 1890),
+    "leetcodedataset/LeetCodeDataset-v0.3.1-test.jsonl.gz": (228, 228),
     "math500/test.jsonl": (500, 500),
     "math_train/math.json": (7474, 7470),  # four answers are null
-    "mbpp/mbpp.jsonl": (974, None),
-    "mbppplus/MbppPlus-OriginFmt.jsonl.gz": (378, None),
-    "mbppplus/MbppPlus.jsonl.gz": (378, None),
+    "mbpp/mbpp.jsonl": (974, 974),
+    "mbppplus/MbppPlus-OriginFmt.jsonl.gz": (378, 378),
+    "mbppplus/MbppPlus.jsonl.gz": (378, None),  # refused: its JSON has lost which lists are tuples
 }
 
 
@@ -72,7 +72,7 @@ def test_real_files_load_with_their_count(file: str) -> None:
     path, (rows, problems) = real(file), REAL_FILES[file]
     assert sum(1 for _ in read_rows(path)) == rows
     if problems is None:
-        with pytest.raises(UserError, match=r"no (answer|problem) column; found "):
+        with pytest.raises(UserError, match=r"use MbppPlus-OriginFmt"):
             load_records(path)
         return
     records = load_records(path)

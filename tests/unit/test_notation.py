@@ -36,6 +36,47 @@ CLASSES: dict[str, tuple[str, str]] = {
         \frac\pi2 | \frac{\pi}{3}
         \frac{1}2 | 2""",
     ),
+    "mixed, repeating and scientific numbers": (
+        r"""1 1/2 | \frac{3}{2}
+        1\frac12 | 1.5
+        -1 1/2 | -1.5
+        2 \frac{3}{4} | 11/4
+        1.5e3 | 1500
+        2E-3 | 0.002
+        3.0\times10^8 | 300000000
+        0.\overline{3} | \frac{1}{3}
+        0.1\overline{6} | 1/6
+        0.\overline{9} | 1""",
+        r"""1 1/2 | 11/2
+        1 3/2 | 5/2
+        1\frac12 | \frac12
+        1.5e3 | 1.5
+        2e3 | 2
+        3\times10^8 | 3\times10^7
+        0.\overline{3} | 0.3
+        0.\overline{16} | 0.1\overline{6}
+        1e999 | 1""",
+    ),
+    "delimiters and names": (
+        r"""\[5\] | 5
+        \(\frac12\) | 0.5
+        5, | 5
+        \binom52 | 10
+        \dbinom{5}{2} | \binom{5}{3}
+        \emptyset | \varnothing
+        \mathbb{R} | \mathbb R
+        x^{2}y | yx^2
+        3x^{2}t | 3tx^2""",
+        r"""\(5\) | 6
+        5,6, | 5
+        \binom52 | 52
+        \binom{10}{2} | 10
+        \emptyset | 0
+        \mathbb R | R
+        x^{2}y | x^2
+        x^{2}y | x^{2y}
+        \frac12h | \frac12""",
+    ),
     "degrees": (
         r"""90^\circ | 90
         90^{\circ} | 90^\circ

@@ -226,3 +226,12 @@ def test_another_table_and_bad_ones(tmp_path: Path) -> None:
             paper.load_published(str(tmp_path / "bad.csv"))
     with pytest.raises(UserError, match="No such file"):
         paper.load_published(str(tmp_path / "none.csv"))
+
+
+def test_run_names_that_begin_with_a_digit_or_are_no_words(tmp_path: Path) -> None:
+    for name in ("1", "0_base", "a\\1 b", "λ=0.5"):
+        evaluated(tmp_path / name)
+        page = report.render_report(report.find_runs([tmp_path / name]))
+        outside = Outside()
+        outside.feed(page)
+        assert outside.stack == []

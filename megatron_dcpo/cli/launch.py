@@ -1,0 +1,97 @@
+"""``dcpo launch N [torchrun options] -- train ...``: torchrun that passes signals on and keeps the exit status.
+
+torchrun itself answers SIGTERM by killing its workers after a grace period, dies of SIGUSR1, and exits with 1 whatever
+its workers said. Here the workers get the signal, decide, and their status is that of the launcher.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from megatron_dcpo.errors import EXIT_INTERRUPTED, EXIT_PEER_LOST, EXIT_REQUEUE, EXIT_USER_ERROR, UserError
+
+_GRACE_SECONDS = 20  # after one rank has failed the others have this long to end by themselves
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "launch",
+        help="start a verb on several processes or nodes",
+        description="Start a verb in N processes on this node: dcpo launch 8 -- train --config F.yaml. "
+        "Options between N and -- are torchrun's. Signals reach the workers; the exit status is theirs.",
+        usage="dcpo launch N [torchrun options] -- VERB ...",
+    )
+    parser.add_argument("processes", metavar="N", help="processes on this node, or torchrun's auto, gpu, cpu")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    options, verb = _split(args.arguments)
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args
+    from torch.distributed.run import run as torchrun
+
+    from megatron_dcpo import signals
+
+    if not any(option.startswith(("--nnodes", "--rdzv", "--master", "--standalone")) for option in options):
+        options = ["--standalone", *options]
+    os.environ[signals.LAUNCHER_PID] = str(os.getpid())
+    # torchrun keeps the signals that only mean an end; the three that mean "stop in good order" are passed on.
+    options += ["--nproc-per-node", args.processes]
+    options = ["--signals-to-handle", "SIGHUP,SIGQUIT", "--shutdown-timeout", str(_GRACE_SECONDS), *options]
+    for number in signals.STOP_SIGNALS:
+        signal.signal(number, _pass_on)
+    try:
+        torchrun(parse_args([*options, "-m", "megatron_dcpo", *verb]))
+    except ChildFailedError as error:
+        status = exit_status([failure.exitcode for failure in error.failures.values()])
+        if status not in (EXIT_REQUEUE, EXIT_INTERRUPTED):
+            for failure in sorted(error.failures.items()):
+                print(f"dcpo launch: {_describe(*failure)}", file=sys.stderr)
+        return status
+    return 0
+
+
+def exit_status(exit_codes: list[int]) -> int:
+    """One status for several failed workers: what asks most for a human first, then what asks for a requeue.
+
+    Bad input (2) > a worker's own failure > stopped and saved (99, 130) > lost or killed (98).
+    """
+    codes = set(exit_codes)
+    if EXIT_USER_ERROR in codes:
+        return EXIT_USER_ERROR
+    own = sorted(code for code in codes if code > 0 and code != EXIT_PEER_LOST)
+    return own[0] if own else EXIT_PEER_LOST
+
+
+def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """torchrun's options and the verb's words. argparse drops a ``--`` that follows N at once."""
+    at = arguments.index("--") if "--" in arguments else 0
+    options, verb = arguments[:at], [word for word in arguments[at : at + 1] if word != "--"] + arguments[at + 1 :]
+    if not verb or verb[0].startswith("-"):
+        raise UserError("name a verb after --, as in dcpo launch 8 [torchrun options] -- train --config F.yaml")
+    return options, verb
+
+
+def _pass_on(number: int, _: Any) -> None:
+    for child in _children():
+        with_name = Path(f"/proc/{child}/cmdline")
+        if with_name.exists() and b"megatron_dcpo" in with_name.read_bytes():
+            os.kill(child, number)
+
+
+def _children() -> list[int]:
+    me = os.getpid()
+    return [int(child) for child in Path(f"/proc/{me}/task/{me}/children").read_text().split()]
+
+
+def _describe(rank: int, failure: Any) -> str:
+    if failure.exitcode < 0:
+        return f"rank {rank} (pid {failure.pid}) was killed by {signal.Signals(-failure.exitcode).name}"
+    return f"rank {rank} (pid {failure.pid}) ended with status {failure.exitcode}"

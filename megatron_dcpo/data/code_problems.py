@@ -1,0 +1,406 @@
+"""Programming problems: every public format becomes a statement and one of the four kinds of tests.
+
+| kind | tests | from |
+|---|---|---|
+| ``stdin`` | input and expected output of a whole program | contest sets, LiveCodeBench, PrimeIntellect |
+| ``function`` | arguments and expected value of ``entry_point`` | LiveCodeBench, PrimeIntellect, DeepCoder |
+| ``check`` | code with ``check(candidate)`` | HumanEval(+), MBPP+, LeetCodeDataset, rllm |
+| ``asserts`` | a list of assertions | MBPP |
+
+``judging/code.py`` runs them. Tests travel packed (``pack_tests``), because a set of them may be megabytes; a response
+is judged against the key ``tests_key`` of its problem, which is what ``ground_truth`` holds.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import re
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from megatron_dcpo.data import livecodebench
+from megatron_dcpo.errors import UserError
+
+Row = Mapping[str, Any]
+Tests = Mapping[str, Any]
+
+KINDS = {"stdin": "cases", "function": "cases", "check": "code", "asserts": "asserts"}
+
+READS_STDIN = "The program reads its input from standard input and writes its output to standard output."
+_ENTRY_OF_CHECK = re.compile(r"^check\(\s*(.+?)\s*\)\s*$", re.MULTILINE)
+_ENTRY_OF_MBPP = re.compile(r"\bassertion\((\w+)\(\*inp\)")
+_PYTHON = re.compile(r"(?:python ?3?|py3?)(?:\.[0-9.]+)?", re.IGNORECASE)
+
+
+class CodeProblem(NamedTuple):
+    """A statement as a policy reads it (without any word on the form of the answer) and its tests."""
+
+    statement: str
+    tests: Tests
+
+
+def pack_tests(tests: Tests) -> bytes:
+    """Compressed JSON: keys are sorted, so that equal tests are equal bytes."""
+    return zlib.compress(json.dumps(tests, sort_keys=True).encode(), level=3)
+
+
+def unpack_tests(packed: bytes) -> Tests:
+    tests: Tests = json.loads(zlib.decompress(packed))
+    return tests
+
+
+def tests_key(packed: bytes) -> str:
+    """Names a set of tests, the same in every run: ``tests:`` and 16 hex digits of a hash of their JSON."""
+    return "tests:" + hashlib.sha256(zlib.decompress(packed)).hexdigest()[:16]
+
+
+def code_problem(row: Row, where: str = "row") -> CodeProblem | None:
+    """The problem of a row in any of the known formats, None for a row that is no programming problem.
+
+    Raises :class:`UserError` for a row that looks like one of them and cannot be read as one.
+    """
+    for applies, read in _FORMATS:
+        if applies(row):
+            try:
+                found = read(row)
+            except (KeyError, ValueError, TypeError, SyntaxError, RecursionError, IndexError) as error:
+                raise UserError(f"{where}: unreadable tests ({type(error).__name__}: {str(error)[:200]})") from None
+            return CodeProblem(found.statement, checked_tests(found.tests, where))
+    return None
+
+
+def reference_solution(row: Row) -> str | None:
+    """The reference program that a data set gives, ready to be judged: None where there is none."""
+    if "canonical_solution" in row:
+        return str(row.get("prompt", "")) + str(row["canonical_solution"])
+    for name in ("completion", "solutions", "gold_standard_solution", "code"):
+        value = row.get(name)
+        value = value[0] if isinstance(value, list) and value else value
+        if isinstance(value, str) and value.strip():
+            fenced = re.search(r"```(?:python)?\n(.*?)\n?```", value, re.DOTALL)
+            return fenced[1] if fenced else value
+    return None
+
+
+def checked_tests(tests: Any, where: str = "tests") -> Tests:
+    """``tests`` when they are one of the four kinds and not empty. Raises :class:`UserError`."""
+    if not isinstance(tests, Mapping) or tests.get("kind") not in KINDS:
+        kind = tests.get("kind") if isinstance(tests, Mapping) else type(tests).__name__
+        raise UserError(f"{where}: tests of unknown kind {kind!r}; known: {', '.join(KINDS)}")
+    field = KINDS[tests["kind"]]
+    if not tests.get(field):
+        raise UserError(f"{where}: no {field} in the tests")
+    if tests["kind"] in ("function", "check") and not tests.get("entry_point"):
+        raise UserError(f"{where}: the tests name no entry_point")
+    return tests
+
+
+# ------------------------------------------------------------------------------------------------ tests as columns
+
+
+def tests_of(value: Any) -> Tests:
+    """The tests of a ``tests`` column: ours (with ``kind``), rllm's, DeepCoder's, PRIME's, as JSON text or parsed."""
+    value = _parsed(value)
+    if isinstance(value, Mapping):
+        if "kind" in value:
+            return value
+        if "functional" in value:
+            return _functional(str(value["functional"]))
+        if "test_cases" in value:
+            return tests_of(value["test_cases"])
+        names = ("inputs", "outputs") if "inputs" in value else ("input", "output")
+        inputs, outputs = (_parsed(value[name]) for name in names)
+        name = value.get("fn_name")
+        return _cases([{"input": i, "output": o} for i, o in zip(inputs, outputs, strict=True)], name)
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        cases = [_parsed(case) for case in value]
+        if all(isinstance(case, str) for case in cases):
+            return {"kind": "asserts", "asserts": cases}
+        return _cases(cases, next((case["fn_name"] for case in cases if case.get("fn_name")), None))
+    raise ValueError(f"tests are {type(value).__name__}, expected an object or a list")
+
+
+def _cases(cases: Sequence[Mapping[str, Any]], name: str | None) -> Tests:
+    """Inputs with outputs: a function's when it has a name, a whole program's otherwise."""
+    if name is None:
+        return {"kind": "stdin", "cases": [{"input": _lines(c["input"]), "output": _lines(c["output"])} for c in cases]}
+    arguments, expected = [], []
+    for case in cases:
+        given = _parsed(case["input"]) if isinstance(case["input"], str) else case["input"]
+        arguments.append(list(given) if isinstance(given, list | tuple) else [given])
+        expected.append(_parsed(case["output"]) if isinstance(case["output"], str) else case["output"])
+    # APPS and its descendants wrap every value of a set in a list of one.
+    if all(isinstance(value, list) and len(value) == 1 for value in expected):
+        expected = [value[0] for value in expected]
+    return {
+        "kind": "function",
+        "entry_point": name,
+        "cases": [{"args": a, "kwargs": {}, "expected": e} for a, e in zip(arguments, expected, strict=True)],
+    }
+
+
+def _lines(value: Any) -> str:
+    """Text; some sets give lines as a list."""
+    return value if isinstance(value, str) else "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _parsed(value: Any) -> Any:
+    """JSON, or a literal of Python's (PrimeIntellect writes both); text that is neither stays text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        try:
+            return ast.literal_eval(value)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            return value
+
+
+def _functional(code: str) -> Tests:
+    """rllm: the definition of ``check`` and, in the last line, its call with what is to be tested."""
+    calls = list(_ENTRY_OF_CHECK.finditer(code))
+    if not calls:
+        raise ValueError("functional tests without a call of check(...)")
+    entry = calls[-1][1]
+    return {"kind": "check", "entry_point": entry, "code": code[: calls[-1].start()], "setup": LEETCODE_SETUP}
+
+
+# ------------------------------------------------------------------------------------------------ formats
+
+
+def _native(row: Row) -> CodeProblem:
+    """A statement column and a ``tests`` column."""
+    tests = tests_of(row["tests"])
+    statement = str(next(row[name] for name in ("problem", "question", "prompt") if name in row)).strip()
+    return _stated(statement, tests)
+
+
+def _stated(statement: str, tests: Tests) -> CodeProblem:
+    if tests.get("kind") == "stdin" and "standard input" not in statement and "stdin" not in statement:
+        statement = f"{statement}\n\n{READS_STDIN}"
+    if tests.get("kind") == "function" and str(tests["entry_point"]) not in statement:
+        statement = f"{statement}\n\nWrite a function `{tests['entry_point']}`."
+    return CodeProblem(statement, tests)
+
+
+def _verification_info(row: Row) -> CodeProblem | None:
+    """PrimeIntellect and open-r1. Tests in other languages than Python are no use here."""
+    info = _parsed(row["verification_info"])
+    language = str(info.get("language") or "python")
+    if not _PYTHON.fullmatch(language.strip()):
+        raise OtherLanguage(language)
+    statement = next(row[name] for name in ("prompt", "problem", "problem_statement", "question") if row.get(name))
+    return _stated(str(statement).strip(), tests_of(info))
+
+
+def _human_eval(row: Row) -> CodeProblem:
+    """HumanEval, and HumanEval+ in the same format. What stands before the function belongs to the program.
+
+    The published HumanEval+ in this format cannot be solved in problem 32: its test swaps two arguments.
+    """
+    before = _before_function(row["prompt"], row["entry_point"])
+    code = row["test"].replace("_poly(*candidate(*inp), inp)", "abs(_poly(*inp, candidate(*inp)))")
+    tests = {"kind": "check", "entry_point": row["entry_point"], "code": code, "setup": before}
+    return CodeProblem(_completion_statement(row["prompt"]), tests)
+
+
+def _evalplus(row: Row) -> CodeProblem:
+    """evalplus' own format: inputs only; the expected values are what the reference solution returns on them."""
+    if str(row["task_id"]).startswith("Mbpp"):
+        raise ValueError("MbppPlus.jsonl leaves tuples and sets as lists; use MbppPlus-OriginFmt.jsonl")
+    before = _before_function(row["prompt"], row["entry_point"])
+    names = {
+        "SOURCE": row["prompt"] + row["canonical_solution"],
+        "ENTRY": row["entry_point"],
+        "INPUTS": [*row["base_input"], *row["plus_input"]],
+        "ATOL": float(row["atol"]),
+    }
+    code = "\n".join(f"{name} = {value!r}" for name, value in names.items()) + _AGAINST_REFERENCE
+    tests = {"kind": "check", "entry_point": row["entry_point"], "code": code, "setup": before}
+    return CodeProblem(_completion_statement(row["prompt"]), tests)
+
+
+def _completion_statement(prompt: str) -> str:
+    return f"Write a Python program that contains the complete function below.\n\n```python\n{prompt.strip()}\n```"
+
+
+def _before_function(prompt: str, name: str) -> str:
+    """Imports and helper functions that a prompt gives before the function to be written."""
+    start = re.search(rf"^def {re.escape(name)}\b", prompt, re.MULTILINE)
+    return prompt[: start.start()] if start else ""
+
+
+def _mbpp_plus(row: Row) -> CodeProblem:
+    """MBPP+ in MBPP's format: ``test`` runs at the top level and calls the function by its name."""
+    entry = _ENTRY_OF_MBPP.findall(row["test"])[-1]
+    code = (
+        f"SOURCE = {row['test']!r}\n\n\ndef check(candidate):\n"
+        f"    exec(compile(SOURCE, 'tests', 'exec'), {{'__name__': 'tests', {entry!r}: candidate}})\n"
+    )
+    statement = (
+        f"{str(row['prompt']).strip()}\n\nYour program must satisfy this:\n```python\n{row['test_list'][0]}\n```"
+    )
+    return CodeProblem(statement, {"kind": "check", "entry_point": entry, "code": code})
+
+
+def _mbpp(row: Row) -> CodeProblem:
+    asserts = list(row["test_list"])
+    setup = "\n".join([*row.get("test_imports", []), row.get("test_setup_code", "") or ""]).strip()
+    shown = "\n".join(asserts)
+    statement = str(row.get("text") or row["prompt"]).strip()
+    tests = {"kind": "asserts", "asserts": asserts} | ({"setup": setup} if setup else {})
+    return CodeProblem(f"{statement}\n\nYour program must satisfy these:\n```python\n{shown}\n```", tests)
+
+
+def _leetcode(row: Row) -> CodeProblem:
+    """LeetCodeDataset: ``prompt`` holds the imports and node classes that solutions and tests rely on."""
+    statement = row.get("problem_description")
+    if statement and row.get("starter_code"):
+        statement = f"{statement.strip()}\n\nComplete this:\n```python\n{row['starter_code'].rstrip()}\n```"
+    tests = {"kind": "check", "entry_point": row["entry_point"], "code": row["test"], "setup": row["prompt"]}
+    return CodeProblem(str(statement or row["query"]).strip(), tests)
+
+
+def _live_code_bench(row: Row) -> CodeProblem:
+    starter = str(row.get("starter_code") or "").rstrip()
+    tests = livecodebench.tests_of(row, LEETCODE_SETUP)
+    statement = str(row["question_content"]).strip()
+    if starter:
+        statement = f"{statement}\n\nComplete this:\n```python\n{starter}\n```"
+    return _stated(statement, tests)
+
+
+def _verl_ground_truth(row: Row) -> Any:
+    """The tests of a verl-style row, None when its ground truth is no set of tests."""
+    reward_model = row.get("reward_model")
+    raw = reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None
+    truth = _parsed(raw) if isinstance(raw, str) and raw.lstrip()[:1] in ("{", "[") else raw
+    if isinstance(truth, Mapping) and {"kind", "inputs", "functional", "test_cases"} & set(truth):
+        return truth
+    is_cases = isinstance(truth, list) and truth and all(isinstance(c, Mapping) and "output" in c for c in truth)
+    return truth if is_cases else None
+
+
+def _verl(row: Row) -> CodeProblem:
+    messages = row["prompt"]
+    statement = messages if isinstance(messages, str) else messages[-1]["content"]
+    return _stated(str(statement).strip(), tests_of(_verl_ground_truth(row)))
+
+
+class OtherLanguage(Exception):
+    """The tests of a row are for programs in another language than Python."""
+
+
+_FORMATS: tuple[tuple[Callable[[Row], bool], Callable[[Row], Any]], ...] = (
+    (lambda row: "question_content" in row and "public_test_cases" in row, _live_code_bench),
+    (lambda row: "plus_input" in row and "canonical_solution" in row, _evalplus),
+    (lambda row: "test_list" in row and "test" in row, _mbpp_plus),
+    (lambda row: "test_list" in row and ("text" in row or "prompt" in row), _mbpp),
+    (lambda row: {"test", "entry_point", "canonical_solution"} <= set(row), _human_eval),
+    (lambda row: {"test", "entry_point", "completion"} <= set(row), _leetcode),
+    (lambda row: "verification_info" in row, _verification_info),
+    (lambda row: bool(row.get("tests")) and any(name in row for name in ("problem", "question", "prompt")), _native),
+    (lambda row: "prompt" in row and _verl_ground_truth(row) is not None, _verl),
+)
+
+# What LeetCode's own environment gives: names that solutions use without importing them, and linked nodes.
+LEETCODE_SETUP = """\
+import bisect, collections, datetime, functools, heapq, itertools, math, operator, random, re, string
+from bisect import *
+from collections import *
+from functools import *
+from heapq import *
+from itertools import *
+from math import *
+from operator import *
+from string import *
+from typing import *
+
+inf = float("inf")
+
+
+class ListNode:
+    def __init__(self, val=0, next=None):
+        self.val, self.next = val, next
+
+
+class TreeNode:
+    def __init__(self, val=0, left=None, right=None):
+        self.val, self.left, self.right = val, left, right
+
+
+def list_node(values):
+    head = None
+    for value in reversed(values):
+        head = ListNode(value, head)
+    return head
+
+
+def tree_node(values):
+    if not values:
+        return None
+    nodes = [None if value is None else TreeNode(value) for value in values]
+    parents, waiting = iter([node for node in nodes if node is not None]), iter(nodes[1:])
+    for parent in parents:
+        parent.left = next(waiting, None)
+        parent.right = next(waiting, None)
+    return nodes[0]
+
+
+def is_same_list(p, q):
+    while p is not None and q is not None:
+        if p.val != q.val:
+            return False
+        p, q = p.next, q.next
+    return p is None and q is None
+
+
+def is_same_tree(p, q):
+    waiting = [(p, q)]
+    while waiting:
+        p, q = waiting.pop()
+        if p is None or q is None:
+            if p is not q:
+                return False
+        elif p.val != q.val:
+            return False
+        else:
+            waiting += [(p.left, q.left), (p.right, q.right)]
+    return True
+"""
+
+# evalplus' rule: equal, or both floats (or lists of them) within the tolerance; find_zero is judged by its residue.
+_AGAINST_REFERENCE = """
+
+import copy
+
+
+def same(out, expected):
+    if out == expected:
+        return True
+    floats = isinstance(expected, float) or (
+        isinstance(expected, (list, tuple)) and expected and all(isinstance(v, float) for v in expected)
+    )
+    tolerance = ATOL or (1e-6 if floats else 0.0)
+    if not tolerance:
+        return False
+    outs, wants = (v if isinstance(v, (list, tuple)) else [v] for v in (out, expected))
+    numbers = all(isinstance(v, (int, float)) for v in (*outs, *wants))
+    return numbers and len(outs) == len(wants) and all(abs(a - b) <= tolerance + 1e-7 * abs(b) for a, b in zip(outs, wants))
+
+
+def check(candidate):
+    names = {"__name__": "reference"}
+    exec(compile(SOURCE, "reference", "exec"), names)
+    for args in INPUTS:
+        expected = names[ENTRY](*copy.deepcopy(args))
+        out = candidate(*copy.deepcopy(args))
+        if ENTRY == "find_zero":
+            assert abs(names["poly"](args[0], out)) <= (ATOL or 1e-6)
+        else:
+            assert same(out, expected), args
+"""

@@ -1,0 +1,87 @@
+"""LiveCodeBench's official rows: public and private tests, standard input or a method of ``Solution``.
+
+The private tests of the official files are base64 of zlib of a pickle of a JSON text. A pickle may run any code on
+loading; the one here holds a single ``str``, so the unpickler below knows no class and no function at all.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import json
+import pickle
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+LARGEST = 1 << 30  # bytes of one problem's decoded tests
+
+
+class _TextOnly(pickle.Unpickler):
+    """Reads pickles of built-in values. Whatever asks for a global (a class, a function) is refused."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise ValueError(f"a pickle that asks for {module}.{name}; official tests hold text only")
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise ValueError("a pickle with persistent references; official tests hold text only")
+
+
+def decode_private(encoded: str) -> list[Mapping[str, Any]]:
+    """The private tests: JSON as in the public column, or the packed form. Raises ValueError for anything else."""
+    try:
+        return _case_list(json.loads(encoded))
+    except json.JSONDecodeError:
+        pass
+    try:
+        packed = base64.b64decode(encoded.encode(), validate=True)
+        unpacked = zlib.decompressobj().decompress(packed, LARGEST)
+        text = _TextOnly(io.BytesIO(unpacked)).load()
+    except (binascii.Error, UnicodeEncodeError, zlib.error, pickle.UnpicklingError, EOFError, AttributeError) as error:
+        raise ValueError(f"private tests are not base64 of zlib of a pickle ({error})") from None
+    if not isinstance(text, str):
+        raise ValueError(f"private tests unpickle to {type(text).__name__}, expected str")
+    return _case_list(json.loads(text))
+
+
+def tests_of(row: Mapping[str, Any], setup: str) -> Mapping[str, Any]:
+    """Public and private tests of a row, in this order. ``setup``: what method solutions may rely on."""
+    public = row["public_test_cases"]
+    cases = _case_list(json.loads(public) if isinstance(public, str) else public)
+    private = row.get("private_test_cases")
+    if private:
+        cases = [*cases, *(decode_private(private) if isinstance(private, str) else _case_list(private))]
+    kinds = {str(case.get("testtype", "stdin")) for case in cases}
+    if kinds == {"stdin"}:
+        return {"kind": "stdin", "cases": [{"input": c["input"], "output": c["output"]} for c in cases]}
+    if kinds != {"functional"}:
+        raise ValueError(f"test types {sorted(kinds)}; expected stdin or functional")
+    metadata = row.get("metadata") or "{}"
+    name = (json.loads(metadata) if isinstance(metadata, str) else metadata)["func_name"]
+    in_class = "class Solution" in str(row.get("starter_code") or "class Solution")
+    return {
+        "kind": "function",
+        "entry_point": f"Solution().{name}" if in_class else name,
+        "cases": [
+            {
+                "args": [json.loads(line) for line in str(case["input"]).split("\n") if line.strip()],
+                "kwargs": {},
+                "expected": json.loads(case["output"]),
+            }
+            for case in cases
+        ],
+        "setup": setup,
+    }
+
+
+def contest_date(row: Mapping[str, Any]) -> str:
+    """``2024-08-03``; the empty string for a row without one. The hub gives a datetime, the files ISO text."""
+    value = row.get("contest_date")
+    return "" if value is None else str(value)[:10]
+
+
+def _case_list(value: Any) -> list[Mapping[str, Any]]:
+    if not isinstance(value, list) or not all(isinstance(c, Mapping) and {"input", "output"} <= set(c) for c in value):
+        raise ValueError("tests are no list of objects with input and output")
+    return value

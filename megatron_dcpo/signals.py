@@ -1,0 +1,131 @@
+"""Signals that end a run in good order, and dying with the launcher. No heavy imports: this comes first in a process.
+
+The signals are noted by a thread that reads Python's wake-up descriptor: a plain handler runs between two bytecodes of
+the main thread, and a main thread that waits in a collective executes none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+
+from megatron_dcpo.errors import EXIT_PEER_LOST
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+LAUNCHER_PID = "DCPO_LAUNCHER_PID"
+_PR_SET_PDEATHSIG = 1
+_LAUNCHER_DIED = signal.SIGUSR2
+# A scheduler signals every process of a job, and the launcher passes on to its workers what it got itself.
+_SAME_SIGNAL_SECONDS = 1.0
+
+_stopping: int | None = None
+_first_at = 0.0
+_ignoring = False
+_listening = False
+
+
+class RolloutAbandoned(Exception):
+    """Raised by an engine in the middle of a rollout when :func:`stop_requested`."""
+
+
+def listen() -> None:
+    """From now on SIGTERM, SIGUSR1 and SIGINT ask the run to stop; a second one ends the process at once. Idempotent.
+
+    Main thread only. Under a launcher a repetition within a second counts as the same signal.
+    """
+    global _listening
+    if _listening:
+        return
+    _listening = True
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    for number in (*STOP_SIGNALS, _LAUNCHER_DIED):
+        signal.signal(number, lambda *_: None)
+    threading.Thread(target=_note_signals, args=(reader, writer), name="signals", daemon=True).start()
+
+
+def stop_requested() -> int | None:
+    """The signal that asks this run to stop, if any; cheap enough to ask once per sampled token."""
+    return _stopping
+
+
+def request_stop(number: int) -> None:
+    """Stop as if ``number`` had been received: how one rank's signal reaches the others."""
+    global _stopping, _first_at
+    if _stopping is None:
+        _stopping, _first_at = number, time.monotonic()
+
+
+def ignore_from_now_on() -> None:
+    """Everything is saved and the process is about to end: further signals change nothing."""
+    global _ignoring
+    _ignoring = True
+
+
+def name_of(number: int) -> str:
+    """``SIGTERM`` for 15."""
+    return signal.Signals(number).name
+
+
+def under_launcher() -> bool:
+    """Whether torchrun or ``dcpo launch`` started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def die_with_launcher() -> None:
+    """Have the kernel end this worker when its launcher dies, so that no orphan trains on. Linux; else a no-op.
+
+    Only under a launcher: a process started from a shell must survive the shell. After :func:`listen`: the first worker
+    of a node says what happened, the others are killed without a word.
+    """
+    if not under_launcher() or not sys.platform.startswith("linux"):
+        return
+    farewell = _listening and os.environ.get("LOCAL_RANK") == "0"
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _LAUNCHER_DIED if farewell else signal.SIGKILL)
+    launcher = os.environ.get(LAUNCHER_PID)
+    if launcher is not None and os.getppid() != int(launcher):  # it died before the kernel was asked
+        _launcher_died()
+
+
+def _launcher_died() -> None:
+    print(
+        f"dcpo: the launcher of {socket.gethostname()} is gone: its workers end; --resume auto continues after the last "
+        "checkpoint",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(EXIT_PEER_LOST)
+
+
+def _note_signals(reader: socket.socket, writer: socket.socket) -> None:
+    while True:
+        for number in reader.recv(64):
+            if number == _LAUNCHER_DIED:
+                _launcher_died()
+            elif number in STOP_SIGNALS:
+                _note(number)
+
+
+def _note(number: int) -> None:
+    if _ignoring:
+        return
+    if _stopping is None:
+        request_stop(number)
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(
+                f"dcpo: {name_of(number)}: saving at the next boundary, then leaving; once more leaves at once",
+                file=sys.stderr,
+                flush=True,
+            )
+    elif not under_launcher() or time.monotonic() - _first_at > _SAME_SIGNAL_SECONDS:
+        print(f"dcpo: second signal ({name_of(number)}): leaving at once, nothing more is saved", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(128 + number)

@@ -1,0 +1,78 @@
+"""A rank that dies, freezes, dawdles or fails while the others wait for it: named, and the job ends or goes on."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_dcpo.errors import EXIT_PEER_LOST
+from megatron_dcpo.runtime.distributed import _free_port
+
+REPOSITORY = Path(__file__).parents[2]
+WORKER = Path(__file__).with_name("watch_worker.py")
+
+
+@contextlib.contextmanager
+def ranks(scenario, directory, count=3):
+    common = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    environment = os.environ | common | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), scenario, str(directory)],
+            env=environment | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(count)
+    ]
+    try:
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.parametrize("scenario", ["killed", "frozen"])
+def test_lost_rank_is_named_by_all_others(scenario, tmp_path):
+    with ranks(scenario, tmp_path) as started:
+        for rank in (0, 2):
+            _, said = started[rank].communicate(timeout=60)
+            assert started[rank].returncode == EXIT_PEER_LOST, said
+            assert f"rank {rank} ends: lost rank 1 (" in said
+            assert f"pid {started[1].pid}), in train of step 7 at watch_worker.py:" in said
+            assert "rank 2" not in said.split("lost", 1)[1]
+        assert started[1].poll() == (-signal.SIGKILL if scenario == "killed" else None)
+
+
+def test_failed_rank_shows_its_own_error(tmp_path):
+    with ranks("broken", tmp_path) as started:
+        outcomes = [process.communicate(timeout=60)[1] for process in started]
+        assert "a mistake in the program" in outcomes[1]
+        assert [process.returncode for process in started] == [EXIT_PEER_LOST, 1, EXIT_PEER_LOST]
+        assert "lost rank 1" in outcomes[0]
+
+
+def test_slow_phase_says_who_waits_where_and_goes_on(tmp_path):
+    with ranks("slow", tmp_path) as started:
+        outcomes = [process.communicate(timeout=60) for process in started]
+    assert all("ended well" in out for out, _ in outcomes)
+    warning = outcomes[0][1]
+    assert "train of step 7 has taken" in warning
+    assert "rank 0, 2: train of step 7 at watch_worker.py" in warning
+    assert "rank 1: train of step 7 at watch_worker.py:" in warning
+    assert " dawdle" in warning
+    assert "dawdle" in (tmp_path / "stacks_rank00001.txt").read_text()
+    assert json.loads((tmp_path / "rank00001.json").read_text())["phase"] == "done"
+
+
+def test_signal_of_one_rank_reaches_all(tmp_path):
+    with ranks("signalled", tmp_path) as started:
+        outcomes = [process.communicate(timeout=60) for process in started]
+        assert all("ended well" in out for out, _ in outcomes)

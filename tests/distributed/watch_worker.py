@@ -1,0 +1,51 @@
+"""One rank that watches and is watched: killed, frozen or slow, as the first argument says. Started without a launcher."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_dcpo import signals
+from megatron_dcpo.runtime import watch
+from megatron_dcpo.runtime.watch import Watch
+
+
+def main() -> None:
+    scenario, directory = sys.argv[1], Path(sys.argv[2])
+    watch.LOST_AFTER_SECONDS = 5.0
+    signals.listen()
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    with Watch(directory, rank, dist.get_world_size(), phase_warning_seconds=5).start() as watching:
+        watching.enter("train", 7)
+        time.sleep(2.5)  # every rank has said where it is
+        if rank == 1:
+            if scenario == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if scenario == "frozen":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if scenario == "slow":
+                dawdle()
+            if scenario == "broken":
+                raise RuntimeError("a mistake in the program")
+            if scenario == "signalled":
+                os.kill(os.getpid(), signal.SIGUSR1)
+        if scenario == "signalled":
+            while not signals.stop_requested():
+                time.sleep(0.1)
+        dist.barrier()
+    print("ended well", flush=True)
+    dist.destroy_process_group()
+
+
+def dawdle() -> None:
+    time.sleep(6)
+
+
+if __name__ == "__main__":
+    main()

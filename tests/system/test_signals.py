@@ -1,0 +1,145 @@
+"""Stopping in good order: the warning of a scheduler saves and asks for a requeue, a dead launcher leaves no orphan."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_dcpo.cli.launch import exit_status
+from megatron_dcpo.errors import EXIT_PEER_LOST, EXIT_REQUEUE
+from tests.system.test_training import QUICKSTART, REPOSITORY, SMALL, command, metrics, run, without_clocks
+
+OPTIONS = ("training.steps=400", "training.save_interval=0", "training.export_hf=false", "--resume", "auto")
+
+
+def start(run_dir, *overrides, launch=0, log):
+    """A training run in the background; its stderr goes to the file ``log``."""
+    words = ("train", "--config", QUICKSTART / "dcpo.yaml", f"run_dir={run_dir}", *SMALL, *OPTIONS, *overrides)
+    whole = command("launch", launch, "--", *words) if launch else command(*words)
+    with open(log, "w") as stderr:
+        return subprocess.Popen(whole, cwd=REPOSITORY, stderr=stderr, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
+def wait_until(condition, process, seconds=240):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, f"ended with {process.returncode} before it was time"
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def saved_step(run_dir):
+    return int((run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
+
+
+@pytest.fixture(scope="module")
+def stopped_by_warning(tmp_path_factory):
+    """Two ranks, warned through the launcher in the middle of the run."""
+    run_dir = tmp_path_factory.mktemp("warned") / "run"
+    log = run_dir.with_suffix(".log")
+    process = start(run_dir, launch=2, log=log)
+    wait_until(lambda: "step 3/" in log.read_text(), process)
+    process.send_signal(signal.SIGUSR1)
+    return run_dir, process.wait(120), log.read_text()
+
+
+def test_warning_saves_what_is_done_and_asks_for_a_requeue(stopped_by_warning):
+    run_dir, status, said = stopped_by_warning
+    assert status == EXIT_REQUEUE
+    done = len(metrics(run_dir))
+    assert 3 <= saved_step(run_dir) == done < 400
+    assert f"stopped by SIGUSR1 after step {done} of 400, saved" in said
+    assert "Traceback" not in said
+
+
+def test_stopped_run_continues_bit_for_bit(stopped_by_warning, tmp_path):
+    """Stopped, continued for one step, and compared with a run of that many steps that nobody stopped."""
+    run_dir, _, _ = stopped_by_warning
+    steps = saved_step(run_dir) + 1
+    # overrides before and after an option: both are heard
+    words = ("train", "--config", QUICKSTART / "dcpo.yaml", *SMALL, f"training.steps={steps}", "--resume", "auto")
+    for directory in (run_dir, tmp_path / "whole"):
+        done = run(*words, f"run_dir={directory}", processes=2)
+        assert done.returncode == 0, done.stderr[-2000:]
+    assert without_clocks(metrics(run_dir)) == without_clocks(metrics(tmp_path / "whole"))
+    ours, theirs = (Path(d, "policy", "model.safetensors").read_bytes() for d in (run_dir, tmp_path / "whole"))
+    assert ours == theirs
+
+
+def test_signal_cuts_a_long_rollout_short(tmp_path):
+    """Nothing ends these responses of 50,000 tokens but the signal: the run leaves without having done its first step."""
+    policy, log = tmp_path / "policy", tmp_path / "log"
+    shutil.copytree(QUICKSTART / "policy", policy)
+    for name in ("config.json", "generation_config.json"):
+        values = json.loads((policy / name).read_text())
+        (policy / name).write_text(json.dumps(values | {"eos_token_id": [281]}))
+    run_dir = tmp_path / "run"
+    process = start(run_dir, f"model.path={policy}", "rollout.max_response_length=50000", launch=2, log=log)
+    beats = [run_dir / "heartbeat" / f"rank0000{rank}.json" for rank in (0, 1)]
+    wait_until(lambda: all(b.exists() and json.loads(b.read_text())["phase"] == "rollout" for b in beats), process)
+    os.kill(json.loads(beats[1].read_text())["pid"], signal.SIGTERM)  # one rank alone; the other one hears of it
+    assert process.wait(120) == EXIT_REQUEUE
+    assert "stopped by SIGTERM after step 0 of 400, nothing to save yet" in log.read_text()
+
+
+LISTENING = """
+import time
+from megatron_dcpo import signals
+signals.listen()
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_second_signal_ends_at_once(number):
+    process = subprocess.Popen([sys.executable, "-c", LISTENING], stdout=-1, stderr=-1, text=True, cwd=REPOSITORY)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(number)
+    assert "once more leaves at once" in process.stderr.readline()
+    assert process.poll() is None
+    process.send_signal(number)
+    assert process.wait(60) == 128 + number
+    process.communicate()
+
+
+def test_killed_rank_ends_the_job_and_is_named(tmp_path):
+    log = tmp_path / "log"
+    process = start(tmp_path / "run", launch=2, log=log)
+    wait_until(lambda: "step 2/" in log.read_text(), process)
+    workers = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    os.kill(workers[1], signal.SIGKILL)
+    assert process.wait(60) == EXIT_PEER_LOST
+    assert f"rank 1 (pid {workers[1]}) was killed by SIGKILL" in log.read_text()
+    assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+
+
+def test_workers_of_a_killed_launcher_end(tmp_path):
+    log = tmp_path / "log"
+    process = start(tmp_path / "run", launch=2, log=log)
+    wait_until(lambda: "step 2/" in log.read_text(), process)
+    workers = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    assert len(workers) == 2
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 60
+    while any(Path(f"/proc/{pid}").exists() for pid in workers) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+    assert "the launcher of" in log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("codes", "status"),
+    [([99, -15], 99), ([99, 98], 99), ([-9], 98), ([98, -15], 98), ([2, -15], 2), ([1, 99], 1), ([130, -2], 130)],
+)
+def test_exit_status_of_a_launcher(codes, status):
+    assert exit_status(codes) == status
+    assert exit_status(codes[::-1]) == status
+    assert EXIT_PEER_LOST == 98
