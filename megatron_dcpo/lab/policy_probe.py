@@ -77,12 +77,13 @@ def probe_policy(config: Config, batches: int) -> dict[str, Any]:
     run.engine.update_weights(export_pieces(run.policy), 0)
     totals: dict[str, Moments] = {part: Moments() for part in PARTS}
     squares: list[Tensor] = []
+    timers = Timers(run.watch)
     seen: list[Rollout] = []
     for step in range(1, batches + 1):
         prompts = prompts_of_step(
             run.prompts, step, config.data.prompts_per_step, seed=config.seed, shuffle=config.data.shuffle
         )
-        rollout = gather_judged(run, prompts, roll_out(run, prompts, step, Timers()))
+        rollout = gather_judged(run, prompts, roll_out(run, prompts, step, timers))
         share = Share.of(run, rollout)
         for part, scored in parts_of(rollout, config.objective).items():
             zero_gradients(run.policy, run.optimizer)
