@@ -122,7 +122,7 @@ def reliability(cells: Cells, path: Path) -> None:
             axes.plot([0, 1], [0, 1], ":", color="#777777", lw=1)
             x, y = confidence[filled] / count[filled], correct[filled] / count[filled]
             axes.scatter(x, y, s=6 + 300 * count[filled] / count.sum(), color=colour(method), alpha=0.75, lw=0)
-            axes.set(xlim=(0, 1.02), ylim=(0, 1.02), xlabel="confidence", title=METHODS[method].title)
+            axes.set(xlim=(-0.05, 1.06), ylim=(-0.05, 1.06), xlabel="confidence", title=METHODS[method].title)
         panels[0].set_ylabel("accuracy")
 
 

@@ -5,6 +5,8 @@ a backward pass of its own, under the configuration's parallel layout:
 
 | part | advantage | on |
 |---|---|---|
+| ``accuracy`` | R - mean R | all tokens |
+| ``mean_calibration`` | -l'(C) (c - mean c), l(C) = (C - accuracy)^2, C the mean confidence of the batch | all tokens |
 | ``coupled_accuracy`` | (R - mean R) / std(R + w R_c) | all tokens |
 | ``coupled_calibration`` | w (R_c - mean R_c) / std(R + w R_c) | all tokens |
 | ``dcpo_accuracy`` | A_r | reasoning tokens |
@@ -12,10 +14,11 @@ a backward pass of its own, under the configuration's parallel layout:
 | ``group_baseline`` | R_c - mean of the group's R_c | confidence tokens |
 | ``counterfactual`` | R_c - mean of the others' score on this response's target | confidence tokens |
 
-Options of the objective are the configuration's, whatever method it names. The first two add up to the coupled
-objective's gradient, the next two to DCPO's. The Fisher metric is the mean square of the coupled objective's two parts over
-the batches. The last two have the same expectation; their noise is what differs. Memory: seven fp32 copies of what this
-rank's optimizer holds, so use the distributed optimizer for a large model.
+Options of the objective are the configuration's, whatever method it names. The first two are the directions of the paper's
+proposition: one raises the accuracy, the other moves the mean confidence towards it. The next two add up to the coupled
+objective's gradient, the next two to DCPO's. The last two have the same expectation; their noise is what differs. The Fisher
+metric is the mean square of the coupled objective's two parts over the batches. Memory: nine fp32 copies of what this rank's
+optimizer holds, so use the distributed optimizer for a large model.
 """
 
 from __future__ import annotations
@@ -57,6 +60,8 @@ from megatron_dcpo.weights.reshard import export_pieces
 logger = logging.getLogger(__name__)
 
 PARTS = (
+    "accuracy",
+    "mean_calibration",
     "coupled_accuracy",
     "coupled_calibration",
     "dcpo_accuracy",
@@ -65,6 +70,7 @@ PARTS = (
     "counterfactual",
 )
 PAIRS = {
+    "proposition": ("accuracy", "mean_calibration"),
     "coupled": ("coupled_accuracy", "coupled_calibration"),
     "dcpo": ("dcpo_accuracy", "dcpo_calibration"),
 }
@@ -121,7 +127,14 @@ def parts_of(rollout: Rollout, objective: ObjectiveConfig) -> dict[str, Scored]:
         ).score(rollout.judgements)
         for name in ("group", "counterfactual")
     }
+    well_formed = np.array([j.confidence is not None for j in rollout.judgements])
+    c = np.array([j.confidence if j.confidence is not None else np.nan for j in rollout.judgements], float)
+    slope = 2 * (c[well_formed].mean() - scored.R.mean()) if well_formed.any() else 0.0
     for rows in groups.values():
+        stated = np.array(rows)[well_formed[rows]]
+        if len(stated):
+            columns["mean_calibration"][:, stated] = -slope * (c[stated] - c[stated].mean())
+        columns["accuracy"][:, rows] = scored.R[rows] - scored.R[rows].mean()
         total, correct = scalar.R[rows], scored.R[rows]
         std = total.std(ddof=coupled.options.ddof) + coupled.options.eps
         accuracy = (correct - correct.mean()) / std
@@ -223,15 +236,18 @@ def _noise(run: Run, moments: Moments) -> dict[str, float | None]:
 
 
 def _facts(rollouts: Sequence[Rollout]) -> dict[str, float | None]:
-    """Accuracy, mean confidence and their covariance within prompts: the quantities of the exact identity."""
+    """Accuracy, mean confidence, and their covariance over all responses and within prompts."""
     judged = [j for rollout in rollouts for j in rollout.judgements if j.confidence is not None]
     if not judged:
-        return {"accuracy": None, "confidence": None, "covariance": None}
+        return dict.fromkeys(("accuracy", "confidence", "covariance", "covariance_within_prompts"))
     R, c = np.array([j.correct for j in judged]), np.array([j.confidence for j in judged], float)
+    _, prompt, count = np.unique([j.prompt_id for j in judged], return_inverse=True, return_counts=True)
+    within_R, within_c = (x - (np.bincount(prompt, x) / count)[prompt] for x in (R, c))
     return {
         "accuracy": float(R.mean()),
         "confidence": float(c.mean()),
         "covariance": float(np.mean((R - R.mean()) * (c - c.mean()))),
+        "covariance_within_prompts": float(np.mean(within_R * within_c)),
     }
 
 
@@ -248,7 +264,7 @@ def summary_lines(found: dict[str, Any]) -> list[str]:
     for name, conflict in found["conflict"].items():
         plain, fisher = conflict["plain"][ALL], conflict["fisher"][ALL]
         lines.append(
-            f"{name:8} accuracy against calibration: cosine {plain['cosine']:+.3f} (Fisher {fisher['cosine']:+.3f}), "
+            f"{name:11} accuracy against calibration: cosine {plain['cosine']:+.3f} (Fisher {fisher['cosine']:+.3f}), "
             f"norms {plain['accuracy_norm']:.2e} and {plain['calibration_norm']:.2e}"
         )
     for part in ("group_baseline", "counterfactual"):
@@ -263,9 +279,9 @@ def draw_probe(found: dict[str, Any], path: Path) -> None:
     groups = found["layer_groups"]
     with figure(path, columns=3) as (plain, fisher, noise):
         for axes, metric in ((plain, "plain"), (fisher, "fisher")):
-            for shift, (name, colour) in zip((-0.2, 0.2), zip(PAIRS, PALETTE, strict=False), strict=True):
+            for shift, (name, colour) in zip((-0.27, 0.0, 0.27), zip(PAIRS, PALETTE, strict=False), strict=True):
                 values = [found["conflict"][name][metric][group]["cosine"] for group in groups]
-                axes.bar(np.arange(len(groups)) + shift, values, 0.38, color=colour, label=name)
+                axes.bar(np.arange(len(groups)) + shift, values, 0.25, color=colour, label=name)
             axes.axhline(0, color="#777777", lw=0.8)
             axes.set(ylim=(-1, 1), title=f"cosine, accuracy against calibration ({metric})")
             axes.set_xticks(np.arange(len(groups)), groups, rotation=45, ha="right")

@@ -164,12 +164,11 @@ def write_theory(out: Path, seeds: int = 4, steps: int = 3000) -> dict[str, Any]
 
 def draw_conflict(found: dict[str, Any], path: Path) -> None:
     with figure(path) as (axes,):
-        axes.plot(found["targets"], found["cosine"], color=PALETTE[0])
+        axes.plot(found["targets"], found["inner"], color=PALETTE[0])
         axes.axhline(0, color="#777777", lw=0.8)
         axes.axvline(found["confidence"], color=PALETTE[1], ls="--", lw=1, label="mean confidence of the policy")
-        axes.set(
-            xlabel="accuracy the confidence should equal", ylabel="cosine, Fisher metric", title="left: over-confident"
-        )
+        axes.set(xlabel="accuracy the confidence should equal", ylabel="inner product, Fisher metric")
+        axes.set_title("accuracy against calibration; left of the line: over-confident", fontsize=8)
         axes.legend()
 
 
