@@ -83,14 +83,11 @@ class Lab:
 
     # ------------------------------------------------------------------------------------------ commands
     def train_command(self, cell: Cell) -> list[str]:
+        """``dcpo train`` of a cell: the recipe, what the method changes, where it starts."""
         method = METHODS[cell.method]
         start = self.directory(cell.needs) / "policy" if cell.needs else EXAMPLES / cell.family / "policy"
         return [
-            "train",
-            "--config",
-            str(EXAMPLES / "recipe.yaml"),
-            "--resume",
-            "auto",
+            *("train", "--config", str(EXAMPLES / "recipe.yaml"), "--resume", "auto"),
             f"run_dir={self.directory(cell)}",
             f"seed={cell.seed}",
             f"model.path={start}",
@@ -101,51 +98,30 @@ class Lab:
         ]
 
     def evaluate_command(self, cell: Cell) -> list[str]:
-        kinds = "verbal,token,consistency"
-        return [*self._sample_command(cell, "heldout", self.scale.heldout, self.scale.repeats, kinds, cell.seed)]
+        """``dcpo evaluate`` of a cell's policy on the held-out problems, with the cell's seed."""
+        run, kinds = self.directory(cell), "verbal,token,consistency"
+        return self._sample_command(cell, "heldout", run, self.scale.heldout, self.scale.repeats, kinds, cell.seed)
 
     def confclass_commands(self, cell: Cell) -> list[list[str]]:
         """Sample the start on training problems, fit the classifier, apply it to the start's held-out responses."""
         run, scale = self.directory(cell), self.scale
-        predictor = str(run / "confclass.npz")
-        sample = self._sample_command(
-            cell, "train", scale.classifier_problems, scale.classifier_repeats, "token", 1000 + cell.seed
-        )
+        problems, repeats, predictor = scale.classifier_problems, scale.classifier_repeats, str(run / "confclass.npz")
+        sample = self._sample_command(cell, "train", run / "fit", problems, repeats, "token", 1000 + cell.seed)
         fit = ["calibrate", "--samples", str(run / "fit" / "samples.jsonl"), "--out", predictor]
         fit += ["--seed", str(cell.seed), "--epochs", str(scale.classifier_epochs)]
-        return [
-            [*sample, "--features"],
-            fit,
-            [*self.evaluate_command(cell), "--posthoc", predictor],
-        ]
+        return [[*sample, "--features"], fit, [*self.evaluate_command(cell), "--posthoc", predictor]]
 
-    def _sample_command(self, cell: Cell, part: str, limit: int, repeats: int, kinds: str, seed: int) -> list[str]:
-        run = self.directory(cell)
-        trained = run if METHODS[cell.method].kind == "train" else self.directory(cell.needs) if cell.needs else None
+    def _sample_command(
+        self, cell: Cell, part: str, out: Path, problems: int, repeats: int, kinds: str, seed: int
+    ) -> list[str]:
+        trained = self.directory(cell) if METHODS[cell.method].kind == "train" else None
+        if trained is None and cell.needs:
+            trained = self.directory(cell.needs)
         model = trained / "policy" if trained else EXAMPLES / cell.family / "policy"
-        data = EXAMPLES / "data" / f"{part}.jsonl"
         return [
-            "evaluate",
-            "--model",
-            str(model),
-            "--benchmarks",
-            f"{part}={data}",
-            "--out",
-            str(run if part == "heldout" else run / "fit"),
-            "--limit",
-            str(limit),
-            "--repeats",
-            str(repeats),
-            "--confidence",
-            kinds,
-            "--max-tokens",
-            "32",
-            "--batch-size",
-            "1200",
-            "--seed",
-            str(seed),
-            "--resamples",
-            "0",
+            *("evaluate", "--model", str(model), "--benchmarks", f"{part}={EXAMPLES / 'data' / part}.jsonl"),
+            *("--out", str(out), "--limit", str(problems), "--repeats", str(repeats), "--confidence", kinds),
+            *("--max-tokens", "32", "--batch-size", "1200", "--seed", str(seed), "--resamples", "0"),
             *SAMPLING,
         ]
 
