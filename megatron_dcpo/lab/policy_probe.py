@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_dcpo import runtime
 from megatron_dcpo.config import Config
 from megatron_dcpo.objectives import ObjectiveConfig, Scored, build_objective
 from megatron_dcpo.policy.gradient_probe import (
@@ -222,6 +223,7 @@ def _noise(run: Run, moments: Moments) -> dict[str, float | None]:
     """
     n = len(moments.norms)
     values = torch.tensor([sum(moments.norms), sum(map(_squared_norm, moments.sums)) / n**2], dtype=torch.float64)
+    values = values.to(runtime.device())
     dist.all_reduce(values, group=optimizer_group(run.optimizer))
     squared, mean_squared = values.tolist()
     if n < 2:

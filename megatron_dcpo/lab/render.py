@@ -11,6 +11,7 @@ from megatron_dcpo.calibration import json_ready
 from megatron_dcpo.lab.cells import FAMILIES, METHODS
 from megatron_dcpo.lab.figures import FIGURES
 from megatron_dcpo.lab.results import collect, load_cells, rounded
+from megatron_dcpo.lab.runner import EXAMPLES
 from megatron_dcpo.lab.statistics import COLUMNS, values_by_row
 from megatron_dcpo.lab.tables import (
     ABLATION_ROWS,
@@ -21,6 +22,7 @@ from megatron_dcpo.lab.tables import (
     claims_table,
     markdown_table,
     sweep_table,
+    type_table,
     violation_table,
 )
 
@@ -36,7 +38,7 @@ FAMILY_TITLES = {
 def render(out: Path, grid: Path | None = None) -> list[dict[str, Any]]:
     """Collect ``grid`` (the ``cells`` directory of a run) if given, then write everything; returns the bars."""
     if grid is not None:
-        logger.info("%d cells collected", collect(grid, out / "cells"))
+        logger.info("%d cells collected", collect(grid, out / "cells", EXAMPLES / "data" / "heldout.jsonl"))
     cells = load_cells(out / "cells")
     rows = {family: values_by_row(cells, family) for family in FAMILIES}
     found = bars(rows["qwen3"])
@@ -73,6 +75,9 @@ def tables(cells: list[dict[str, Any]], rows: dict[str, Any], found: list[dict[s
         markdown_table(
             main, [name for name in METHODS if name in main], ("accuracy", "mean_length", "mean_confidence")
         ),
+        "## By type of problem",
+        "What a confidence knows beyond the type of the problem shows in the AUROC within one type.",
+        type_table(cells, ("base", "grpo", "rlcr", "dcpo", "dcpo_proper")),
         "## Other policies",
     ]
     for family in FAMILIES[1:]:

@@ -11,24 +11,49 @@ from typing import Any
 
 import numpy as np
 
+from megatron_dcpo.calibration import json_ready, summarize
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.lab.cells import METHODS
 
 DIGITS = 6  # significant digits kept of every published number
 
 
-def collect(grid: Path, published: Path) -> int:
-    """Copy every finished cell of a grid to ``published`` as NAME.json and NAME.metrics.jsonl.xz; returns how many."""
+def collect(grid: Path, published: Path, heldout: Path) -> int:
+    """Copy every finished cell of a grid to ``published`` as NAME.json and NAME.metrics.jsonl.xz; returns how many.
+
+    Where the cell's samples are there, its record gains ``by_type``: the scores of every type of ``heldout`` problem.
+    """
     published.mkdir(parents=True, exist_ok=True)
+    types = [json.loads(line)["type"] for line in heldout.read_text().splitlines()]
     found = sorted(grid.glob("*/*/*/cell.json"))
     for path in found:
         record = json.loads(path.read_text())
         name = f"{record['family']}.{record['method']}.{record['seed']}"
+        samples = path.with_name("samples.jsonl")
+        if samples.is_file():
+            record["by_type"] = by_type(samples, types, METHODS[record["method"]].confidence)
         (published / f"{name}.json").write_text(json.dumps(rounded(record)) + "\n")
         metrics = path.with_name("metrics.jsonl")
         if metrics.is_file():
             lines = [json.dumps(rounded(json.loads(line))) + "\n" for line in metrics.read_text().splitlines()]
             (published / f"{name}.metrics.jsonl.xz").write_bytes(lzma.compress("".join(lines).encode(), preset=9))
     return len(found)
+
+
+def by_type(samples: Path, types: Sequence[str], kind: str) -> dict[str, Any]:
+    """Accuracy, mean confidence, ECE and AUROC among the samples of each type; problems are numbered as in the data."""
+    key = {"verbal": "confidence", "token": "token_confidence", "posthoc": "posthoc_confidence"}[kind]
+    found: dict[str, list[tuple[float | None, float]]] = {}
+    for line in samples.read_text().splitlines():
+        sample = json.loads(line)
+        number = int(sample["prompt_id"].rsplit("/", 1)[1])
+        found.setdefault(types[number], []).append((sample[key], float(sample["correct"])))
+    scores = {}
+    for name in sorted(found):
+        c, y = zip(*found[name], strict=True)
+        summary = summarize(c, y)
+        scores[name] = {key: summary[key] for key in ("n", "accuracy", "mean_confidence", "ece", "auroc")}
+    return json_ready(scores)
 
 
 def load_cells(published: Path) -> list[dict[str, Any]]:

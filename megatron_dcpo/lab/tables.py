@@ -83,6 +83,22 @@ def violation_table(cells: Sequence[dict[str, Any]], every: int = 50) -> str:
     return "\n".join(lines) + "\n"
 
 
+def type_table(cells: Sequence[dict[str, Any]], methods: Sequence[str]) -> str:
+    """Accuracy, confidence and AUROC within each type of problem, means over seeds of the main policy."""
+    lines = ["| | type | n | accuracy | confidence | ECE | AUROC |", "|---" * 7 + "|"]
+    for method in methods:
+        mine = [c["by_type"] for c in cells if c["family"] == "qwen3" and c["method"] == method and "by_type" in c]
+        for kind in dict.fromkeys(name for one in mine for name in one):
+            rows = [one[kind] for one in mine]
+            means = {
+                key: float(np.nanmean([math.nan if row[key] is None else row[key] for row in rows]))
+                for key in ("accuracy", "mean_confidence", "ece", "auroc")
+            }
+            shown = " | ".join(_digits(key, value) for key, value in means.items())
+            lines.append(f"| {METHODS[method].title} | {kind} | {len(rows)} | {shown} |")
+    return "\n".join(lines) + "\n"
+
+
 def bars(rows: Rows) -> list[dict[str, Any]]:
     """What the project asks of the lab: each with its numbers and whether it holds. Empty before the grid is there."""
     if not {"base", "grpo", "dcpo", "dcpo_proper"} <= set(rows):

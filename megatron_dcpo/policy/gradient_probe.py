@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_dcpo import runtime
 from megatron_dcpo.policy.model import Policy
 from megatron_dcpo.policy.optimizer import optimizer_group, optimizer_parts, zero_gradients
 
@@ -117,7 +118,7 @@ def compare(optimizer: Any, groups: list[str], a: list[Counted], b: list[Counted
 
     Two all-reduces of a few numbers, in float64. The Fisher matrix is that of ``a``'s members.
     """
-    device = a[0].gradient.device if a else torch.device("cpu")
+    device = runtime.device()  # a rank may hold nothing that counts
     group = optimizer_group(optimizer)
     total = torch.zeros(2, dtype=torch.float64, device=device)
     for first, second in zip(a, b, strict=True):

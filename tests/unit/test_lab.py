@@ -115,6 +115,9 @@ def lay_out(tmp_path, cells: list[dict]):
         folder = tmp_path / "grid" / cell["family"] / cell["method"] / f"seed{cell['seed']}"
         folder.mkdir(parents=True)
         (folder / "cell.json").write_text(json.dumps(cell))
+        keys = ("confidence", "token_confidence", "posthoc_confidence")
+        samples = [{"prompt_id": f"heldout/{i}", "correct": i % 2 == 0} | dict.fromkeys(keys, i / 9) for i in range(9)]
+        (folder / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
         if METHODS[cell["method"]].kind == "train":
             row = {"step": 1, "reward/accuracy": 1 / 3, "calibration/auroc": None, "format/violation_rate": 0.02}
             keys = ("confidence/mean", "calibration/pce", "grad_norm/total", "grad_norm/reasoning", "length/mean")
@@ -140,6 +143,9 @@ def test_published_cells_give_summary_tables_and_bars(tmp_path) -> None:
     assert curve["reward/accuracy"] == pytest.approx([1 / 3] * 3, abs=1e-6)
     assert np.isnan(curve["calibration/auroc"]).all()
     assert "| DCPO-proper (ours) | 3 | 0.600 ± 0.000 | 0.032 ± " in (tmp_path / "docs" / "tables.md").read_text()
+    types = [json.loads(line)["type"] for line in (EXAMPLES / "data" / "heldout.jsonl").read_text().splitlines()[:9]]
+    published = json.loads((tmp_path / "docs" / "cells" / "qwen3.dcpo.1.json").read_text())["by_type"]
+    assert {name: row["n"] for name, row in published.items()} == {name: types.count(name) for name in set(types)}
     assert all((tmp_path / "docs" / name).stat().st_size > 1000 for name in ("reliability.png", "gradient_norms.png"))
 
 
@@ -181,6 +187,6 @@ def test_tables_leave_out_what_was_not_run() -> None:
 
 def test_rounding_keeps_six_digits_and_nothing_collected_is_an_error(tmp_path) -> None:
     assert rounded({"a": [1 / 3, None, 7, "x"]}) == {"a": [0.333333, None, 7, "x"]}
-    assert collect(tmp_path, tmp_path / "out") == 0
+    assert collect(tmp_path, tmp_path / "out", EXAMPLES / "data" / "heldout.jsonl") == 0
     with pytest.raises(UserError, match="no finished cell"):
         load_cells(tmp_path / "out")
