@@ -17,7 +17,7 @@ for policy in ${*:-qwen3 llama large}; do
     case $policy in
     qwen3) build qwen3 ;;
     llama) build llama --family llama ;;
-    large) build large --hidden 96 --intermediate 288 --layers 3 ;;
+    large) build large --layers 3 ;;
     *) echo "unknown policy $policy; known: qwen3 llama large" >&2 && exit 2 ;;
     esac
 done

@@ -39,6 +39,7 @@ from torch import Tensor
 from megatron_dcpo import runtime
 from megatron_dcpo.config import Config
 from megatron_dcpo.objectives import ObjectiveConfig, Scored, build_objective
+from megatron_dcpo.objectives.advantages import IDENTICAL
 from megatron_dcpo.policy.gradient_probe import (
     ALL,
     PIECE,
@@ -79,7 +80,7 @@ PAIRS = {
 
 def probe_policy(config: Config, batches: int) -> dict[str, Any]:
     """Sample ``batches`` steps' worth of responses and compare the parts' gradients. Collective; equal on all ranks."""
-    config = dataclasses.replace(config, objective=dataclasses.replace(config.objective, name="dcpo"))
+    config = dataclasses.replace(config, objective=without_regularizers(config.objective))
     run = build_run(config)
     run.engine.update_weights(export_pieces(run.policy), 0)
     totals: dict[str, Moments] = {part: Moments() for part in PARTS}
@@ -111,44 +112,44 @@ def probe_policy(config: Config, batches: int) -> dict[str, Any]:
     }
 
 
+def without_regularizers(objective: ObjectiveConfig) -> ObjectiveConfig:
+    """DCPO with these options, but for KL and entropy terms: they would be part of every gradient alike."""
+    names = [f"{term}_coef{block}" for term in ("kl", "entropy") for block in ("", "_reasoning", "_confidence")]
+    off: dict[str, Any] = dict.fromkeys(names, 0.0)
+    return dataclasses.replace(objective, name="dcpo", **off)
+
+
 def parts_of(rollout: Rollout, objective: ObjectiveConfig) -> dict[str, Scored]:
     """The rollout with each part's advantages on its tokens; block weights are left to the objective."""
-    dcpo = build_objective(dataclasses.replace(objective, name="dcpo"))
-    coupled = build_objective(dataclasses.replace(objective, name="coupled"))
-    scored, scalar = dcpo.score(rollout.judgements), coupled.score(rollout.judgements)
+
+    def score(**changes: Any) -> Scored:
+        return build_objective(dataclasses.replace(objective, **changes)).score(rollout.judgements)
+
+    scored, scalar = score(name="dcpo"), score(name="coupled")
+    centred: dict[str, Any] = {"name": "dcpo", "advantage_normalization_confidence": "mean"}
     groups: dict[str, list[int]] = {}
     for row, judgement in enumerate(rollout.judgements):
         groups.setdefault(judgement.prompt_id, []).append(row)
-    columns = {part: np.zeros((2, len(scored))) for part in PARTS}
-    both = {
-        name: build_objective(
-            dataclasses.replace(
-                objective, name="dcpo", confidence_baseline=name, advantage_normalization_confidence="mean"
-            )
-        ).score(rollout.judgements)
-        for name in ("group", "counterfactual")
-    }
-    well_formed = np.array([j.confidence is not None for j in rollout.judgements])
-    c = np.array([j.confidence if j.confidence is not None else np.nan for j in rollout.judgements], float)
+    c = np.array([np.nan if j.confidence is None else j.confidence for j in rollout.judgements], float)
+    well_formed = ~np.isnan(c)
     slope = 2 * (c[well_formed].mean() - scored.R.mean()) if well_formed.any() else 0.0
+
+    columns = {part: np.zeros((2, len(scored))) for part in PARTS}  # on reasoning tokens, on confidence tokens
     for rows in groups.values():
         stated = np.array(rows)[well_formed[rows]]
         if len(stated):
             columns["mean_calibration"][:, stated] = -slope * (c[stated] - c[stated].mean())
-        columns["accuracy"][:, rows] = scored.R[rows] - scored.R[rows].mean()
-        total, correct = scalar.R[rows], scored.R[rows]
-        std = total.std(ddof=coupled.options.ddof) + coupled.options.eps
-        accuracy = (correct - correct.mean()) / std
-        calibration = (total - total.mean()) / std - accuracy
-        if np.ptp(total) < 1e-6:
-            accuracy, calibration = 0 * accuracy, 0 * calibration
-        columns["coupled_accuracy"][:, rows] = accuracy
-        columns["coupled_calibration"][:, rows] = calibration
-    columns["dcpo_accuracy"][0] = scored.A_r
-    columns["dcpo_calibration"][1] = scored.A_c
+        R, total = scored.R[rows] - scored.R[rows].mean(), scalar.R[rows] - scalar.R[rows].mean()
+        columns["accuracy"][:, rows] = R
+        if np.ptp(total) >= IDENTICAL:
+            std = total.std(ddof=objective.resolve().ddof) + objective.resolve().eps
+            columns["coupled_accuracy"][:, rows] = R / std
+            columns["coupled_calibration"][:, rows] = (total - R) / std
+    columns["dcpo_accuracy"][0], columns["dcpo_calibration"][1] = scored.A_r, scored.A_c
     size = np.array([len(groups[j.prompt_id]) for j in rollout.judgements])
-    columns["group_baseline"][1] = both["group"].A_c * size / (size - 1)  # leaves its own R_c out, like the other
-    columns["counterfactual"][1] = both["counterfactual"].A_c
+    # its own R_c left out of the mean, as the counterfactual one does
+    columns["group_baseline"][1] = score(confidence_baseline="group", **centred).A_c * size / (size - 1)
+    columns["counterfactual"][1] = score(confidence_baseline="counterfactual", **centred).A_c
     return {part: _with_advantages(scored, *columns[part]) for part in PARTS}
 
 

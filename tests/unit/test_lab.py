@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 
@@ -12,11 +13,15 @@ from scipy import stats
 from megatron_dcpo.config import load_config
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.lab.cells import MAIN, METHODS, SWEEP, Cell, grid, select
+from megatron_dcpo.lab.policy_probe import parts_of, without_regularizers
 from megatron_dcpo.lab.render import render
 from megatron_dcpo.lab.results import collect, load_cells, rounded
 from megatron_dcpo.lab.runner import EXAMPLES, FULL, SMOKE, Lab
 from megatron_dcpo.lab.statistics import apart, interval, row_title, values_by_row
 from megatron_dcpo.lab.tables import bars, claims, markdown_table
+from megatron_dcpo.objectives import ObjectiveConfig, build_objective
+from megatron_dcpo.training.rollouts import Rollout
+from megatron_dcpo.types import Judgement
 
 
 def test_the_grid_has_every_method_with_its_seeds_and_starts_before_what_needs_them() -> None:
@@ -175,6 +180,30 @@ def test_claims_are_computed_with_their_direction() -> None:
     assert "post-hoc training costs accuracy" not in found, "what has not been run is not judged"
     cells = [c | {"accuracy": 0.1} if c["method"] == "dcpo" else c for c in cells]
     assert not next(c for c in claims(values_by_row(cells, "qwen3")) if c["claim"].startswith("DCPO is as"))["holds"]
+
+
+def test_the_probes_parts_add_up_to_the_objectives() -> None:
+    """The coupled parts sum to the coupled advantage, the DCPO parts to DCPO's, token by token."""
+    rng = np.random.default_rng(0)
+    judgements = []
+    for row in range(24):
+        ok = rng.random() < 0.8
+        status = "ok" if ok else "missing"
+        judgements.append(
+            Judgement(f"p{row % 4}", float(rng.random() < 0.5), float(rng.random()) if ok else None, status, 3, 5)
+        )
+    rollout = Rollout({}, [], judgements)
+    for options in ({}, {"preset": "dcpo_proper"}, {"preset": "verl_compat", "lam": 0.25}):
+        config = without_regularizers(ObjectiveConfig(**options, kl_coef=0.1, entropy_coef_confidence=0.1))
+        assert not any((*config.resolve().kl_coef, *config.resolve().entropy_coef))
+        parts = parts_of(rollout, config)
+        for name, method in (("coupled", "coupled"), ("dcpo", "dcpo")):
+            whole = build_objective(dataclasses.replace(config, name=method)).score(judgements)
+            for a, b, expected in zip(
+                parts[f"{name}_accuracy"].tokens, parts[f"{name}_calibration"].tokens, whole.tokens, strict=True
+            ):
+                assert a.advantages + b.advantages == pytest.approx(expected.advantages, abs=1e-9)
+        assert all(not t.advantages[:3].any() for t in parts["counterfactual"].tokens), "confidence tokens only"
 
 
 def test_tables_leave_out_what_was_not_run() -> None:
