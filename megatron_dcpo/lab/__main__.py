@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.lab.cells import FAMILIES, grid, select
-from megatron_dcpo.lab.runner import FULL, SMOKE, Lab
+from megatron_dcpo.lab.runner import FULL, SMOKE, Lab, has_policy
 
 
 def main() -> int:
@@ -20,7 +20,7 @@ def main() -> int:
     run.add_argument("--jobs", type=int, default=2, help="processes at a time, one core each")
     run.add_argument("--seeds", type=int, default=5, help="seeds of the main table")
     run.add_argument("--fewer-seeds", type=int, default=3, help="seeds of the sweeps and of the other policies")
-    run.add_argument("--families", default=",".join(FAMILIES), help=f"of {', '.join(FAMILIES)}")
+    run.add_argument("--families", help=f"of {', '.join(FAMILIES)} (default: those whose starting policy is there)")
     run.add_argument("--methods", help="only these (and what they start from), comma separated")
     run.add_argument("--smoke", action="store_true", help="three steps of everything, one seed")
     render = verbs.add_parser("render", help="tables and figures from finished cells")
@@ -50,9 +50,11 @@ def main() -> int:
 
 
 def run_grid(args: argparse.Namespace) -> None:
-    families = tuple(name for name in FAMILIES if name in args.families.split(","))
-    if set(args.families.split(",")) - set(FAMILIES):
+    families = tuple(args.families.split(",")) if args.families else tuple(f for f in FAMILIES if has_policy(f))
+    if set(families) - set(FAMILIES):
         raise UserError(f"--families {args.families}: known are {', '.join(FAMILIES)}")
+    for family in sorted(set(FAMILIES) - set(families), key=FAMILIES.index):
+        logging.info("policy %s is left out%s", family, "" if has_policy(family) else " (make lab-policies builds it)")
     seeds = range(1, (1 if args.smoke else args.seeds) + 1)
     fewer = range(1, (1 if args.smoke else args.fewer_seeds) + 1)
     cells = select(grid(seeds, fewer, families), args.methods)

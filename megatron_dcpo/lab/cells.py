@@ -86,7 +86,7 @@ def grid(seeds: Sequence[int], fewer_seeds: Sequence[int], families: Sequence[st
     """All cells, those that matter most first: the main table seed by seed, then sweeps, then other policies."""
     cells = [Cell("qwen3", method, seed) for seed in seeds for method in MAIN]
     cells += [Cell("qwen3", method, seed) for seed in fewer_seeds for method in SWEEP]
-    cells += [Cell(family, method, seed) for family in families[1:] for seed in fewer_seeds for method in TRANSFER]
+    cells += [Cell(family, method, seed) for family in FAMILIES[1:] for seed in fewer_seeds for method in TRANSFER]
     return [cell for cell in cells if cell.family in families]
 
 

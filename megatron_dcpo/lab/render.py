@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 FAMILY_TITLES = {
     "qwen3": "Qwen3, 2 layers, 125 k parameters",
     "llama": "Llama-3.1, 2 layers, 125 k parameters",
-    "large": "Qwen3, 3 layers, 350 k parameters",
+    "large": "Qwen3, 3 layers, 178 k parameters",
 }
 
 

@@ -73,9 +73,9 @@ class Lab:
 
     def fingerprint(self, cell: Cell) -> str:
         """What a cell's numbers depend on besides the code."""
+        if not has_policy(cell.family):
+            raise UserError(f"{EXAMPLES / cell.family} holds no policy; build it with: make lab-policies")
         policy = EXAMPLES / cell.family / "policy" / "model.safetensors"
-        if not policy.is_file():
-            raise UserError(f"{policy.parent} holds no policy; build it with: make lab-policies")
         recipe = (EXAMPLES / "recipe.yaml").read_text() + (REPOSITORY / "examples/quickstart/dcpo.yaml").read_text()
         digest = hashlib.blake2b(policy.read_bytes(), digest_size=8)
         digest.update(repr((METHODS[cell.method], self.scale, recipe)).encode())
@@ -212,6 +212,11 @@ class Lab:
         if status:
             tail = " | ".join((run / "log.txt").read_text().splitlines()[-3:])
             raise UserError(f"dcpo {command[0]} failed (status {status}) in {run}: {tail}")
+
+
+def has_policy(family: str) -> bool:
+    """Whether the starting policy of a family has been built."""
+    return (EXAMPLES / family / "policy" / "model.safetensors").is_file()
 
 
 def summary_line(record: dict[str, Any]) -> str:
