@@ -6,8 +6,11 @@ OUT ?= runs/quickstart
 VENV := .venv
 BIN := $(VENV)/bin
 
+LAB ?= runs/lab
+JOBS ?= 2
+
 .PHONY: setup setup-engine quickstart policy test test-engine test-grid test-resilience test-soak test-gpu lint fuzz \
-	reference-solutions clean
+	reference-solutions lab lab-smoke lab-policies clean
 
 setup: $(VENV)/.installed
 
@@ -67,6 +70,22 @@ fuzz: setup
 DATA ?= ../shared/data
 reference-solutions: setup
 	$(BIN)/python benchmarks/reference_solutions.py $(DATA)/leetcodedataset/*.jsonl.gz
+
+# the calibration lab: every method, 5 seeds, on CPU, hours; finished cells are kept, an interrupted run continues
+lab: setup
+	$(BIN)/python -m megatron_dcpo.lab run --out $(LAB) --jobs $(JOBS)
+	$(BIN)/python -m megatron_dcpo.lab theory --out docs/lab
+	$(BIN)/python -m megatron_dcpo.lab render --grid $(LAB) --out docs/lab
+
+# three steps of every method and every output, minutes
+lab-smoke: setup
+	$(BIN)/python -m megatron_dcpo.lab run --smoke --out $(LAB)-smoke --jobs $(JOBS)
+	$(BIN)/python -m megatron_dcpo.lab theory --smoke --out $(LAB)-smoke/docs
+	$(BIN)/python -m megatron_dcpo.lab render --grid $(LAB)-smoke --out $(LAB)-smoke/docs
+
+# rebuild the starting policies and the problems of the lab (they are in git)
+lab-policies: setup
+	PYTHON=$(BIN)/python sh examples/lab/make_policies.sh
 
 clean:
 	rm -rf runs build *.egg-info

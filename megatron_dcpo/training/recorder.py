@@ -26,6 +26,8 @@ from megatron_dcpo.types import MALFORMED
 
 logger = logging.getLogger(__name__)
 
+COSINES = ("grad_cosine/reasoning_confidence", "grad_cosine_fisher/reasoning_confidence")
+
 
 class Recorder:
     """Writes on rank 0 only; on the other ranks every call is a no-op. A context manager."""
@@ -162,9 +164,7 @@ def step_metrics(rollout: Rollout, statistics: UpdateStatistics, timers: Timers)
     lengths = [len(response.token_ids) for response in rollout.responses]
     r_c = np.concatenate([scored.R_c for scored in statistics.scored])
     sums, tokens = statistics.sums, max(statistics.sums.get("engine/tokens", 0.0), 1.0)
-    unmeasured = dict.fromkeys(
-        ("grad_norm/reasoning", "grad_norm/confidence", "grad_cosine/reasoning_confidence"), math.nan
-    )
+    unmeasured = dict.fromkeys(("grad_norm/reasoning", "grad_norm/confidence", *COSINES), math.nan)
     seconds = timers.seconds
     return {
         "reward/accuracy": summary["accuracy"],
@@ -183,7 +183,7 @@ def step_metrics(rollout: Rollout, statistics: UpdateStatistics, timers: Timers)
         "loss/policy": _mean(statistics.losses),
         **_loss_metrics(sums),
         "grad_norm/total": _mean(statistics.grad_norms),
-        **(unmeasured | statistics.block_norms),
+        **(unmeasured | statistics.block_gradients),
         "engine/kl": sums.get("engine/kl", 0.0) / tokens,
         "engine/logprob_diff_mean": sums.get("engine/abs", 0.0) / tokens,
         **{

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import sys
@@ -13,8 +14,9 @@ import torch
 from megatron_dcpo.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_dcpo.policy.batching import Sample, assign_to_ranks, split_micro_batches
 from megatron_dcpo.policy.forward_backward import accumulate_gradients, compute_logprobs
+from megatron_dcpo.policy.gradient_probe import probe_block_gradients
 from megatron_dcpo.policy.model import build_policy
-from megatron_dcpo.policy.optimizer import build_optimizer, probe_block_gradients, zero_gradients
+from megatron_dcpo.policy.optimizer import build_optimizer, zero_gradients
 from megatron_dcpo.rollout import TransformersEngine
 from megatron_dcpo.runtime.distributed import all_gather_objects, destroy, initialize
 from megatron_dcpo.weights.reshard import Traffic, export_buckets, plan_for
@@ -98,10 +100,10 @@ def main() -> None:
         once = topology.is_last_stage and topology.tp_rank == 0
         return sum(part["loss"] for rank in all_gather_objects(parts if once else []) for part in rank)
 
-    losses, norms, probe = [], [], None
+    losses, norms, probes = [], [], []
     for step in range(options.get("steps", 3)):
         zero_gradients(policy, optimizer)
-        if step == 1 and options.get("probe"):
+        if step < 2 and options.get("probe"):
             parts, probe = probe_block_gradients(
                 policy,
                 optimizer,
@@ -110,6 +112,7 @@ def main() -> None:
                 ),
             )
             collected = parts[0] + parts[1]
+            probes.append(dataclasses.asdict(probe))
         else:
             collected = accumulate_gradients(policy, mine, splits, loss, temperature=1.0, packing=packing)
         _, norm, _ = optimizer.step()
@@ -125,7 +128,7 @@ def main() -> None:
         "engine_difference": difference,
         "weights": weights,
         "replicated": [digest(p) for name, p in policy.gpt[0].named_parameters() if "norm" in name],
-        "probe": [probe.reasoning, probe.confidence, probe.cosine] if probe else None,
+        "probes": probes,
     }
     Path(options["out"], f"rank{topology.rank}.json").write_text(json.dumps(result))
     destroy()
