@@ -6,7 +6,7 @@ OUT ?= runs/quickstart
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup quickstart policy test lint fuzz clean
+.PHONY: setup setup-sandbox quickstart policy test lint fuzz attacks code-data clean
 
 setup: $(VENV)/.installed
 
@@ -16,6 +16,11 @@ $(VENV)/.installed: setup.py constraints.txt
 	$(BIN)/python -m pip install --quiet torch==2.13.0
 	$(BIN)/python -m pip install --quiet --editable ".[cpu,dev]" --constraint constraints.txt
 	touch $@
+
+# bubblewrap, for programs that models write; where it cannot be had, tests run under Landlock and say so
+setup-sandbox:
+	@command -v bwrap >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get -qq update && \
+		apt-get -qq install --yes bubblewrap >/dev/null; } || echo "bubblewrap is not installed and could not be: programs are tested under Landlock only" >&2
 
 quickstart: setup
 	$(BIN)/python examples/quickstart/run.py --seed $(SEED) --out $(OUT)
@@ -33,6 +38,14 @@ lint: setup
 # 200,000 fuzzed outputs through the confidence parser and the block splitter (the suite runs 5,000)
 fuzz: setup
 	DCPO_FUZZ=200000 $(BIN)/python -m pytest tests/unit/test_blocks.py
+
+# hostile programs against every sandbox that works here
+attacks: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/sandbox/test_attacks.py
+
+# MBPP+ and LeetCodeDataset: canonical solutions pass, changed ones fail (long)
+code-data: setup
+	DCPO_ALL_CODE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/sandbox/test_datasets_pass.py
 
 clean:
 	rm -rf runs build *.egg-info
