@@ -9,8 +9,8 @@ BIN := $(VENV)/bin
 LAB ?= runs/lab
 JOBS ?= 2
 
-.PHONY: setup setup-engine quickstart policy test test-engine test-grid test-resilience test-soak test-gpu lint fuzz \
-	reference-solutions lab lab-smoke lab-policies clean
+.PHONY: setup setup-engine setup-sandbox quickstart policy test test-engine test-grid test-resilience test-soak test-gpu \
+	attacks code-data reference-solutions lab lab-smoke lab-policies lint fuzz clean
 
 setup: $(VENV)/.installed
 
@@ -27,6 +27,11 @@ setup-engine: $(VENV)/.installed-engine
 $(VENV)/.installed-engine: requirements-engine.txt $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --no-deps --require-hashes --requirement requirements-engine.txt
 	touch $@
+
+# bubblewrap, for programs that models write; where it cannot be had, tests run under Landlock and say so
+setup-sandbox:
+	@command -v bwrap >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get -qq update && \
+		apt-get -qq install --yes bubblewrap >/dev/null; } || echo "bubblewrap is not installed and could not be: programs are tested under Landlock only" >&2
 
 quickstart: setup
 	$(BIN)/python examples/quickstart/run.py --seed $(SEED) --out $(OUT)
@@ -86,6 +91,14 @@ lab-smoke: setup
 # rebuild the starting policies and the problems of the lab (they are in git)
 lab-policies: setup
 	PYTHON=$(BIN)/python sh examples/lab/make_policies.sh
+
+# hostile programs against every sandbox that works here
+attacks: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/sandbox/test_attacks.py
+
+# MBPP+ and LeetCodeDataset: canonical solutions pass, changed ones fail (long)
+code-data: setup
+	DCPO_ALL_CODE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/sandbox/test_datasets_pass.py
 
 clean:
 	rm -rf runs build *.egg-info

@@ -1,4 +1,4 @@
-# ruff: noqa: E501 - a program is one line of the table
+# ruff: noqa: E501
 """Hostile programs by name. Each fails to get R = 1; ``expected`` are the categories it may end with.
 
 Most print or return what they could only know by breaking out: the tests' expected output is ``@SECRET@``, a token that
