@@ -6,7 +6,7 @@ OUT ?= runs/quickstart
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup quickstart policy test test-grid test-resilience test-soak test-gpu lint fuzz reference-solutions clean
+.PHONY: setup quickstart policy test test-grid test-resilience test-soak test-slurm test-multinode test-gpu lint fuzz reference-solutions clean
 
 setup: $(VENV)/.installed
 
@@ -39,6 +39,16 @@ test-resilience: setup
 # 500 steps of the quickstart: memory, threads, files, processes, shared memory
 test-soak: setup
 	OMP_NUM_THREADS=1 DCPO_SOAK=500 $(BIN)/python -m pytest -s tests/system/test_soak.py
+
+# a real Slurm of two nodes (network namespaces, as root): warned, killed, requeued, resumed. Installs Debian's packages
+test-slurm: setup
+	command -v slurmctld >/dev/null && command -v munged >/dev/null && command -v ip >/dev/null || \
+		{ apt-get update -qq && apt-get install -y -qq --no-install-recommends slurm-wlm munge iproute2; }
+	OMP_NUM_THREADS=1 DCPO_TEST_SLURM=1 $(BIN)/python -m pytest -rs tests/slurm
+
+# two nodes (network namespaces, as root): a rank, a launcher, a node killed, the link cut
+test-multinode: setup
+	OMP_NUM_THREADS=1 DCPO_TEST_MULTINODE=1 $(BIN)/python -m pytest -rs tests/multinode
 
 # on a machine with a GPU: the same commands on CUDA, NCCL, Transformer Engine
 test-gpu: setup
