@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from tests.multinode.nodes import Node, two_nodes
 
 DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
 
-# cred_expire: a requeued job waits this long. Fake GPUs (without device files) make the header's --gpus-per-node hold.
+# cred_expire: a requeued job waits this long. A fake GPU per node makes the header's --gpus-per-node hold.
 CONFIGURATION = """
 ClusterName=dcpo
 SlurmctldHost={head.name}({head.address})
@@ -75,9 +76,11 @@ class Cluster:
 
 
 @contextmanager
-def slurm(folder: Path) -> Iterator[Cluster]:
-    """Both nodes idle; at the end every process of the cluster is gone."""
-    with two_nodes(folder) as nodes:
+def slurm() -> Iterator[Cluster]:
+    """Both nodes idle; at the end every process of the cluster and its folder are gone."""
+    with tempfile.TemporaryDirectory(prefix="dcpo-slurm-") as name, two_nodes(Path(name)) as nodes:
+        folder = Path(name)
+        folder.chmod(0o711)  # munge wants its socket within everybody's reach
         cluster = Cluster(folder, nodes)
         _configure(folder, nodes)
         munge = folder / "munge"
@@ -105,7 +108,7 @@ def _configure(folder: Path, nodes: tuple[Node, Node]) -> None:
         for node in nodes
     ]
     (folder / "slurm.conf").write_text(CONFIGURATION.format(folder=folder, head=nodes[0], nodes="\n".join(lines)))
-    (folder / "gres.conf").write_text("NodeName=n1,n2 Name=gpu Count=1\n")
+    (folder / "gres.conf").write_text("NodeName=n1,n2 Name=gpu File=/dev/null\n")
 
 
 def why_not() -> str:

@@ -22,10 +22,10 @@ FINISHED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
+def cluster():
     problem = nodes.why_not() or slurm_cluster.why_not()
     assert not problem, problem  # asked for by name: not being able to is a failure
-    with slurm_cluster.slurm(tmp_path_factory.mktemp("slurm")) as running:
+    with slurm_cluster.slurm() as running:
         yield running
 
 
