@@ -57,7 +57,9 @@ class Cluster:
     folder: Path
     nodes: tuple[Node, Node]
 
-    def call(self, *words: object, node: int = 0, environment: dict[str, str] | None = None, cwd: Path | None = None) -> str:
+    def call(
+        self, *words: object, node: int = 0, environment: dict[str, str] | None = None, cwd: Path | None = None
+    ) -> str:
         """Standard output of a command on a node, 30 s at most."""
         done = subprocess.run(
             self.nodes[node].command(*words),
@@ -72,7 +74,9 @@ class Cluster:
 
     def job(self, job: str) -> dict[str, str]:
         """``scontrol show job`` as a dictionary: JobState, Restarts, ExitCode, ..."""
-        return dict(word.split("=", 1) for word in self.call("scontrol", "-o", "show", "job", job).split() if "=" in word)
+        return dict(
+            word.split("=", 1) for word in self.call("scontrol", "-o", "show", "job", job).split() if "=" in word
+        )
 
 
 @contextmanager

@@ -65,7 +65,8 @@ def test_warned_job_is_requeued_resumes_and_finishes(cluster, tmp_path):
     facts = finish(cluster, job, log)
     said = log.read_text()
     assert (facts["JobState"], facts["Restarts"], facts["ExitCode"]) == ("COMPLETED", "1", "0:0"), said[-3000:]
-    assert "stopped by SIGUSR1" in said and "after a warning" in said
+    assert "stopped by SIGUSR1" in said
+    assert "after a warning" in said
     records = metrics(run_dir)
     assert [record["step"] for record in records] == list(range(1, STEPS + 1))
     # one folder per attempt and node, one file per rank
