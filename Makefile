@@ -9,8 +9,8 @@ BIN := $(VENV)/bin
 LAB ?= runs/lab
 JOBS ?= 2
 
-.PHONY: setup setup-engine setup-sandbox quickstart policy test test-engine test-grid test-resilience test-soak test-gpu \
-	attacks code-data reference-solutions lab lab-smoke lab-policies lint fuzz clean
+.PHONY: setup setup-engine setup-sandbox quickstart policy test test-engine test-grid test-resilience test-soak test-slurm \
+	test-multinode test-gpu attacks code-data reference-solutions lab lab-smoke lab-policies lint fuzz clean
 
 setup: $(VENV)/.installed
 
@@ -59,6 +59,16 @@ test-soak: setup
 # the vLLM engine at length: every layout against the trainer, 50 updates, failures, the quickstart on it (~30 minutes)
 test-engine: setup-engine
 	OMP_NUM_THREADS=1 DCPO_TEST_ENGINE=1 $(BIN)/python -m pytest -rs tests/engine
+
+# a real Slurm of two nodes (network namespaces, as root): warned, killed, requeued, resumed. Installs Debian's packages
+test-slurm: setup
+	command -v slurmctld >/dev/null && command -v munged >/dev/null && command -v ip >/dev/null || \
+		{ apt-get update -qq && apt-get install -y -qq --no-install-recommends slurm-wlm munge iproute2; }
+	OMP_NUM_THREADS=1 DCPO_TEST_SLURM=1 $(BIN)/python -m pytest -rs tests/slurm
+
+# two nodes (network namespaces, as root): a rank, a launcher, a node killed, the link cut
+test-multinode: setup
+	OMP_NUM_THREADS=1 DCPO_TEST_MULTINODE=1 $(BIN)/python -m pytest -rs tests/multinode
 
 # on a machine with a GPU: the same commands on CUDA, NCCL, Transformer Engine
 test-gpu: setup
