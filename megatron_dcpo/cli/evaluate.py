@@ -82,6 +82,12 @@ def add_parser(subparsers: Any) -> None:
     sampling.add_argument("--seed", type=int, default=0)
     sampling.add_argument("--batch-size", type=_positive, default=64, help="responses sampled at a time")
     sampling.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    sampling.add_argument(
+        "--engine",
+        default="auto",
+        choices=["auto", "vllm", "transformers"],
+        help="what samples --model; auto: vLLM where it is installed and can run the model",
+    )
     programs = parser.add_argument_group("programs (code benchmarks)")
     add_sandbox_arguments(programs)
     server = parser.add_argument_group("endpoint")
@@ -282,9 +288,15 @@ def _load_engine(args: argparse.Namespace) -> tuple[Any, Generate, tuple[int, ..
     """The tokenizer, a function that samples ``repeats`` responses per prompt, and the ids that end a response."""
     from transformers import AutoTokenizer
 
-    from megatron_dcpo.rollout import TransformersEngine
+    from megatron_dcpo.rollout import Engine, TransformersEngine, choose_engine
 
-    engine = TransformersEngine.from_pretrained(args.model, dtype=args.dtype, max_num_seqs=args.batch_size)
+    if choose_engine(args.engine, args.model) == "vllm":
+        from megatron_dcpo.rollout.vllm import VllmEngine, VllmOptions
+
+        options = VllmOptions(dtype=args.dtype, max_num_seqs=args.batch_size, raw_logprobs=True, seed=args.seed)
+        engine: Engine = VllmEngine(args.model, options)
+    else:
+        engine = TransformersEngine.from_pretrained(args.model, dtype=args.dtype, max_num_seqs=args.batch_size)
     try:
         tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
     except (OSError, ValueError) as error:

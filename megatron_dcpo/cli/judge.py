@@ -1,10 +1,15 @@
-"""``dcpo judge``: is each prediction its reference? And where the verifier and plain string equality disagree."""
+"""``dcpo judge``: is each prediction its reference, does each program pass its tests?
+
+For pairs, also where the verifier and plain string equality disagree.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+from collections import Counter
 from typing import Any
 
 from megatron_dcpo.errors import UserError
@@ -14,13 +19,24 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "judge",
         help="judge pairs of prediction and reference",
-        description="Judge every line of a file of pairs with the verifier of training and evaluation. A prediction is "
-        "a whole response, whose last complete \\boxed{...} before the confidence line is read, or a bare answer.",
+        description="Judge every line of a file as training and evaluation do. A prediction is a whole response, whose "
+        "last complete \\boxed{...} before the confidence line is read, or a bare answer. A program is the last complete "
+        "fenced block before the confidence line; it runs in a sandbox (docs/code.md).",
     )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--pairs", metavar="FILE", help="JSON lines with prediction and reference ('-': standard input)")
+    what.add_argument("--programs", metavar="FILE", help="JSON lines with response and tests ('-': standard input)")
+    parser.add_argument("--json", action="store_true", help="one JSON line per line, in order, with correct")
     parser.add_argument(
-        "--pairs", metavar="FILE", required=True, help="JSON lines with prediction and reference ('-': standard input)"
+        "--sandbox",
+        default="auto",
+        metavar="WHERE",
+        help="where programs run: auto, bubblewrap, landlock, the URL of a remote sandbox, or unsafe (default auto)",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON line per pair, in order, with correct")
+    parser.add_argument("--timeout", type=float, default=6.0, metavar="S", help="seconds per test (default 6)")
+    parser.add_argument("--total-timeout", type=float, metavar="S", help="seconds per program (default 10 x --timeout)")
+    parser.add_argument("--memory-mb", type=int, default=1024, metavar="MB", help="memory of a program (default 1024)")
+    parser.add_argument("--workers", type=int, metavar="N", help="programs at a time (default: the cores)")
     parser.add_argument("--show", type=int, default=20, help="disagreements with string equality shown (default 20)")
     parser.set_defaults(run=run)
 
@@ -28,6 +44,8 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from megatron_dcpo.judging.disagreements import judge_pairs, report
 
+    if args.programs:
+        return _judge_programs(args)
     judged = judge_pairs(_read_pairs(args.pairs))
     if args.json:
         for pair in judged:
@@ -44,18 +62,62 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _read_pairs(path: str) -> list[tuple[str, str]]:
-    """Lines are split at newlines only: an answer may hold other separators of Unicode."""
+def _judge_programs(args: argparse.Namespace) -> int:
+    """One line per program, printed in order as soon as it is known."""
+    from megatron_dcpo.judging.code import CodeLimits, CodePool
+    from megatron_dcpo.judging.code_tests import check_syntax, checked_tests
+
+    total = args.total_timeout if args.total_timeout is not None else 10 * args.timeout
+    limits = CodeLimits(timeout=args.timeout, total_seconds=total, memory_mb=args.memory_mb)
+    rows = _read_programs(args.programs)
+    for where, _, tests in rows:
+        check_syntax(checked_tests(tests, where), where)
+    workers = args.workers if args.workers is not None else len(os.sched_getaffinity(0))
+    counts: Counter[str] = Counter()
+    with CodePool(limits=limits, sandbox=args.sandbox, workers=workers) as pool:
+        print(f"sandbox: {pool.level}", file=sys.stderr)
+        futures = [(where, pool.submit(response, tests, where)) for where, response, tests in rows]
+        for where, future in futures:
+            verdict = future.result()
+            counts[verdict.category] += 1
+            if args.json:
+                print(json.dumps({"correct": verdict.correct, "category": verdict.category}), flush=True)
+            elif not verdict.correct:
+                print(f"  {where}: {verdict.category}: {verdict.detail}")
+    if not args.json:
+        print(f"{len(rows)} programs: " + ", ".join(f"{count} {name}" for name, count in counts.most_common()))
+    return 0
+
+
+def _read_programs(path: str) -> list[tuple[str, str, Any]]:
+    """Where each stands, for messages; the response; its tests."""
+    rows = []
+    for number, line in _read_lines(path):
+        where = f"{path}:{number}"
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{where}: no JSON: {error}") from None
+        if not isinstance(row, dict) or not isinstance(row.get("response"), str) or "tests" not in row:
+            raise UserError(f"{where}: want an object with response (text) and tests")
+        rows.append((where, row["response"], row["tests"]))
+    return rows
+
+
+def _read_lines(path: str) -> list[tuple[int, str]]:
+    """Lines that are not blank, with their numbers. Split at newlines only: an answer may hold other separators."""
     try:
         stream = sys.stdin.buffer if path == "-" else open(path, "rb")  # noqa: SIM115
         with stream:
             lines = stream.read().decode(errors="replace").split("\n")
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
+    return [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+
+
+def _read_pairs(path: str) -> list[tuple[str, str]]:
     pairs = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
+    for number, line in _read_lines(path):
         try:
             row = json.loads(line)
             pairs.append((_text(row["prediction"]), _text(row["reference"])))

@@ -7,15 +7,19 @@ its workers said. Here the workers get the signal, decide, and their status is t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 from megatron_dcpo.errors import EXIT_INTERRUPTED, EXIT_PEER_LOST, EXIT_REQUEUE, EXIT_USER_ERROR, UserError
 
 _GRACE_SECONDS = 20  # after one rank has failed the others have this long to end by themselves
+_ALONE_SECONDS = 15.0
 
 
 def add_parser(subparsers: Any) -> None:
@@ -47,8 +51,11 @@ def run(args: argparse.Namespace) -> int:
     options = ["--signals-to-handle", "SIGHUP,SIGQUIT", "--shutdown-timeout", str(_GRACE_SECONDS), *options]
     for number in signals.STOP_SIGNALS:
         signal.signal(number, _pass_on)
+    parsed = parse_args([*options, "-m", "megatron_dcpo", *verb])
+    if not parsed.max_restarts:
+        threading.Thread(target=_end_when_alone, daemon=True).start()
     try:
-        torchrun(parse_args([*options, "-m", "megatron_dcpo", *verb]))
+        torchrun(parsed)
     except ChildFailedError as error:
         status = exit_status([failure.exitcode for failure in error.failures.values()])
         if status not in (EXIT_REQUEUE, EXIT_INTERRUPTED):
@@ -79,16 +86,41 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
     return options, verb
 
 
+def _end_when_alone() -> None:
+    """torchrun waits minutes for the launcher of a node that is gone, although its own workers have ended."""
+    begun, since = False, time.monotonic()
+    while True:
+        time.sleep(1)
+        if _workers():
+            begun, since = True, time.monotonic()
+        elif begun and time.monotonic() - since > _ALONE_SECONDS:
+            print(
+                "dcpo launch: all workers of this node have ended, torchrun waits for another node: leaving; "
+                "--resume auto continues after the last checkpoint",
+                file=sys.stderr,
+                flush=True,
+            )
+            os._exit(EXIT_PEER_LOST)
+
+
 def _pass_on(number: int, _: Any) -> None:
-    for child in _children():
-        with_name = Path(f"/proc/{child}/cmdline")
-        if with_name.exists() and b"megatron_dcpo" in with_name.read_bytes():
-            os.kill(child, number)
+    workers = _workers()
+    for worker in workers:
+        with contextlib.suppress(OSError):  # it has just ended
+            os.kill(worker, number)
+    if not workers:  # none has begun: nothing is lost
+        raise SystemExit(EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_REQUEUE)
 
 
-def _children() -> list[int]:
-    me = os.getpid()
-    return [int(child) for child in Path(f"/proc/{me}/task/{me}/children").read_text().split()]
+def _workers() -> list[int]:
+    """The processes that this one started to run a verb and that have not ended."""
+    found, me = [], os.getpid()
+    for task in Path(f"/proc/{me}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            with contextlib.suppress(OSError):
+                if b"megatron_dcpo" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    found.append(int(child))
+    return found
 
 
 def _describe(rank: int, failure: Any) -> str:

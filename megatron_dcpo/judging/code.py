@@ -69,7 +69,7 @@ class CodeVerdict:
 def judge_programs(
     items: Sequence[tuple[str, Mapping[str, Any]]],
     *,
-    limits: CodeLimits = CodeLimits(),
+    limits: CodeLimits | None = None,
     sandbox: str = "auto",
     workers: int = 2,
 ) -> list[CodeVerdict]:
@@ -77,7 +77,7 @@ def judge_programs(
 
     Raises UserError on malformed tests and where no sandbox works.
     """
-    with CodePool(limits=limits, sandbox=sandbox, workers=workers) as pool:
+    with CodePool(limits=limits or CodeLimits(), sandbox=sandbox, workers=workers) as pool:
         futures = [pool.submit(response, tests) for response, tests in items]
         return [future.result() for future in futures]
 
@@ -86,10 +86,10 @@ class CodePool:
     """Judges programs side by side in ``workers`` sandboxes. ``submit`` returns at once, so that judging overlaps
     whatever the caller does next. Servers start with the first program and stay warm until ``close``."""
 
-    def __init__(self, *, limits: CodeLimits = CodeLimits(), sandbox: str = "auto", workers: int = 2) -> None:
+    def __init__(self, *, limits: CodeLimits | None = None, sandbox: str = "auto", workers: int = 2) -> None:
         if workers < 1:
             raise UserError(f"workers is {workers}: want at least 1")
-        self.limits = limits
+        self.limits = limits or CodeLimits()
         self.level = choose(sandbox)
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(workers)]

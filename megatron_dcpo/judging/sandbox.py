@@ -31,11 +31,11 @@ Role = Literal["program", "checker"]
 LEVELS: tuple[Level, ...] = ("bubblewrap", "landlock", "unsafe")
 PACKAGES = ("numpy", "numpy.libs", "sortedcontainers")  # besides the standard library, where installed
 # Loaded before the fork: what programs import most, so that each does not load it anew.
-MODULES = (
-    "abc argparse array ast bisect calendar cmath collections contextlib copy dataclasses datetime decimal enum fractions "
-    "functools hashlib heapq io itertools json math numbers operator os pprint queue random re statistics string "
-    "struct sys textwrap threading time traceback types typing unicodedata warnings atexit"
-).split()
+_MODULES = (
+    "abc argparse array ast atexit bisect calendar cmath collections contextlib copy dataclasses datetime decimal enum "
+    "fractions functools hashlib heapq io itertools json math numbers operator os pprint queue random re statistics "
+    "string struct sys textwrap threading time traceback types typing"
+)
 _SOURCES = ("wire", "confine", "program", "checker", "server")
 _START_SECONDS = 60.0
 _GRACE_SECONDS = 5.0  # beyond a wall time that the supervisor keeps itself
@@ -267,10 +267,10 @@ def _order(level: Level, role: Role) -> dict[str, Any]:
         "settings": {
             "level": level,
             "role": role,
-            "modules": [*MODULES, *(["numpy"] if role == "checker" else [])],
+            "modules": [*_MODULES.split(), *(["numpy"] if role == "checker" else [])],
             "readable": [
-                *(path for path in {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}),
-                *(f"{_stdlib()}/lib-dynload",),
+                *{sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")},
+                f"{_stdlib()}/lib-dynload",
                 *(f"{site}/{name}" for name in PACKAGES),
                 *_library_places(),
             ],
@@ -285,13 +285,13 @@ def _popen(level: Level, control: socket.socket, boot: socket.socket) -> subproc
     interpreter = [python, "-I", "-S", "-B", "-X", "utf8", "-c", _BOOT]
     if level == "bubblewrap":
         interpreter = _bubblewrap(python, interpreter)
-    # A shell-free way to fixed descriptors: sh would do, but its own start costs as much as Python's fork.
-    start = (
-        "import os, sys\n"
-        f"os.dup2({control.fileno()}, 503); os.dup2({boot.fileno()}, 504)\n"
-        "os.dup2(503, 3); os.dup2(504, 4); os.closerange(5, 600)\n"
-        f"os.execve({interpreter[0]!r}, {interpreter!r}, {{'PATH': '/usr/bin:/bin', 'OPENBLAS_NUM_THREADS': '1', 'OMP_NUM_THREADS': '1'}})"
-    )
+    environment = {"PATH": "/usr/bin:/bin", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    start = f"""
+import os
+os.dup2({control.fileno()}, 503); os.dup2({boot.fileno()}, 504)
+os.dup2(503, 3); os.dup2(504, 4); os.closerange(5, 600)
+os.execve({interpreter[0]!r}, {interpreter!r}, {environment!r})
+"""
     return subprocess.Popen(
         [python, "-I", "-S", "-c", start],
         stdin=subprocess.DEVNULL,

@@ -54,10 +54,10 @@ from megatron_dcpo.policy.optimizer import optimizer_group, zero_gradients
 from megatron_dcpo.training.prompt_stream import prompts_of_step
 from megatron_dcpo.training.rollouts import Rollout, gather_judged, roll_out
 from megatron_dcpo.training.setup import Run, build_run
+from megatron_dcpo.training.synchronise import synchronise_engine
 from megatron_dcpo.training.timers import Timers
 from megatron_dcpo.training.update import Share, accumulate
 from megatron_dcpo.types import BLOCK_REASONING
-from megatron_dcpo.weights.reshard import export_pieces
 
 logger = logging.getLogger(__name__)
 
@@ -82,16 +82,24 @@ def probe_policy(config: Config, batches: int) -> dict[str, Any]:
     """Sample ``batches`` steps' worth of responses and compare the parts' gradients. Collective; equal on all ranks."""
     config = dataclasses.replace(config, objective=without_regularizers(config.objective))
     run = build_run(config)
-    run.engine.update_weights(export_pieces(run.policy), 0)
+    with run.watch:
+        return _probe(run, batches)
+
+
+def _probe(run: Run, batches: int) -> dict[str, Any]:
+    config, timers = run.config, Timers(run.watch)
     totals: dict[str, Moments] = {part: Moments() for part in PARTS}
     squares: list[Tensor] = []
-    timers = Timers(run.watch)
     seen: list[Rollout] = []
     for step in range(1, batches + 1):
         prompts = prompts_of_step(
             run.prompts, step, config.data.prompts_per_step, seed=config.seed, shuffle=config.data.shuffle
         )
+        run.offload.leave()
+        synchronise_engine(run, version=step - 1)  # the same weights each time, counted as training counts
         rollout = gather_judged(run, prompts, roll_out(run, prompts, step, timers))
+        run.engine.sleep()
+        run.offload.come_back()
         share = Share.of(run, rollout)
         for part, scored in parts_of(rollout, config.objective).items():
             zero_gradients(run.policy, run.optimizer)

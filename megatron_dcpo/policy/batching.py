@@ -6,6 +6,7 @@ response token, and every per-token array (advantage, block id, weight) is laid 
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -68,11 +69,14 @@ def split_micro_batches(
     """Micro-batches (lists of indices into this rank's samples); their number is the same on every rank.
 
     Computed from the lengths of all ranks, so that no collective can disagree inside the schedule. Without packing a
-    micro-batch has ``micro_batch_size`` samples of similar length, with packing at most ``max_tokens`` tokens. A rank
-    with too few samples gets empty micro-batches. ``multiple_of``: what interleaved pipelines demand.
+    micro-batch has ``micro_batch_size`` samples of similar length, with packing at most ``max_tokens`` tokens, as equal
+    as possible. A rank with too few samples gets empty micro-batches. ``multiple_of``: what interleaved pipelines demand.
     """
     splits = [_pack(ls, max_tokens) if packing else _chunk(ls, micro_batch_size) for ls in lengths_of_rank]
     count = -(-max(1, *(len(split) for split in splits)) // multiple_of) * multiple_of
+    even = _spread(lengths_of_rank[rank], count, max_tokens) if packing else None
+    if even is not None:
+        return even
     split = splits[rank]
     while len(split) < count:
         largest = max(range(len(split)), key=lambda i: len(split[i])) if split else 0
@@ -103,6 +107,21 @@ def _pack(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
             bins.append([index])
             room.append(max_tokens - lengths[index])
     return bins
+
+
+def _spread(lengths: Sequence[int], count: int, max_tokens: int) -> list[list[int]] | None:
+    """``count`` packs of nearly equal size, longest sample first into the emptiest; ``None`` if one would be too large.
+
+    First fit leaves a nearly empty last pack, which costs most where all packs must have one shape.
+    """
+    bins: list[list[int]] = [[] for _ in range(count)]
+    heap = [(0, b) for b in range(count)]
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        total, b = heapq.heappop(heap)
+        bins[b].append(index)
+        heapq.heappush(heap, (total + lengths[index], b))
+    fits = all(total <= max_tokens or len(bins[b]) < 2 for total, b in heap)
+    return bins if fits else None
 
 
 def collate(

@@ -133,6 +133,9 @@ def build_policy(model: ModelConfig, parallel: ParallelConfig, topology: Topolog
         load_into(reader, copies[-1], {name: p.data for name, p in gpt.named_parameters()})
         gpts.append(gpt)
     wrapped = [_wrap(gpt, config, parallel, index, training) for index, gpt in enumerate(gpts)]
+    if training and parallel.overlap_grad_reduce:  # only the last micro-batch starts the reduction
+        hooks = [chunk.no_sync for chunk in wrapped]
+        config.no_sync_func = hooks if len(hooks) > 1 else hooks[0]
     return Policy(arch, layout, config, tuple(wrapped), tuple(gpts), tuple(copies), topology)
 
 
@@ -198,7 +201,10 @@ def _wrap(gpt: GPTModel, config: TransformerConfig, parallel: ParallelConfig, in
     if not training:
         return module.requires_grad_(False)
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=parallel.use_distributed_optimizer
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=parallel.use_distributed_optimizer,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        overlap_param_gather=parallel.overlap_param_gather,
     )
     config.finalize_model_grads_func = finalize_model_grads
     ddp = DistributedDataParallel(config, ddp_config, module, disable_bucketing=index > 0)

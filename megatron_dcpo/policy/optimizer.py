@@ -31,6 +31,7 @@ def build_optimizer(config: Config, policy: Policy) -> tuple[Any, OptimizerParam
             bf16=dtype == torch.bfloat16,
             params_dtype=dtype,
             use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+            overlap_param_gather=config.parallel.overlap_param_gather,
         ),
         list(policy.chunks),
     )
@@ -59,6 +60,14 @@ def zero_gradients(policy: Policy, optimizer: Any) -> None:
     for chunk in policy.chunks:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
+
+
+def complete_parameters(policy: Policy) -> None:
+    """After an optimizer step that leaves the gathering of parameters to the next forward pass: do it now, for whoever
+    reads the parameters without one. Collective; nothing to do without ``parallel.overlap_param_gather``."""
+    for chunk in policy.chunks:
+        if chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)
 
 
 def gradient_norm(optimizer: Any) -> float:

@@ -6,7 +6,15 @@ nothing. Rooms that do without Megatron (rollout, evaluation) do not pay for its
 
 from __future__ import annotations
 
-from megatron_dcpo.runtime.device import backend, device, has_cuda, memory_gb, set_threads, synchronize
+from megatron_dcpo.runtime.device import (
+    backend,
+    check_world_size,
+    device,
+    has_cuda,
+    memory_gb,
+    set_threads,
+    synchronize,
+)
 from megatron_dcpo.runtime.megatron_on_cpu import ensure
 
-__all__ = ["backend", "device", "ensure", "has_cuda", "memory_gb", "set_threads", "synchronize"]
+__all__ = ["backend", "check_world_size", "device", "ensure", "has_cuda", "memory_gb", "set_threads", "synchronize"]

@@ -6,6 +6,8 @@ import os
 
 import torch
 
+from megatron_dcpo.errors import UserError
+
 
 def has_cuda() -> bool:
     return torch.cuda.is_available()
@@ -27,13 +29,15 @@ def synchronize() -> None:
 
 
 def memory_gb() -> dict[str, float]:
-    """Memory of this process in GB: ``rss`` resident on the host; with CUDA ``cuda`` allocated now and ``cuda_peak`` at
-    most since the last call."""
+    """Memory of this process in GB: ``rss`` resident on the host; with CUDA ``cuda`` allocated by torch now,
+    ``cuda_peak`` at most since the last call, and ``device`` in use on the GPU by anyone (a sleeping engine's too)."""
     with open("/proc/self/statm") as file:
         resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     ledger = {"rss": resident / 1e9}
     if has_cuda():
+        free, total = torch.cuda.mem_get_info()
         ledger |= {"cuda": torch.cuda.memory_allocated() / 1e9, "cuda_peak": torch.cuda.max_memory_allocated() / 1e9}
+        ledger["device"] = (total - free) / 1e9
         torch.cuda.reset_peak_memory_stats()
     return ledger
 
@@ -46,3 +50,14 @@ def set_threads() -> None:
     """
     if not has_cuda() and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
+
+
+def check_world_size(tensor_model_parallel_size: int, pipeline_model_parallel_size: int, processes: int) -> None:
+    """Raise :class:`UserError` when the model-parallel size does not divide the number of ``processes``."""
+    model_parallel = tensor_model_parallel_size * pipeline_model_parallel_size
+    if processes % model_parallel:
+        raise UserError(
+            f"parallel: tensor_model_parallel_size={tensor_model_parallel_size} x pipeline_model_parallel_size="
+            f"{pipeline_model_parallel_size} = {model_parallel} does not divide the {processes} process(es) started; "
+            f"launch with torchrun --nproc-per-node a multiple of {model_parallel}"
+        )

@@ -131,6 +131,8 @@ class Watch:
     def _keep_beating(self) -> None:
         while not self._over.wait(_INTERVAL):
             try:
+                if time.monotonic() - self._contact > LOST_AFTER_SECONDS / 2:
+                    self._heard.clear()  # this process was frozen itself, and so perhaps were the others
                 self._beat()
                 self._contact = time.monotonic()
             except RuntimeError:  # torch's store errors
@@ -163,9 +165,12 @@ class Watch:
             self._end_process(message)
 
     def _keep_guard(self) -> None:
-        written = 0.0
+        written = before = 0.0
         while not self._over.wait(_INTERVAL):
             now = time.time()
+            if now - before > LOST_AFTER_SECONDS / 2:
+                self._contact = time.monotonic()  # frozen and woken again, as a scheduler that suspends jobs does
+            before = now
             if now - written > _FILE_INTERVAL:
                 self._write()
                 written = now

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 from typing import Any
 
 from megatron_dcpo.config import Config
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.runtime import check_world_size
 from megatron_dcpo.weights.architecture import Architecture, read_architecture
 from megatron_dcpo.weights.planner import Layout, check_layout
 from megatron_dcpo.weights.table import hf_shapes
@@ -25,6 +27,31 @@ def layout_of(config: Config, transformer_engine: bool = False) -> Layout:
     )
 
 
+def check_processes(config: Config, processes: int | None) -> None:
+    """The number of processes, where it is known, and Transformer Engine, where it is demanded. Raises
+    :class:`UserError`."""
+    parallel = config.parallel
+    if processes is not None:
+        check_world_size(parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, processes)
+    if config.model.transformer_impl == "transformer_engine":
+        from megatron_dcpo.policy.spec import has_transformer_engine
+
+        if not has_transformer_engine():
+            raise UserError(
+                "model.transformer_impl=transformer_engine, but Transformer Engine needs a GPU and its package; "
+                "use auto or local"
+            )
+
+
+def check_wandb(config: Config) -> None:
+    """Raise :class:`UserError` when Weights & Biases is asked for and not installed."""
+    if config.logging.wandb_project and importlib.util.find_spec("wandb") is None:
+        raise UserError(
+            f"logging.wandb_project={config.logging.wandb_project}, but the package wandb is not installed; "
+            "pip install wandb, or leave the project empty"
+        )
+
+
 def check_model(config: Config) -> Architecture:
     """The architecture, checked against the parallel layout. Raises :class:`UserError`."""
     arch = read_architecture(config.model.path)
@@ -37,6 +64,8 @@ def describe(config: Config) -> dict[str, Any]:
     from megatron_dcpo.objectives import build_objective
 
     objective = build_objective(config.objective)
+    check_processes(config, int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None)
+    check_wandb(config)
     parallel, training = config.parallel, config.training
     model_parallel = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     responses = config.data.prompts_per_step * config.rollout.group_size

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
 import logging
 import math
+import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +17,11 @@ import numpy as np
 
 from megatron_dcpo.calibration import json_ready, summarize
 from megatron_dcpo.config import to_yaml
+from megatron_dcpo.training.preflight import check_wandb
 from megatron_dcpo.training.rollouts import Rollout
 from megatron_dcpo.training.setup import Run
 from megatron_dcpo.training.timers import Timers
-from megatron_dcpo.training.update import UpdateStatistics
+from megatron_dcpo.training.update import BLOCKS, MISMATCH_EDGES, UpdateStatistics, mismatch_histogram
 from megatron_dcpo.types import MALFORMED
 
 logger = logging.getLogger(__name__)
@@ -31,17 +36,22 @@ class Recorder:
         self.run = run
         self.writes = run.topology.rank == 0
         self.tensorboard: Any = None
+        self.wandb: Any = None
         self.progress: Any = None
         if not self.writes:
             return
         run.directory.mkdir(parents=True, exist_ok=True)
         (run.directory / "config.yaml").write_text(to_yaml(run.config))
         self.metrics_path = run.directory / "metrics.jsonl"
-        _keep_steps_before(self.metrics_path, first_step)
+        self.mismatch_path = run.directory / "mismatch.jsonl"
+        for path in (self.metrics_path, self.mismatch_path):
+            _keep_steps_before(path, first_step)
         if run.config.logging.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
             self.tensorboard = SummaryWriter(str(run.directory / "tensorboard"), purge_step=first_step)
+        if run.config.logging.wandb_project:
+            self.wandb = _wandb_run(run)
         if sys.stderr.isatty():
             self.progress = _progress_bar(run.config.training.steps, first_step - 1)
 
@@ -51,23 +61,35 @@ class Recorder:
     def __exit__(self, *_: object) -> None:
         if self.tensorboard is not None:
             self.tensorboard.close()
+        if self.wandb is not None:
+            self.wandb.finish()
         if self.progress is not None:
             self.progress.stop()
 
-    def log(self, step: int, rollout: Rollout, statistics: UpdateStatistics, timers: Timers) -> None:
-        """Record one step and clear the timers."""
+    def log(
+        self,
+        step: int,
+        rollout: Rollout,
+        statistics: UpdateStatistics,
+        timers: Timers,
+        traffic: Mapping[str, float] | None = None,
+    ) -> None:
+        """Record one step and clear the timers. ``traffic``: what the weight synchronisation behind it counted."""
         if self.writes:
-            self._log(step, rollout, statistics, timers)
+            metrics = {"step": step, **step_metrics(rollout, statistics, timers), **(traffic or {})}
+            self._log(step, rollout, metrics, sum(timers.seconds.values()))
+            self._write_mismatch(step, mismatch_histogram(statistics.sums))
         timers.clear()
 
-    def _log(self, step: int, rollout: Rollout, statistics: UpdateStatistics, timers: Timers) -> None:
-        metrics = {"step": step, **step_metrics(rollout, statistics, timers)}
+    def _log(self, step: int, rollout: Rollout, metrics: Mapping[str, Any], seconds: float) -> None:
         with self.metrics_path.open("a") as file:
             file.write(json.dumps(json_ready(metrics)) + "\n")
+        finite = {k: v for k, v in metrics.items() if isinstance(v, int | float) and math.isfinite(v)}
         if self.tensorboard is not None:
-            for key, value in metrics.items():
-                if isinstance(value, int | float) and math.isfinite(value):
-                    self.tensorboard.add_scalar(key, value, step)
+            for key, value in finite.items():
+                self.tensorboard.add_scalar(key, value, step)
+        if self.wandb is not None:
+            self.wandb.log(finite, step=step)
         interval = self.run.config.logging.samples_interval
         if interval and (step == 1 or step % interval == 0 or step == self.run.config.training.steps):
             self._write_samples(step, rollout)
@@ -78,8 +100,18 @@ class Recorder:
         if self.progress is not None:
             self.progress.update(self.progress.task_ids[0], completed=step, line=line)
         else:
-            seconds, total = sum(timers.seconds.values()), self.run.config.training.steps
+            total = self.run.config.training.steps
             logger.info("step %d/%d  %s  loss %+.4f  %.2f s", step, total, line, metrics["loss/policy"], seconds)
+
+    def _write_mismatch(self, step: int, counts: Mapping[str, list[int]]) -> None:
+        """Histogram of |engine - trainer| log-probs of the sampled tokens, per block."""
+        with self.mismatch_path.open("a") as file:
+            file.write(json.dumps({"step": step, "edges": list(MISMATCH_EDGES), **counts}) + "\n")
+        if self.tensorboard is not None:
+            for block, numbers in counts.items():
+                tokens = max(sum(numbers), 1)
+                for edge, at_least in zip(MISMATCH_EDGES, np.cumsum(numbers[::-1])[::-1][1:], strict=True):
+                    self.tensorboard.add_scalar(f"engine/share_above_{edge:g}_{block}", at_least / tokens, step)
 
     def _write_samples(self, step: int, rollout: Rollout) -> None:
         directory = self.run.directory / "samples"
@@ -104,6 +136,23 @@ class Recorder:
                     "finish_reason": response.finish_reason,
                 }
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+def _wandb_run(run: Run) -> Any:
+    """A Weights & Biases run that a resumed training continues. Raises :class:`UserError` without the package."""
+    check_wandb(run.config)
+    import wandb
+
+    name = "-".join(run.directory.absolute().parts[-2:])
+    identity = hashlib.sha256(str(run.directory.absolute()).encode()).hexdigest()[:16]
+    return wandb.init(
+        project=run.config.logging.wandb_project,
+        name=name,
+        id=identity,
+        resume="allow",
+        dir=str(run.directory),
+        config=dataclasses.asdict(run.config),
+    )
 
 
 def step_metrics(rollout: Rollout, statistics: UpdateStatistics, timers: Timers) -> dict[str, Any]:
@@ -137,6 +186,11 @@ def step_metrics(rollout: Rollout, statistics: UpdateStatistics, timers: Timers)
         **(unmeasured | statistics.block_gradients),
         "engine/kl": sums.get("engine/kl", 0.0) / tokens,
         "engine/logprob_diff_mean": sums.get("engine/abs", 0.0) / tokens,
+        **{
+            f"engine/logprob_diff_mean_{block}": sums.get(f"engine/abs/{block}", 0.0)
+            / max(sums.get(f"engine/tokens/{block}", 0.0), 1.0)
+            for block in BLOCKS
+        },
         **statistics.maxima,
         "learning_rate": statistics.learning_rate,
         "updates/skipped": statistics.skipped,
@@ -175,7 +229,9 @@ def _keep_steps_before(path: Path, first_step: int) -> None:
                 kept.append(line)
         except (ValueError, KeyError):  # the line that the kill cut off
             continue
-    path.write_text("".join(line + "\n" for line in kept))
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text("".join(line + "\n" for line in kept))
+    os.replace(temporary, path)
 
 
 def _progress_bar(total: int, completed: int) -> Any:

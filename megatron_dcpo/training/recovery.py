@@ -8,10 +8,10 @@ from typing import Any
 
 from megatron_dcpo import signals
 from megatron_dcpo.checkpoints.checkpoint import checkpoint_state, load_checkpoint, newest_intact
-from megatron_dcpo.checkpoints.integrity import iteration_dir
+from megatron_dcpo.checkpoints.integrity import iteration_dir, latest_iteration
 from megatron_dcpo.checkpoints.saving import remove_leftovers
 from megatron_dcpo.errors import EXIT_INTERRUPTED, EXIT_REQUEUE, Stopped, UserError
-from megatron_dcpo.runtime.distributed import max_over_ranks
+from megatron_dcpo.runtime.distributed import broadcast_object, max_over_ranks
 from megatron_dcpo.training.setup import Run
 
 logger = logging.getLogger(__name__)
@@ -22,14 +22,15 @@ def resume(run: Run) -> int:
 
     ``training.resume=none`` refuses to overwrite a run that has checkpoints.
     """
+    announced = broadcast_object(latest_iteration(run.checkpoints))
+    if announced is not None and run.config.training.resume == "none":
+        raise UserError(
+            f"{run.directory} already holds a checkpoint of step {announced}; pass --resume auto to continue it, "
+            "or another run_dir to start anew"
+        )
     latest, damaged = newest_intact(run.checkpoints, run.topology)
     if latest is None:
         return 0
-    if run.config.training.resume == "none":
-        raise UserError(
-            f"{run.directory} already holds a checkpoint of step {latest}; pass --resume auto to continue it, "
-            "or another run_dir to start anew"
-        )
     for iteration, why in damaged.items():
         run.saver.damaged.add(iteration)
         if run.topology.rank == 0:
@@ -76,8 +77,9 @@ def stop_if_asked(run: Run, done: int) -> None:
 
 
 def _save(run: Run, step: int) -> None:
-    state = checkpoint_state(run.policy, run.optimizer, run.scheduler, step, _run_state(run, step))
-    run.saver.save(step, state)
+    with run.offload.at_home():
+        state = checkpoint_state(run.policy, run.optimizer, run.scheduler, step, _run_state(run, step))
+        run.saver.save(step, state)
     run.progress.saved_step = step
 
 

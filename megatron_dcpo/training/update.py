@@ -25,7 +25,7 @@ from megatron_dcpo.policy.batching import MicroBatch, Sample, assign_to_ranks, s
 from megatron_dcpo.policy.forward_backward import accumulate_gradients, compute_logprobs
 from megatron_dcpo.policy.gradient_probe import probe_block_gradients
 from megatron_dcpo.policy.model import Policy
-from megatron_dcpo.policy.optimizer import gradient_norm, zero_gradients
+from megatron_dcpo.policy.optimizer import complete_parameters, gradient_norm, zero_gradients
 from megatron_dcpo.runtime.distributed import all_gather_objects, max_over_ranks
 from megatron_dcpo.training.rollouts import Rollout
 from megatron_dcpo.training.setup import Run
@@ -34,6 +34,7 @@ from megatron_dcpo.types import BLOCK_CONFIDENCE, BLOCK_REASONING
 logger = logging.getLogger(__name__)
 
 BLOCKS = {"reasoning": BLOCK_REASONING, "confidence": BLOCK_CONFIDENCE}
+MISMATCH_EDGES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.03, 0.1, 0.3, 1.0)  # of |engine - trainer| log-probs
 
 
 @dataclass
@@ -66,6 +67,7 @@ def update_policy(run: Run, rollout: Rollout, step: int) -> UpdateStatistics:
         shares = [share.with_ref_logprobs(run, run.reference) for share in shares]
     for number, share in enumerate(shares):
         _update_once(run, share, statistics, probe=number == 0 and _probe_due(run, step), step=step)
+    complete_parameters(run.policy)
     return statistics
 
 
@@ -126,6 +128,7 @@ def _update_once(run: Run, share: Share, statistics: UpdateStatistics, probe: bo
         statistics.block_gradients = gradients.metrics()
     else:
         collected = backward()
+    _alarm(run, collected, step)
     statistics.learning_rate = run.optimizer.param_groups[0]["lr"]
     statistics.scored.append(scored)
     loss, grad_norm = _reduce(run, collected, statistics), gradient_norm(run.optimizer)
@@ -213,19 +216,52 @@ def _token_batch(
 
 
 def _mismatch(tokens: TokenBatch) -> dict[str, float]:
-    """Engine against trainer on the sampled tokens: absolute differences, and the k3 estimate of the divergence."""
+    """Engine against trainer on the sampled tokens: absolute differences, all and per block, their histogram, and the k3
+    estimate of the divergence."""
     assert tokens.engine_logprobs is not None
     with torch.no_grad():
         difference = tokens.old_logprobs - tokens.engine_logprobs
+        magnitude = difference.abs()
+        bins = torch.bucketize(magnitude, magnitude.new_tensor(MISMATCH_EDGES), right=True)
         result = {
             "engine/tokens": float(len(difference)),
             "engine/kl": float((torch.expm1(difference) - difference).sum()),
-            "engine/abs": float(difference.abs().sum()),
-            "engine/logprob_diff_max": float(difference.abs().max()) if len(difference) else 0.0,
+            "engine/abs": float(magnitude.sum()),
+            "engine/logprob_diff_max": float(magnitude.max()) if len(difference) else 0.0,
         }
-        confidence = difference[tokens.block_ids == BLOCK_CONFIDENCE]
-        result["engine/logprob_diff_max_confidence"] = float(confidence.abs().max()) if len(confidence) else 0.0
+        for block, index in BLOCKS.items():
+            mine = tokens.block_ids == index
+            counts = torch.bincount(bins[mine], minlength=len(MISMATCH_EDGES) + 1).tolist()
+            result |= {f"engine/histogram/{block}/{number}": float(count) for number, count in enumerate(counts)}
+            result[f"engine/tokens/{block}"] = float(mine.sum())
+            result[f"engine/abs/{block}"] = float(magnitude[mine].sum())
+            result[f"engine/logprob_diff_max_{block}"] = float(magnitude[mine].max()) if mine.any() else 0.0
         return result
+
+
+def mismatch_histogram(sums: dict[str, float]) -> dict[str, list[int]]:
+    """Tokens of each block below the first edge, between two edges, above the last."""
+    bins = range(len(MISMATCH_EDGES) + 1)
+    return {block: [int(sums.get(f"engine/histogram/{block}/{n}", 0)) for n in bins] for block in BLOCKS}
+
+
+def _alarm(run: Run, collected: Sequence[dict[str, float]], step: int) -> None:
+    """Compare the largest difference of this mini-batch, on any rank, with the threshold, before the policy moves."""
+    rollout = run.config.rollout
+    if not rollout.logprob_diff_alarm:
+        return
+    local = max((part.get("engine/logprob_diff_max", 0.0) for part in collected), default=0.0)
+    largest = max(all_gather_objects(local))
+    if largest <= rollout.logprob_diff_alarm:  # a NaN is no agreement either
+        return
+    text = (
+        f"step {step}: engine and trainer differ by up to {largest:.3g} in the log-prob of a sampled token, more than "
+        f"rollout.logprob_diff_alarm={rollout.logprob_diff_alarm:g}; see mismatch.jsonl"
+    )
+    if rollout.logprob_diff_action == "stop":
+        raise UserError(f"{text}; nothing was updated in this step, the last checkpoint stands")
+    if run.topology.rank == 0:
+        logger.warning(text)
 
 
 def _reduce(run: Run, collected: Sequence[dict[str, float]], statistics: UpdateStatistics) -> float:

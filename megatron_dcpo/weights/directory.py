@@ -2,48 +2,118 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import shutil
+import signal
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from megatron_dcpo.errors import UserError
+
+_MARKER = ".being-written"  # locked by the process that writes the directory
 
 
 @contextmanager
 def new_directory(out: Path, overwrite: bool = False) -> Iterator[Path]:
     """Yield ``out`` under a temporary name; rename it when the block ends, remove it when the block fails.
 
-    What a killed process left under the temporary name is removed by the next one. Raises :class:`UserError` when
-    ``out`` exists (unless ``overwrite``; an empty directory is fine), or when the disk refuses.
+    SIGTERM fails the block like Ctrl-C does. What a killed process left under the temporary name is removed by the next
+    one, and nothing else is. Raises :class:`UserError` when ``out`` exists (unless ``overwrite``; an empty directory is
+    fine), when another process is writing it, or when the disk refuses.
     """
-    if not overwrite and out.exists() and not (out.is_dir() and not any(out.iterdir())):
+    if out.is_symlink() or (not overwrite and out.exists() and not (out.is_dir() and not any(out.iterdir()))):
         raise UserError(f"{out} exists; remove it, choose another name, or pass --overwrite")
-    temporary = out.with_name(out.name + ".tmp")
+    temporary = _temporary(out)
+    created = _missing_parents(temporary)
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        yield temporary
-        if out.is_dir():
-            shutil.rmtree(out)
-        elif out.exists():
-            out.unlink()
-        os.replace(temporary, out)
-    except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise UserError(f"cannot write {out}: {error.strerror or error}; nothing was left behind") from None
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        lock = _claim(temporary, out)
+        try:
+            with _termination_raises():
+                yield temporary
+            if out.is_dir():
+                shutil.rmtree(out)
+            elif out.exists():
+                out.unlink()
+            os.replace(temporary, out)
+            (out / _MARKER).unlink()
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        finally:
+            os.close(lock)
+    except BaseException as error:
+        for parent in created:
+            with suppress(OSError):
+                parent.rmdir()
+        if isinstance(error, OSError):
+            raise UserError(f"cannot write {out}: {error.strerror or error}; nothing was left behind") from None
         raise
 
 
+def _claim(temporary: Path, out: Path) -> int:
+    """Make ``temporary`` anew with the lock of this process in it; returns the descriptor that holds the lock."""
+    marker = temporary / _MARKER
+    if temporary.exists() or temporary.is_symlink():
+        if not marker.is_file() or temporary.is_symlink():
+            raise UserError(f"{temporary} is in the way of writing {out}; remove it or choose another name")
+        stale = _lock(marker, out)
+        shutil.rmtree(temporary)
+        os.close(stale)
+    temporary.mkdir(parents=True)
+    marker.touch()
+    return _lock(marker, out)
+
+
+def _lock(marker: Path, out: Path) -> int:
+    descriptor = os.open(marker, os.O_RDWR)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            os.close(descriptor)
+            raise UserError(f"another process is writing {out}; wait for it or choose another name") from None
+        # A file system without locks: only the name protects the directory.
+    return descriptor
+
+
+def _missing_parents(path: Path) -> list[Path]:
+    """The directories above ``path`` that do not exist yet, innermost first."""
+    return [parent for parent in path.absolute().parents if not parent.exists()]
+
+
+@contextmanager
+def _termination_raises() -> Iterator[None]:
+    """Within the block SIGTERM ends the program by an exception, so that what is unfinished is removed."""
+
+    def stop(*_: Any) -> None:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 def require_apart(target: Path, *sources: Path) -> None:
-    """Raise :class:`UserError` when writing ``target`` would replace one of the ``sources``."""
-    resolved = target.resolve()
+    """Raise :class:`UserError` when writing ``target``, or its temporary name, would replace one of the ``sources``."""
     for source in sources:
-        if resolved == source.resolve() or resolved in source.resolve().parents:
-            raise UserError(f"cannot write {target}: it holds the input {source}; choose another name")
+        resolved = source.resolve()
+        for place in (target, _temporary(target)):
+            if place.resolve() in (resolved, *resolved.parents):
+                raise UserError(f"cannot write {place}: it holds the input {source}; choose another name")
+
+
+def _temporary(out: Path) -> Path:
+    return out.with_name(out.name + ".tmp")
 
 
 def require_space(out: Path, nbytes: int) -> None:

@@ -24,8 +24,9 @@ SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 2**30
 _CODES = {name: code for code, (name, _) in DTYPES.items()}
-_SIDE_FILES = (".json", ".jinja", ".txt", ".model", ".tiktoken")
-_NOT_SIDE_FILES = (INDEX, "conversion.json")
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".msgpack", ".h5")
+_NOT_SIDE_FILES = (INDEX, "pytorch_model.bin.index.json", "conversion.json")
+_SIDE_DIRECTORIES = ("additional_chat_templates",)
 
 
 class HFReader:
@@ -126,7 +127,7 @@ def _read_header(path: Path) -> dict[str, LazyTensor]:
         }
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: not a readable safetensors file ({type(error).__name__}: {error})") from None
 
 
@@ -237,12 +238,19 @@ def write_index(out: Path, shards: list[Shard]) -> None:
 
 
 def copy_side_files(source_dir: Path, out: Path, dtype: str | None = None) -> None:
-    """Copy what belongs to the model besides its weights; let ``config.json`` name the ``dtype`` of the weights."""
+    """Copy what belongs to the model besides its weights (config, tokenizer, templates, remote code, licence); let
+    ``config.json`` name the ``dtype`` of the weights."""
     for path in sorted(source_dir.iterdir()):
-        if path.is_file() and path.suffix in _SIDE_FILES and path.name not in _NOT_SIDE_FILES:
+        if path.is_dir() and path.name in _SIDE_DIRECTORIES:
+            shutil.copytree(path, out / path.name)
+        elif path.is_file() and _is_side_file(path.name):
             shutil.copyfile(path, out / path.name)
     config = json.loads((out / "config.json").read_text())
     key = "dtype" if "dtype" in config else "torch_dtype"
     if dtype is not None and config.get(key) != dtype:
         config[key] = dtype
         (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _is_side_file(name: str) -> bool:
+    return not (name.startswith(".") or name.endswith(_WEIGHTS) or name in _NOT_SIDE_FILES)

@@ -19,7 +19,7 @@ from megatron_dcpo.policy.model import build_policy
 from megatron_dcpo.policy.optimizer import build_optimizer, zero_gradients
 from megatron_dcpo.rollout import TransformersEngine
 from megatron_dcpo.runtime.distributed import all_gather_objects, destroy, initialize
-from megatron_dcpo.weights.reshard import export_pieces
+from megatron_dcpo.weights.reshard import Traffic, export_buckets, plan_for
 
 
 def samples_for_test() -> list[Sample]:
@@ -34,7 +34,11 @@ def compare_with_engine(policy, options, samples, splits):
     """Push the weights into a transformers engine: their hashes there, and the largest log-prob difference."""
     packing = options.get("parallel", {}).get("sequence_packing", False)
     engine = TransformersEngine.from_pretrained(options["model"], options.get("dtype", "fp32"))
-    engine.update_weights(export_pieces(policy, bucket_bytes=options.get("bucket_bytes", 2**29)), version=1)
+    plan, traffic = plan_for(policy, bucket_bytes=options.get("bucket_bytes", 2**29)), Traffic()
+    engine.update_weights(export_buckets(policy, plan, traffic), version=1)
+    rank = policy.topology.pp_rank * policy.topology.tp_size + policy.topology.tp_rank
+    assert traffic.received == plan.received[rank] == plan.least[rank], (traffic, plan.received, plan.least)
+    assert traffic.peak <= plan.peak_bytes
     weights = {name: digest(parameter) for name, parameter in engine.model.named_parameters()}
     ours = compute_logprobs(policy, samples, splits, temperature=1.0, packing=packing)
     difference = 0.0

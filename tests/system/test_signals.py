@@ -109,6 +109,26 @@ def test_second_signal_ends_at_once(number):
     process.communicate()
 
 
+STUCK = """
+import subprocess, sys, time
+import torch.distributed.run
+from megatron_dcpo.cli import launch, main
+launch._ALONE_SECONDS = 1.0
+def run(args):
+    subprocess.run([sys.executable, "-c", "import time; time.sleep(3)", "megatron_dcpo"])
+    time.sleep(600)
+torch.distributed.run.run = run
+main(["launch", "1", "--nnodes", "2", "--", "train"])
+"""
+
+
+def test_launcher_does_not_wait_for_a_lost_node():
+    """torchrun's agent would: its workers have ended and it waits for those of the other node."""
+    done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, cwd=REPOSITORY, timeout=120)
+    assert done.returncode == EXIT_PEER_LOST
+    assert "all workers of this node have ended" in done.stderr
+
+
 def test_killed_rank_ends_the_job_and_is_named(tmp_path):
     log = tmp_path / "log"
     process = start(tmp_path / "run", launch=2, log=log)

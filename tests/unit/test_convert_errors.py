@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from megatron_dcpo.cli import main as dcpo
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.weights.convert import export_checkpoint, import_checkpoint
+from megatron_dcpo.weights.directory import new_directory
 from megatron_dcpo.weights.inspect_checkpoint import inspect_checkpoint
 
 REPOSITORY = Path(__file__).parents[2]
@@ -318,11 +319,55 @@ def test_killed_in_the_middle(tmp_path, verb):
     assert not left.exists()
 
 
-def test_interrupt_removes_the_temporary_directory(tmp_path):
-    """Ctrl-C (SIGINT): the temporary directory goes too."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt_removes_the_temporary_directory(tmp_path, number):
+    """Ctrl-C and a polite kill: the temporary directory goes too, and the parents that were made for it."""
     source = save_model(tmp_path / "hf", "qwen3")
-    assert _convert(source, tmp_path / "out", "import_checkpoint", kill=signal.SIGINT).returncode != 0
+    assert _convert(source, tmp_path / "new" / "parent" / "out", "import_checkpoint", kill=number).returncode != 0
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_directory_of_somebody_else_is_never_removed(tmp_path):
+    """``m.tmp`` that no conversion left, a symlink as target, and a target that another process is writing."""
+    source = save_model(tmp_path / "hf", "qwen3")
+    (tmp_path / "m.tmp").mkdir()
+    (tmp_path / "m.tmp" / "notes").write_text("mine")
+    with pytest.raises(UserError, match=r"m\.tmp is in the way"):
+        import_checkpoint(source, tmp_path / "m", overwrite=True)
+    assert (tmp_path / "m.tmp" / "notes").read_text() == "mine"
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="link exists"):
+        import_checkpoint(source, tmp_path / "link", overwrite=True)
+    with new_directory(tmp_path / "busy") as temporary:
+        (temporary / "half").touch()
+        with pytest.raises(UserError, match=r"another process is writing .*busy"):
+            import_checkpoint(source, tmp_path / "busy")
+        assert (temporary / "half").exists()
+    assert [path.name for path in (tmp_path / "busy").iterdir()] == ["half"]
+
+
+def test_everything_but_weights_travels(tmp_path):
+    source = save_model(tmp_path / "hf", "qwen3")
+    for name in ("LICENSE", "README.md", "chat_template.jinja", "additional_chat_templates/tool.jinja"):
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text(name)
+    for name in ("pytorch_model.bin", ".gitattributes"):
+        (source / name).write_text("not of this model")
+    import_checkpoint(source, tmp_path / "megatron")
+    export_checkpoint(tmp_path / "megatron", tmp_path / "back")
+    for name in ("LICENSE", "README.md", "chat_template.jinja", "additional_chat_templates/tool.jinja"):
+        assert (tmp_path / "back" / name).read_text() == name
+    assert not (tmp_path / "back" / "pytorch_model.bin").exists()
+    assert not (tmp_path / "back" / ".gitattributes").exists()
+
+
+def test_header_nested_beyond_reason(tmp_path):
+    source = save_model(tmp_path / "hf", "qwen3")
+    header = b"[" * 200_000
+    (source / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(UserError, match="not a readable safetensors file"):
+        import_checkpoint(source, tmp_path / "out")
 
 
 @pytest.mark.parametrize("verb", ["import", "export"])
@@ -365,3 +410,14 @@ def test_tools_run_on_their_own(tmp_path, tool):
     assert len(done.stderr.splitlines()) == 1
     assert "nowhere" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("inside", ["", "snapshot"])
+def test_source_under_the_temporary_name_of_the_target(tmp_path, inside):
+    """``m`` is first written as ``m.tmp``, and what is left there of a killed run is removed: never the input."""
+    source = save_model(tmp_path / "m.tmp" / inside, "qwen3", True)
+    before = {path.name: path.read_bytes() for path in source.iterdir()}
+    with pytest.raises(UserError, match=r"m\.tmp: it holds the input"):
+        import_checkpoint(source, tmp_path / "m", overwrite=True)
+    assert {path.name: path.read_bytes() for path in source.iterdir()} == before
+    assert not (tmp_path / "m").exists()

@@ -9,24 +9,27 @@ from __future__ import annotations
 
 import ast
 import builtins
+import dis
 import importlib
 import json
+import marshal
 import resource
 import signal
 import socket
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from types import CodeType
 from typing import Any
 
 from megatron_dcpo.judging.inside import confine, wire
 
 EVALPLUS_ATOL, EVALPLUS_RTOL = 1e-6, 1e-7
 # Modules that assert lists use without importing them.
-_MODULES = {"np": "numpy", "numpy": "numpy"} | {
-    name: name
-    for name in ("math", "cmath", "re", "sys", "itertools", "functools", "collections", "heapq", "bisect", "string", "random", "datetime", "copy", "json", "operator", "statistics", "fractions", "decimal", "typing")
-}  # fmt: skip
+_MODULES = (
+    "math cmath re sys itertools functools collections heapq bisect string random datetime copy json operator "
+    "statistics fractions decimal typing numpy"
+)
 _CATEGORY_OF_EXIT = {96: "memory", 97: "forbidden", 98: "output_limit"}
 
 
@@ -49,7 +52,7 @@ class Line:
         self.calls = 0
         self.stopped: Stop | None = None
         self.raised: tuple[BaseException, int] | None = None
-        self._ahead: deque[str] = deque()
+        self._ahead: deque[bytes] = deque()
 
     def call(self, on: dict[str, Any], attribute: str | None, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """What the program returns; what it raises is raised here as the builtin exception that it derives from."""
@@ -124,12 +127,12 @@ class Line:
             kind = getattr(builtins, str(answer["raised"]), None)
             kind = kind if isinstance(kind, type) and issubclass(kind, Exception) else RuntimeError
             try:
-                error = kind(str(answer.get("text", "")))
+                exception = kind(str(answer.get("text", "")))
             except TypeError:  # UnicodeDecodeError and the like want more
-                error = RuntimeError(str(answer.get("text", "")))
+                exception = RuntimeError(str(answer.get("text", "")))
             code = answer.get("code")
-            self.raised = error, code if isinstance(code, int) else 1
-            raise error
+            self.raised = exception, code if isinstance(code, int) else 1
+            raise exception
         if "long" in answer:
             self._stop("output_limit", f"a result of {answer['long']} bytes")
         self._stop("wrong", f"the result cannot be compared: {answer.get('unsendable')}")
@@ -165,7 +168,10 @@ class Remote:
         return self._line.next(self._on)
 
     def __len__(self) -> int:
-        return self._line.call(self._on, "__len__", (), {})
+        try:
+            return self._line.call(self._on, "__len__", (), {})
+        except AttributeError as error:  # what list() expects of things without a length
+            raise TypeError(str(error)) from None
 
     def __getitem__(self, key: Any) -> Any:
         return self._line.call(self._on, "__getitem__", (key,), {})
@@ -183,8 +189,12 @@ def _number(value: Any) -> int:
     raise wire.Unsendable(f"the tests pass a value of type {type(value).__name__}")
 
 
-def _name_of(on: dict[str, Any], args: Sequence[Any], kwargs: dict[str, Any]) -> str:
-    return f"{on}{tuple(args)!r}{kwargs!r}"
+def _name_of(on: dict[str, Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bytes:
+    """The same for the same call: 1, 1.0 and True are different arguments."""
+    try:
+        return marshal.dumps((on, list(args), kwargs), 2)  # a version without references between equal parts
+    except ValueError:
+        return repr((on, list(args), kwargs)).encode(errors="surrogatepass")
 
 
 def run_checks(channel: int, task: int, pipe: int, limits: dict[str, Any]) -> None:
@@ -232,25 +242,54 @@ def _namespace(tests: dict[str, Any], line: Line) -> dict[str, Any]:
     return names
 
 
-def _lend_names(code: Any, names: dict[str, Any], line: Line) -> None:
-    """Free names of the tests are the program's functions and classes, or well-known modules."""
-    for name in code.co_names:
+def _lend_names(code: Any, names: dict[str, Any], line: Line) -> bool:
+    """Free names of the tests are the program's functions and classes, or well-known modules. Whether there were any
+    of the first. Builtins stay what they are: a program that redefines ``len`` does not change the tests."""
+    lent = False
+    for name in dict.fromkeys(_globals_read(code)):
         if name in names or hasattr(builtins, name):
             continue
-        if name in _MODULES:
-            names[name] = importlib.import_module(_MODULES[name])
+        if name == "np" or name in _MODULES.split():
+            names[name] = importlib.import_module("numpy" if name == "np" else name)
         else:
             names[name] = Remote(line, {"name": name}, name)
+            lent = True
+    return lent
+
+
+def _globals_read(code: CodeType) -> Iterator[str]:
+    """Global names that the code reads and, at its top level, does not set itself."""
+    own = {step.argval for step in dis.get_instructions(code) if step.opname in ("STORE_NAME", "STORE_GLOBAL")}
+    for step in dis.get_instructions(code):
+        if step.opname in ("LOAD_NAME", "LOAD_GLOBAL") and step.argval not in own:
+            yield step.argval
     for constant in code.co_consts:
-        if hasattr(constant, "co_names"):
-            _lend_names(constant, names, line)
+        if isinstance(constant, CodeType):
+            yield from (name for name in _globals_read(constant) if name not in own)
+
+
+def _shadowed(tree: ast.Module) -> str | None:
+    """The builtin that an assert list is about, when it names nothing else of the program (MBPP 126 tests ``sum``):
+    what is called on ``*inp``, or first in the asserts."""
+    calls = [
+        *[call for call in ast.walk(tree) if isinstance(call, ast.Call) and ast.unparse(call).endswith("(*inp)")],
+        *[call for node in tree.body if isinstance(node, ast.Assert) for call in _calls(node.test)],
+    ]
+    names = [call.func.id for call in calls if isinstance(call.func, ast.Name) and hasattr(builtins, call.func.id)]
+    return names[0] if names else None
+
+
+def _calls(node: ast.AST) -> list[ast.Call]:
+    return [part for part in ast.walk(node) if isinstance(part, ast.Call)]
 
 
 def _execute(source: str, names: dict[str, Any], line: Line, target: str | None, entry: str) -> None:
     tree = ast.parse(source)
     foreseen = _foreseen(tree, target or entry, names) if target else None
     code = compile(tree, "<tests>", "exec")
-    _lend_names(code, names, line)
+    lent = _lend_names(code, names, line)
+    if not target and not lent and (shadowed := _shadowed(tree)):
+        names[shadowed] = Remote(line, {"name": shadowed}, "function")
     if foreseen:
         line.ask_ahead({"name": entry}, foreseen)
     exec(code, names)
@@ -267,6 +306,8 @@ def _check(tests: dict[str, Any], line: Line) -> None:
 def _asserts(tests: dict[str, Any], line: Line) -> None:
     names = _namespace(tests, line)
     entry = tests.get("entry_point")
+    if entry and entry.isidentifier():
+        names[entry] = Remote(line, {"name": entry}, "function")
     _execute(tests["code"], names, line, entry, entry or "")
 
 

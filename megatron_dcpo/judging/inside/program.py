@@ -6,11 +6,11 @@ Nothing here is secret: the process knows its source, its inputs and, for calls,
 from __future__ import annotations
 
 import builtins
-import gc
 import itertools
 import os
 import re
 import sys
+import time
 import traceback
 import types
 from typing import Any
@@ -19,6 +19,12 @@ from megatron_dcpo.judging.inside import wire
 
 EXIT_MEMORY, EXIT_FORBIDDEN, EXIT_OUTPUT = 96, 97, 98
 _REFUSED = (1, 13, 30, 101)  # EPERM, EACCES, EROFS, ENETUNREACH
+_STREAMS = (
+    ("stdin", 0, "r", "surrogateescape"),
+    ("stdout", 1, "w", "surrogateescape"),
+    ("stderr", 2, "w", "backslashreplace"),
+)
+FLUSH_BYTES, FLUSH_SECONDS = 1 << 16, 0.01  # answers to calls asked ahead are gathered this much
 _METHOD = re.compile(r"^(\w+)(?:\(\))?\.(\w+)$")
 
 
@@ -30,7 +36,6 @@ def run_program(job: dict[str, Any], calls: int | None, message_bytes: int) -> N
         module = types.ModuleType("__main__" if calls is None else "solution")
         sys.modules[module.__name__] = module
         sys.argv = ["solution.py"]
-        gc.enable()
         if job.get("setup"):
             exec(compile(job["setup"], "<setup>", "exec"), module.__dict__)
         shared = {
@@ -75,9 +80,10 @@ def _exit_code(end: SystemExit) -> int:
 
 def _fresh_streams() -> None:
     """New objects on 0, 1, 2: those of the server were made for other files."""
-    sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)
-    sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False)
-    sys.stderr = sys.__stderr__ = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False, buffering=1)
+    for name, number, mode, errors in _STREAMS:
+        stream = open(number, mode, encoding="utf-8", errors=errors, closefd=False)  # noqa: SIM115
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
 
 
 def _complain() -> None:
@@ -102,7 +108,8 @@ def _end(code: int) -> None:
         code = code or category_code(error)
     for stream in {id(stream): stream for stream in (sys.stdout, sys.__stdout__)}.values():
         try:
-            stream.flush()
+            if stream is not None:
+                stream.flush()
         except BaseException as error:
             code = code or category_code(error)
     os._exit(code)
@@ -125,8 +132,14 @@ class Answers:
                 message = self.reader.read()
             except wire.Gone:
                 return
+            answers, size, since = [], 0, time.monotonic()
             for call in message["calls"]:
-                wire.write_all(self.pipe, self.answer(call))
+                answers.append(self.answer(call))
+                size += len(answers[-1])
+                if size > FLUSH_BYTES or time.monotonic() - since > FLUSH_SECONDS:
+                    wire.write_all(self.pipe, b"".join(answers))
+                    answers, size, since = [], 0, time.monotonic()
+            wire.write_all(self.pipe, b"".join(answers))
 
     def answer(self, call: dict[str, Any]) -> bytes:
         """The packed answer to one call, whatever the program does but ending the process."""

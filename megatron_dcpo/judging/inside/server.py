@@ -10,6 +10,8 @@ The server and the supervisor hold no expected values: what is forked from them 
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import os
 import resource
@@ -34,6 +36,8 @@ def serve(settings: dict[str, Any]) -> None:
     _become_ordinary(settings)
     _load(settings["modules"])
     control = socket.socket(fileno=CONTROL)
+    gc.collect()
+    gc.freeze()  # a collection in a forked process would touch, and so copy, every page of these objects
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control.send(b'"ready"')
@@ -141,10 +145,8 @@ def _watch(
 
 def _kill_all() -> None:
     """Everything in the pid namespace but its first process, which is this one."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(-1, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 def _reap() -> None:
@@ -264,14 +266,10 @@ def _become_ordinary(settings: dict[str, Any]) -> None:
 
 def _load(modules: list[str]) -> None:
     for name in modules:
-        try:
+        with contextlib.suppress(ImportError):
             __import__(name)
-        except ImportError:
-            pass
 
 
 def _report(channel: int, message: dict[str, Any]) -> None:
-    try:
+    with contextlib.suppress(OSError):
         socket.socket(fileno=channel).send(json.dumps(message).encode())
-    except OSError:
-        pass

@@ -30,6 +30,8 @@ _SEQUENCES: dict[type, str] = {
     collections.deque: "q",
 }
 _MAKERS = {tag: maker for maker, tag in _SEQUENCES.items()}
+_PLAIN = frozenset({type(None), bool, str, float})
+_NESTED, _INTEGERS = frozenset({list, dict}), frozenset({int})
 
 
 class Unsendable(Exception):
@@ -83,6 +85,11 @@ class Encoder:
             raise Unsendable("a value nested too deeply")
         tag = _SEQUENCES.get(kind)
         if tag is not None:
+            kinds = set(map(type, value))
+            if _PLAIN.issuperset(kinds):
+                return [tag, *value]
+            if kinds == _INTEGERS and min(value) > -SMALL_INT and max(value) < SMALL_INT:
+                return [tag, *value]
             return [tag, *[self._encode(item, depth + 1) for item in value]]
         if kind is dict:
             return self._mapping(value, depth)
@@ -180,7 +187,10 @@ class Decoder:
         tag = value[0]
         maker = _MAKERS.get(tag)
         if maker is not None:
-            return maker([self._decode(item) for item in value[1:]])
+            items = value[1:]
+            if _NESTED.isdisjoint(map(type, items)):
+                return maker(items)
+            return maker([self._decode(item) for item in items])
         if tag == "d":
             items = [self._decode(item) for item in value[1:]]
             return dict(zip(items[::2], items[1::2], strict=True))
@@ -229,7 +239,7 @@ class Reader:
 
     def __init__(self, pipe: int, limit: int) -> None:
         self.pipe, self.limit = pipe, limit
-        self._held = bytearray()
+        self._held, self._at = b"", 0
 
     def read(self, seconds: float | None = None) -> Any:
         """The next message. Raises Gone, TooLong, BadMessage, and TimeoutError when it is not complete in time."""
@@ -243,18 +253,26 @@ class Reader:
             raise BadMessage(str(error)) from None
 
     def _take(self, size: int, deadline: float | None) -> bytes:
-        while len(self._held) < size:
-            if deadline is not None:
-                left = deadline - time.monotonic()
-                if left <= 0 or not select.select([self.pipe], [], [], left)[0]:
-                    raise TimeoutError
-            try:
-                chunk = os.read(self.pipe, 1 << 18)
-            except OSError as error:
-                raise Gone(str(error)) from None
-            if not chunk:
-                raise Gone("closed")
-            self._held += chunk
-        taken = bytes(self._held[:size])
-        del self._held[:size]
+        end = self._at + size
+        if len(self._held) < end:
+            chunks, have = [self._held[self._at :]], len(self._held) - self._at
+            while have < size:
+                chunks.append(self._chunk(deadline))
+                have += len(chunks[-1])
+            self._held, self._at, end = b"".join(chunks), 0, size
+        taken = self._held[self._at : end]
+        self._at = end
         return taken
+
+    def _chunk(self, deadline: float | None) -> bytes:
+        if deadline is not None:
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([self.pipe], [], [], left)[0]:
+                raise TimeoutError
+        try:
+            chunk = os.read(self.pipe, 1 << 18)
+        except OSError as error:
+            raise Gone(str(error)) from None
+        if not chunk:
+            raise Gone("closed")
+        return chunk

@@ -1,0 +1,86 @@
+"""A long run leaks nothing: memory, threads, open files, child processes, shared memory.
+
+``make test-soak`` runs 500 steps of the quickstart (DCPO_SOAK); the suite runs a short version of the same.
+"""
+
+import json
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.system.test_training import QUICKSTART, REPOSITORY, command
+
+STEPS = int(os.environ.get("DCPO_SOAK", "40"))
+FULL = STEPS >= 500
+# The short version is about counts; in its few steps the allocator is still finding its size.
+FLAT = 1.02 if FULL else 1.10
+OPTIONS = () if FULL else ("data.prompts_per_step=8", "training.save_interval=5")
+
+
+def tree(pid):
+    """A process and all its descendants."""
+    found = [pid]
+    for parent in found:
+        for task in Path(f"/proc/{parent}/task").glob("*"):
+            found += [int(child) for child in (task / "children").read_text().split()]
+    return found
+
+
+def look(pid):
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    command_line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    role = "verifier" if "judging.worker" in command_line else "trainer"
+    resident = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    files = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+    return pid, role, {"rss": resident, "threads": int(status["Threads"]), "files": files}
+
+
+@pytest.mark.timeout(7200)
+def test_nothing_leaks(tmp_path):
+    shared_before = set(os.listdir("/dev/shm"))
+    run_dir = tmp_path / "run"
+    words = ("train", "--config", QUICKSTART / "dcpo.yaml", f"run_dir={run_dir}", f"training.steps={STEPS}", *OPTIONS)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)}
+    process = subprocess.Popen(command(*words), cwd=REPOSITORY, env=environment, stderr=subprocess.DEVNULL)
+    seen = []
+    everyone = set()
+    while process.poll() is None:
+        step = len(lines) if (lines := records(run_dir)) else 0
+        for pid in tree(process.pid):
+            everyone.add(pid)
+            try:
+                seen.append((step, *look(pid)))
+            except (OSError, KeyError, ValueError):  # it has just ended
+                continue
+        time.sleep(0.25)
+    assert process.returncode == 0
+    assert len(records(run_dir)) == STEPS
+    warm = STEPS // 5
+    for role in ("trainer", "verifier"):
+        for quantity in ("rss", "threads", "files"):
+            early = [q[quantity] for step, pid, r, q in seen if r == role and warm < step <= STEPS // 2]
+            late = [q[quantity] for step, pid, r, q in seen if r == role and STEPS // 2 < step < STEPS]
+            if early and late:
+                print(role, quantity, "early median", np.median(early), "late median", np.median(late))
+                limit = FLAT if quantity == "rss" else 1.0
+                assert np.median(late) <= np.median(early) * limit, (role, quantity)
+                if quantity != "rss":
+                    assert max(late) <= max(early) + 1, (role, quantity)  # a file being written
+    assert not [pid for pid in everyone if Path(f"/proc/{pid}").exists()]
+    assert set(os.listdir("/dev/shm")) <= shared_before
+    assert not list(temporary.iterdir())
+    resident = [record["memory/train/rss"] for record in map(json.loads, records(run_dir))]
+    assert np.median(resident[STEPS // 2 :]) <= np.median(resident[warm : STEPS // 2]) * FLAT
+
+
+def records(run_dir):
+    try:
+        return (run_dir / "metrics.jsonl").read_text().splitlines()
+    except OSError:
+        return []

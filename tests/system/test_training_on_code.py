@@ -1,0 +1,271 @@
+"""``dcpo train`` on programming problems, and judging that overlaps generation."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_dcpo.config import load_config
+from megatron_dcpo.data.code_problems import pack_tests
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.judging.code import CodeLimits
+from megatron_dcpo.judging.program_verifier import ProgramJudge
+from megatron_dcpo.training import rollouts
+from megatron_dcpo.training.setup import build_run
+from megatron_dcpo.training.timers import Timers
+from megatron_dcpo.types import Judgement, Prompt, Response
+from tests.system.test_training import QUICKSTART, train, without_clocks
+
+NUMBERS = range(2, 8)
+
+
+def response_text(number: int, wrong: int, confidence: int) -> str:
+    return f"```python\ndef f():\n return {number + 7 + wrong}\n```\n<conf> Confidence: 0.{confidence}"
+
+
+def problem_rows() -> list[dict[str, Any]]:
+    return [
+        {
+            "problem": f"f={number}+7",
+            "tests": {
+                "kind": "function",
+                "entry_point": "f",
+                "cases": [{"args": [], "kwargs": {}, "expected": number + 7}],
+            },
+        }
+        for number in NUMBERS
+    ]
+
+
+@pytest.fixture(scope="module")
+def coder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The quickstart's tiny policy, taught for seconds to write programs of which a third is wrong; and its problems."""
+    import torch
+    from transformers import AutoTokenizer, GenerationConfig, Qwen3ForCausalLM
+
+    root = tmp_path_factory.mktemp("coder")
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(QUICKSTART / "policy")
+    model = Qwen3ForCausalLM.from_pretrained(QUICKSTART / "policy", dtype=torch.float32)
+    generator = random.Random(0)
+    texts = [
+        (
+            tokenizer.encode(f"f={number}+7"),
+            tokenizer.encode(response_text(number, wrong, generator.randint(1, 9)) + tokenizer.eos_token),
+        )
+        for number in NUMBERS
+        for wrong in (0, 0, 1)
+    ]
+    width = max(len(prompt) + len(response) for prompt, response in texts)
+    ids = torch.zeros(len(texts), width, dtype=torch.int64)
+    labels = torch.full((len(texts), width), -100)
+    for row, (prompt, response) in enumerate(texts):
+        ids[row, : len(prompt) + len(response)] = torch.tensor(prompt + response)
+        labels[row, len(prompt) : len(prompt) + len(response)] = torch.tensor(response)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(150):
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=labels).loss.backward()
+        optimizer.step()
+    model.save_pretrained(root / "policy")
+    tokenizer.save_pretrained(root / "policy")
+    GenerationConfig.from_pretrained(QUICKSTART / "policy").save_pretrained(root / "policy")
+    (root / "code.jsonl").write_text("\n".join(map(json.dumps, problem_rows())) + "\n")
+    return root / "policy", root / "code.jsonl"
+
+
+def train_on_code(run_dir: Path, coder: tuple[Path, Path], *overrides: str, **options: Any) -> list[dict[str, Any]]:
+    policy, data = coder
+    settings = [f"model.path={policy}", f"data.path={data}", "judging.verifier=code", "data.max_prompt_length=64"]
+    settings += ["data.prompts_per_step=6", "rollout.max_response_length=80", "training.steps=2"]
+    return train(run_dir, *settings, *overrides, **options)
+
+
+@pytest.fixture(scope="module")
+def two_steps(coder: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    run_dir = tmp_path_factory.mktemp("code") / "run"
+    return run_dir, train_on_code(run_dir, coder)
+
+
+def test_two_steps_on_programs(two_steps: tuple[Path, list[dict[str, Any]]]) -> None:
+    run_dir, records = two_steps
+    assert [record["step"] for record in records] == [1, 2]
+    assert all(0 < record["reward/accuracy"] < 1 for record in records)
+    assert all(record["grad_norm/reasoning"] > 0 for record in records[:1])
+    assert all(record["time/judge_busy"] > 0 for record in records)
+    samples = [json.loads(line) for line in (run_dir / "samples" / "step_000001.jsonl").read_text().splitlines()]
+    assert {sample["correct"] for sample in samples} == {0.0, 1.0}
+    for sample in samples:
+        number = int(sample["problem"].removeprefix("f=").removesuffix("+7"))
+        said = f"```python\ndef f():\n return {number + 7}\n```"
+        assert sample["correct"] == float(sample["reasoning"].strip() == said), sample
+        assert sample["ground_truth"].startswith("tests:"), "megabytes of tests are not copied into every sample"
+        if sample["status"] == "ok":
+            assert sample["reasoning"].endswith("```\n")
+            assert sample["confidence_block"].startswith("<conf>")
+
+
+@pytest.mark.parametrize(("overrides", "options"), [(("rollout.chunks=1",), {}), ((), {"processes": 2})])
+def test_chunks_and_ranks_change_nothing(
+    two_steps: tuple[Path, list[dict[str, Any]]], coder: tuple[Path, Path], tmp_path: Path, overrides: Any, options: Any
+) -> None:
+    records = train_on_code(tmp_path / "run", coder, *overrides, **options)
+    for ours, single in zip(without_clocks(records), without_clocks(two_steps[1]), strict=True):
+        assert ours["reward/accuracy"] == single["reward/accuracy"]
+        assert ours["loss/policy"] == pytest.approx(single["loss/policy"], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("judging.verifier=math",), "6 programming problems; set judging.verifier=code"),
+        ((f"data.path={QUICKSTART / 'data' / 'train.jsonl'}",), "have no tests"),
+        (("judging.sandbox=nonsense",), "sandbox 'nonsense'"),
+    ],
+)
+def test_what_cannot_be_judged_is_said_before_anything_is_built(
+    tmp_path: Path, overrides: tuple[str, ...], message: str
+) -> None:
+    data = tmp_path / "code.jsonl"
+    data.write_text("\n".join(map(json.dumps, problem_rows())) + "\n")
+    settings = [f"data.path={data}", "judging.verifier=code", f"model.path={QUICKSTART / 'policy'}", *overrides]
+    with pytest.raises(UserError, match=message):
+        build_run(load_config(QUICKSTART / "dcpo.yaml", [*settings, "data.max_prompt_length=64"]))
+
+
+# ------------------------------------------------------------------------------------------------ overlap
+
+
+def fake_run(judge: Any, generate: Any, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> Any:
+    monkeypatch.setattr(rollouts, "all_gather_objects", lambda value: [value])
+    config = load_config(QUICKSTART / "dcpo.yaml", ["rollout.group_size=2", *overrides])
+    engine = SimpleNamespace(generate=generate, weights_version=0)
+    return SimpleNamespace(config=config, topology=SimpleNamespace(rank=0, world_size=1), engine=engine, judge=judge)
+
+
+def prompts(count: int) -> list[Prompt]:
+    return [Prompt(f"p{i}", (), tuple(range(count - i)), "1", "t") for i in range(count)]
+
+
+def responses_to(chunk: list[Prompt]) -> list[Response]:
+    return [
+        Response(prompt.prompt_id, i, np.array([1]), np.zeros(1, np.float32), "stop", 0)
+        for prompt in chunk
+        for i in (0, 1)
+    ]
+
+
+def judged(responses: list[Response], by_id: Any) -> list[Judgement]:
+    return [Judgement(r.prompt_id, float(r.sample_index), None, "missing", 0, 1) for r in responses]
+
+
+def test_a_chunk_is_judged_while_the_next_one_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither can go on without the other: the test would time out if one waited for the end of the other."""
+    second_begun, first_in_judgement = threading.Event(), threading.Event()
+    calls: list[list[str]] = []
+
+    def generate(chunk: list[Prompt], sampling: Any, step: int) -> list[Response]:
+        calls.append([prompt.prompt_id for prompt in chunk])
+        if len(calls) == 2:
+            second_begun.set()
+            assert first_in_judgement.wait(30), "the first chunk is not judged meanwhile"
+        return responses_to(chunk)
+
+    def judge(responses: list[Response], by_id: Any) -> list[Judgement]:
+        first_in_judgement.set()
+        assert second_begun.wait(30), "the second chunk is not generated meanwhile"
+        return judged(responses, by_id)
+
+    timers = Timers()
+    run = fake_run(judge, generate, monkeypatch, "rollout.chunks=3")
+    rollout = rollouts.roll_out(run, prompts(7), 1, timers)
+    assert [len(chunk) for chunk in calls] == [3, 3, 1]
+    assert [name for chunk in calls for name in chunk] == [f"p{i}" for i in reversed(range(7))], (
+        "prompts of similar length together"
+    )
+    assert [(r.prompt_id, r.sample_index) for r in rollout.responses] == [
+        (f"p{i}", n) for i in range(7) for n in (0, 1)
+    ]
+    assert [j.correct for j in rollout.judgements] == [0.0, 1.0] * 7
+    assert {"rollout", "judge", "judge_busy"} <= set(timers.seconds)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "per_rank", "chunks"),
+    [
+        ((), 32, 1),
+        (("judging.verifier=code",), 32, 4),
+        (("judging.verifier=code", "rollout.chunks=2"), 32, 2),
+        (("rollout.chunks=9",), 3, 3),
+        (("rollout.max_num_seqs=8",), 32, 8),
+        (("rollout.max_num_seqs=1",), 2, 2),
+    ],
+)
+def test_number_of_chunks(overrides: tuple[str, ...], per_rank: int, chunks: int) -> None:
+    config = load_config(QUICKSTART / "dcpo.yaml", ["rollout.group_size=2", *overrides])
+    assert rollouts.number_of_chunks(config, per_rank) == chunks
+
+
+def test_a_judge_that_fails_ends_the_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+    def judge(responses: Any, by_id: Any) -> Any:
+        raise UserError("no sandbox")
+
+    run = fake_run(judge, lambda chunk, sampling, step: responses_to(chunk), monkeypatch, "rollout.chunks=3")
+    with pytest.raises(UserError, match="no sandbox"):
+        rollouts.roll_out(run, prompts(7), 1, Timers())
+    stale = fake_run(judged, lambda chunk, sampling, step: responses_to(chunk), monkeypatch)
+    stale.engine.weights_version = 3
+    with pytest.raises(UserError, match="weights version 0, the policy is at 3"):
+        rollouts.roll_out(stale, prompts(2), 1, Timers())
+
+
+# ------------------------------------------------------------------------------------------------ dead sandboxes
+
+
+def descendants(pid: int) -> set[int]:
+    found: set[int] = set()
+    waiting = [pid]
+    while waiting:
+        for task in Path(f"/proc/{waiting.pop()}/task").glob("*/children"):
+            try:
+                children = {int(child) for child in task.read_text().split()} - found
+            except OSError:
+                continue
+            found |= children
+            waiting += children
+    return found
+
+
+def test_a_killed_sandbox_is_replaced_and_its_program_judged_again() -> None:
+    tests = {"kind": "stdin", "cases": [{"input": "", "output": "ok\n"}]}
+    packed = {"tests:a": pack_tests(tests)}
+    slow = "```python\nimport time\ntime.sleep(1.5)\nprint('ok')\n```"
+    quick, wrong = slow.replace("1.5", "0"), slow.replace("'ok'", "'no'")
+    before = descendants(os.getpid())
+    judge = ProgramJudge(CodeLimits(), workers=2)
+    assert [v.correct for v in judge([(quick, "tests:a")] * 2, packed)] == [1, 1]
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(judge([(slow, "tests:a"), (wrong, "tests:a")], packed)))
+    thread.start()
+    time.sleep(0.7)
+    for pid in descendants(os.getpid()) - before:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    thread.join(60)
+    assert [v.category for v in found[0]] == ["passed", "wrong"]
+    assert [v.correct for v in judge([(quick, "tests:a"), (wrong, "tests:a")], packed)] == [1, 0]
+    with pytest.raises(UserError, match="no tests for 'tests:b'"):
+        judge([(quick, "tests:b")], packed)
+    judge.pool.close()
+    assert descendants(os.getpid()) - before == set(), "nothing is left running"
