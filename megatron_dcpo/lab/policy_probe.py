@@ -82,16 +82,24 @@ def probe_policy(config: Config, batches: int) -> dict[str, Any]:
     """Sample ``batches`` steps' worth of responses and compare the parts' gradients. Collective; equal on all ranks."""
     config = dataclasses.replace(config, objective=without_regularizers(config.objective))
     run = build_run(config)
-    synchronise_engine(run, version=0)
+    with run.watch:
+        return _probe(run, batches)
+
+
+def _probe(run: Run, batches: int) -> dict[str, Any]:
+    config, timers = run.config, Timers(run.watch)
     totals: dict[str, Moments] = {part: Moments() for part in PARTS}
     squares: list[Tensor] = []
-    timers = Timers(run.watch)
     seen: list[Rollout] = []
     for step in range(1, batches + 1):
         prompts = prompts_of_step(
             run.prompts, step, config.data.prompts_per_step, seed=config.seed, shuffle=config.data.shuffle
         )
+        run.offload.leave()
+        synchronise_engine(run, version=step - 1)  # the same weights each time, counted as training counts
         rollout = gather_judged(run, prompts, roll_out(run, prompts, step, timers))
+        run.engine.sleep()
+        run.offload.come_back()
         share = Share.of(run, rollout)
         for part, scored in parts_of(rollout, config.objective).items():
             zero_gradients(run.policy, run.optimizer)
