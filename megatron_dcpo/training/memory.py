@@ -1,4 +1,4 @@
-"""Who holds the device's memory when: the engine sleeps while the policy trains, the optimizer may leave for a rollout."""
+"""The optimizer may leave the device for a rollout, when the engine needs the room."""
 
 from __future__ import annotations
 
