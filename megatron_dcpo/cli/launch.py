@@ -37,7 +37,9 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     options, verb = _split(args.arguments)
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import parse_args
     from torch.distributed.run import run as torchrun
 
@@ -62,6 +64,13 @@ def run(args: argparse.Namespace) -> int:
             for failure in sorted(error.failures.items()):
                 print(f"dcpo launch: {_describe(*failure)}", file=sys.stderr)
         return status
+    except (RendezvousError, DistError) as error:  # found out by the launcher before its workers' status came
+        print(
+            f"dcpo launch: no rendezvous at {parsed.rdzv_endpoint}: another node did not come, has ended, or the link to it "
+            f"is gone ({' '.join(str(error).split())[:200]}); --resume auto continues after the last checkpoint",
+            file=sys.stderr,
+        )
+        return EXIT_PEER_LOST
     return 0
 
 
