@@ -1,0 +1,74 @@
+"""``dcpo plan --config F.yaml --gpus N``: memory, traffic and step time of a run, before it is started."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "plan",
+        help="what a run will need: memory per GPU, bytes moved, time per step",
+        description="Plan a run from its configuration alone: nothing is started, and model.path needs only config.json.",
+    )
+    parser.add_argument("--config", required=True, metavar="FILE", help="YAML file with the run's options")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="options that override the file")
+    parser.add_argument("--gpus", type=_whole, required=True, metavar="N", help="GPUs in all, at most 4096")
+    for name, default, what in (
+        ("gpu-memory-gb", 80.0, "memory of a GPU, GB (1e9 bytes)"),
+        ("peak-tflops", 989.0, "dense bf16 peak of a GPU, TFLOP/s"),
+        ("mfu", 0.4, "share of the peak that training reaches, 0 to 1"),
+        ("hbm-gbps", 3350.0, "memory bandwidth of a GPU, GB/s"),
+        ("nvlink-gbps", 450.0, "bandwidth of a GPU within its node, GB/s each way"),
+        ("link-gbps", 50.0, "bandwidth of a GPU to other nodes, GB/s each way"),
+    ):
+        parser.add_argument(
+            f"--{name}", type=_positive, default=default, metavar="X", help=f"{what} (default {default:g})"
+        )
+    parser.add_argument("--gpus-per-node", type=_whole, default=8, metavar="N", help="default 8")
+    parser.add_argument(
+        "--reserve-gb", type=float, default=3.0, metavar="X", help="context, NCCL, fragmentation, GB (default 3)"
+    )
+    parser.add_argument(
+        "--response-tokens", type=_whole, default=0, metavar="N", help="mean response length (default: the longest)"
+    )
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+    parser.set_defaults(run=run)
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def _whole(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
+    return value
+
+
+def run(args: argparse.Namespace) -> int:
+    from megatron_dcpo.config import load_config
+    from megatron_dcpo.errors import UserError
+    from megatron_dcpo.planning.plan import Machine, as_dict, make_plan
+    from megatron_dcpo.planning.traffic import Rates
+
+    if args.mfu > 1:
+        raise UserError(f"--mfu {args.mfu:g} is above 1; it is a share of --peak-tflops")
+    if not 0 <= args.reserve_gb < args.gpu_memory_gb:
+        raise UserError(f"--reserve-gb {args.reserve_gb:g} is outside 0 ... --gpu-memory-gb {args.gpu_memory_gb:g}")
+    machine = Machine(args.gpus, args.gpu_memory_gb, args.reserve_gb, args.response_tokens)
+    rates = Rates(args.peak_tflops, args.mfu, args.hbm_gbps, args.nvlink_gbps, args.link_gbps, args.gpus_per_node)
+    plan = make_plan(load_config(args.config, args.overrides), machine, rates)
+    if args.json:
+        print(json.dumps(as_dict(plan)))
+    else:
+        from megatron_dcpo.planning.report import print_plan
+
+        print_plan(plan)
+    return 0
