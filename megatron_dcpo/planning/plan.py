@@ -122,9 +122,7 @@ def make_plan(config: Config, machine: Machine, rates: Rates | None = None) -> P
         _stage(arch, layout, config, stage, data_parallel, (tokens, scored, per_update), engine, reference)
         for stage in range(layout.pipeline_model_parallel_size)
     )
-    traffic = step_traffic(
-        arch, layout, config, data_parallel, max(stage.state.buffer_numel for stage in stages), work
-    )
+    traffic = step_traffic(arch, layout, config, data_parallel, max(stage.state.buffer_numel for stage in stages), work)
     resharding = _resharding(arch, config, engine, min(stage.state.numel for stage in stages))
     seconds = step_seconds(
         arch,
@@ -317,7 +315,9 @@ def _engine_advice(plan: Plan, limit: float) -> list[str]:
         rows = int(room // one) // rollout.group_size * rollout.group_size
         if rows:
             return [f"rollout.max_num_seqs={rows} (the embedded engine's keys and values), or the vLLM engine"]
-    return ["more tensor or pipeline parallelism: the engine's weights do not fit beside the policy's state"]
+    return [
+        "the engine's weights do not fit beside the policy's state: a larger rollout.tensor_model_parallel_size (vLLM)"
+    ]
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:

@@ -62,7 +62,9 @@ class Seconds:
         return sum(vars(self).values())
 
 
-def step_traffic(arch: Architecture, layout: Layout, config: Config, data_parallel: int, numel: int, work: Work) -> Traffic:
+def step_traffic(
+    arch: Architecture, layout: Layout, config: Config, data_parallel: int, numel: int, work: Work
+) -> Traffic:
     """Ring collectives: an all-gather or reduce-scatter of n bytes over r ranks sends (r - 1) / r * n, an all-reduce
     twice that. ``numel``: length of the rank's gradient buffer. Gradients travel in fp32."""
     tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
@@ -90,7 +92,9 @@ def forward_flops(arch: Architecture, layout: Layout, work: Work) -> float:
     d = arch.kv_channels
     q, k = arch.num_attention_heads * d, arch.num_query_groups * d
     h, f = arch.hidden_size, arch.ffn_hidden_size
-    per_layer = 2 * (h * (q + 2 * k) + q * h + 3 * h * f) + 2 * q * work.length  # scores and values over half the length
+    per_layer = (
+        2 * (h * (q + 2 * k) + q * h + 3 * h * f) + 2 * q * work.length
+    )  # scores and values over half the length
     return work.tokens * (arch.num_layers * per_layer + 2 * h * padded_vocab_size(arch, layout))
 
 
@@ -141,5 +145,3 @@ def step_seconds(
         pipeline=traffic.pipeline / across,
         resharding=resharding / (within if tp * pp <= rates.gpus_per_node else across),
     )
-
-
