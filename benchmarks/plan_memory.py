@@ -1,7 +1,7 @@
 """What ``dcpo plan`` predicts against what a rank really holds, on the CPU: ``python benchmarks/plan_memory.py``.
 
-Random checkpoints of 8 layers, hidden 512, vocabulary 8,000; micro-batches of about a thousand tokens. Prints predicted and measured
-bytes and their ratio; exact for weights, gradients and optimizer state, within 10 % for saved activations.
+Random checkpoints of 8 layers, hidden 512, vocabulary 8,000; micro-batches of about a thousand tokens. Prints predicted and
+measured bytes and their ratio; exact for weights, gradients and optimizer state, within 10 % for saved activations.
 """
 
 from __future__ import annotations

@@ -32,58 +32,9 @@ LEVELS: tuple[Level, ...] = ("bubblewrap", "landlock", "unsafe")
 PACKAGES = ("numpy", "numpy.libs", "sortedcontainers")  # besides the standard library, where installed
 # Loaded before the fork: what programs import most, so that each does not load it anew.
 MODULES = [
-    *(
-        [
-            "abc",
-            "argparse",
-            "array",
-            "ast",
-            "atexit",
-            "bisect",
-            "calendar",
-            "cmath",
-            "collections",
-            "contextlib",
-            "copy",
-            "dataclasses",
-            "datetime",
-        ]
-    ),
-    *(
-        [
-            "decimal",
-            "enum",
-            "fractions",
-            "functools",
-            "hashlib",
-            "heapq",
-            "io",
-            "itertools",
-            "json",
-            "math",
-            "numbers",
-            "operator",
-            "os",
-            "pprint",
-        ]
-    ),
-    *(
-        [
-            "queue",
-            "random",
-            "re",
-            "statistics",
-            "string",
-            "struct",
-            "sys",
-            "textwrap",
-            "threading",
-            "time",
-            "traceback",
-            "types",
-            "typing",
-        ]
-    ),
+    *("abc argparse array ast atexit bisect calendar cmath collections contextlib copy dataclasses datetime".split()),
+    *("decimal enum fractions functools hashlib heapq io itertools json math numbers operator os pprint".split()),
+    *("queue random re statistics string struct sys textwrap threading time traceback types typing".split()),
 ]
 _SOURCES = ("wire", "confine", "program", "checker", "server")
 _START_SECONDS = 60.0

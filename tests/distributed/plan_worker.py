@@ -59,9 +59,9 @@ def measured_activations(policy, samples, packing: bool) -> int:
         saved["bytes"] = sum(storage.nbytes() for storage in kept.values())
         return whole_backward(*args, **kwargs)
 
-    with patch.object(schedules, "backward_step", backward):
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            accumulate_gradients(policy, samples, [list(range(len(samples)))], loss, temperature=1.0, packing=packing)
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with patch.object(schedules, "backward_step", backward), hooks:
+        accumulate_gradients(policy, samples, [list(range(len(samples)))], loss, temperature=1.0, packing=packing)
     return saved["bytes"]
 
 

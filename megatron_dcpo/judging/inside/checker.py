@@ -29,23 +29,8 @@ EVALPLUS_ATOL, EVALPLUS_RTOL = 1e-6, 1e-7
 _MODULES = {"np": "numpy", "numpy": "numpy"} | {
     name: name
     for name in (
-        *(
-            [
-                "math",
-                "cmath",
-                "re",
-                "sys",
-                "itertools",
-                "functools",
-                "collections",
-                "heapq",
-                "bisect",
-                "string",
-                "random",
-                "datetime",
-            ]
-        ),
-        *(["copy", "json", "operator", "statistics", "fractions", "decimal", "typing"]),
+        *("math cmath re sys itertools functools collections heapq bisect string random datetime".split()),
+        *("copy json operator statistics fractions decimal typing".split()),
     )
 }
 _CATEGORY_OF_EXIT = {96: "memory", 97: "forbidden", 98: "output_limit"}
