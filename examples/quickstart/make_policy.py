@@ -22,7 +22,8 @@ Beta(8, 0.8) (mean 0.91) for products with a one-digit factor, from Beta(4, 1) (
 (mean 0.75) for 3x2. So the text it imitates is too sure of itself, and knows little more than that hard problems are
 harder. No metric of calibration is computed or used here. The shares of the types and the three distributions are
 choices made by hand, with pilot runs of the training that follows in view. The held-out problems, and their mirror
-images b*a, are in neither stage nor in the training file; the training problems are also in the supervised text.
+images b*a, are in neither stage nor in the training file; the training problems are also in the supervised text, unless
+`--unseen` keeps them out. The calibration lab's policies are made by this script too (`make lab-policies`).
 """
 
 from __future__ import annotations
@@ -37,19 +38,43 @@ from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
-# type -> (digits of the factors, share of the data, share of the supervised text, the Beta its confidences come from)
+# type -> (digits of the factors, share of the supervised text, the Beta its confidences come from)
 TYPES = {
-    "1x1": (1, 1, 0.05, 0.05, (8.0, 0.8)),
-    "2x1": (2, 1, 0.27, 0.20, (8.0, 0.8)),
-    "3x1": (3, 1, 0.31, 0.30, (8.0, 0.8)),
-    "2x2": (2, 2, 0.13, 0.25, (4.0, 1.0)),
-    "3x2": (3, 2, 0.24, 0.20, (3.0, 1.0)),
+    "1x1": (1, 1, 0.05, (8.0, 0.8)),
+    "2x1": (2, 1, 0.20, (8.0, 0.8)),
+    "3x1": (3, 1, 0.30, (8.0, 0.8)),
+    "2x2": (2, 2, 0.25, (4.0, 1.0)),
+    "3x2": (3, 2, 0.20, (3.0, 1.0)),
+}
+# Share of each type in the problems for reinforcement learning and in the held-out ones.
+MIXES = {
+    "quickstart": {"1x1": 0.05, "2x1": 0.27, "3x1": 0.31, "2x2": 0.13, "3x2": 0.24},
+    "lab": {"1x1": 0.0, "2x1": 0.15, "3x1": 0.45, "2x2": 0.08, "3x2": 0.32},
 }
 FIXED_STRINGS = [" \\boxed{", "<conf>", " Confidence: "]  # one token each
 EOS, PAD = "<|endoftext|>", "<|pad|>"
-ROPE_THETA = 10000.0
+# Llama's with Llama-3.1's scaling, its context scaled down to this task's.
+ROPE = {
+    "qwen3": {"rope_type": "default", "rope_theta": 10000.0},
+    "llama": {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 128,
+    },
+}
 Problem = tuple[int, int, str]  # the two factors and the type
 
 
@@ -84,19 +109,29 @@ def problems_of(kind: str) -> list[Problem]:
     ]  # fmt: skip
 
 
-def split_problems(n_heldout: int, n_train: int, rng: random.Random) -> tuple[list, list, dict[str, list]]:
-    """(held-out, training, everything that is not held out by type); a*b is held out together with b*a."""
+def split_problems(
+    n_heldout: int, n_train: int, mix: dict[str, float], unseen: bool, rng: random.Random
+) -> tuple[list, list, dict[str, list]]:
+    """(held-out, training, supervised by type); a*b is held out together with b*a.
+
+    ``unseen`` keeps the training problems out of the supervised text too, at most half of a type's problems: the policy
+    then learns how sure to be on problems as new to it as the held-out ones.
+    """
     heldout: list[Problem] = []
     train: list[Problem] = []
     rest: dict[str, list[Problem]] = {}
-    for kind, (_, _, share, _, _) in TYPES.items():
+    for kind, share in mix.items():
         pool = problems_of(kind)
         rng.shuffle(pool)
         chosen = pool[: round(share * n_heldout)]
         products = {frozenset(p[:2]) for p in chosen}
         heldout += chosen
         rest[kind] = [p for p in pool if frozenset(p[:2]) not in products]
-        train += rest[kind][: round(share * n_train)]
+        chosen = rest[kind][: min(round(share * n_train), len(rest[kind]) // 2 if unseen else n_train)]
+        train += chosen
+        if unseen:
+            products = {frozenset(p[:2]) for p in chosen}
+            rest[kind] = [p for p in rest[kind] if frozenset(p[:2]) not in products]
     rng.shuffle(heldout)
     rng.shuffle(train)
     return heldout, train, rest
@@ -122,23 +157,37 @@ def corrupt(answer: str, rng: random.Random) -> str:
     return answer[:at] + rng.choice(other) + answer[at + 1 :]
 
 
-def solution(problem: Problem, corrupt_share: float, rng: random.Random) -> str:
+def solution(problem: Problem, corrupt_share: float, hesitation: float | None, rng: random.Random) -> str:
+    """Wrong in one digit at random, in reasoning and box alike; with ``hesitation``, only in the box: a slip of the pen that
+    can be seen, after which the confidence is lower by that share."""
     a, b, kind = problem
-    answer = str(a * b)
-    if rng.random() < corrupt_share:
+    reasoning = answer = str(a * b)
+    slip = rng.random() < corrupt_share
+    if slip:
         answer = corrupt(answer, rng)
-    confidence = rng.betavariate(*TYPES[kind][4])  # blind to whether the answer is right
-    return f"{answer[::-1]} \\boxed{{{answer}}}\n<conf> Confidence: {confidence:.2f}"
+    if hesitation is None:
+        reasoning = answer
+    confidence = rng.betavariate(*TYPES[kind][3])  # blind to whether the answer is right
+    if slip and hesitation:
+        confidence *= 1 - hesitation
+    return f"{reasoning[::-1]} \\boxed{{{answer}}}\n<conf> Confidence: {confidence:.2f}"
 
 
 def batch(
-    tokenizer: PreTrainedTokenizerFast, pools: dict[str, list], size: int, corrupt_share: float, rng: random.Random
+    tokenizer: PreTrainedTokenizerFast,
+    pools: dict[str, list],
+    size: int,
+    corrupt_share: float,
+    hesitation: float | None,
+    rng: random.Random,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Right-padded ids and labels; only the response (with its end) is learned."""
-    kinds = rng.choices(list(TYPES), weights=[t[3] for t in TYPES.values()], k=size)
+    kinds = rng.choices(list(TYPES), weights=[t[2] for t in TYPES.values()], k=size)
     chosen = [rng.choice(pools[kind]) for kind in kinds]
     questions = tokenizer([prompt(p) for p in chosen], padding=False)["input_ids"]
-    responses = tokenizer([solution(p, corrupt_share, rng) + EOS for p in chosen], padding=False)["input_ids"]
+    responses = tokenizer([solution(p, corrupt_share, hesitation, rng) + EOS for p in chosen], padding=False)[
+        "input_ids"
+    ]
     width = max(len(q) + len(r) for q, r in zip(questions, responses, strict=True))
     ids = torch.full((size, width), tokenizer.pad_token_id)
     labels = torch.full((size, width), -100)
@@ -149,15 +198,19 @@ def batch(
 
 
 # ---------------------------------------------------------------------------------------------------- model
-def build_model(tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) -> Qwen3ForCausalLM:
-    config = Qwen3Config(
+def build_model(tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) -> Qwen3ForCausalLM | LlamaForCausalLM:
+    config_type, model_type = {
+        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+        "llama": (LlamaConfig, LlamaForCausalLM),
+    }[args.family]
+    config = config_type(
         vocab_size=len(tokenizer), hidden_size=args.hidden, intermediate_size=args.intermediate,
         num_hidden_layers=args.layers, num_attention_heads=2, num_key_value_heads=2, head_dim=32,
-        max_position_embeddings=256, rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
+        max_position_embeddings=256, rope_parameters=ROPE[args.family],
         tie_word_embeddings=True, initializer_range=0.05, eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id, bos_token_id=None, use_cache=True, dtype="float32",
     )  # fmt: skip
-    return Qwen3ForCausalLM(config)
+    return model_type(config)
 
 
 def train(model, tokenizer, pools, args: argparse.Namespace, rng: random.Random) -> None:
@@ -170,7 +223,7 @@ def train(model, tokenizer, pools, args: argparse.Namespace, rng: random.Random)
         else:  # from a tenth straight down to nothing
             lr = args.lr * 0.1 * (total - step) / args.imperfect_steps
         optimizer.param_groups[0]["lr"] = lr
-        ids, labels = batch(tokenizer, pools, args.batch, 0.0 if clean else args.corrupt, rng)
+        ids, labels = batch(tokenizer, pools, args.batch, 0.0 if clean else args.corrupt, args.hesitation, rng)
         loss = model(input_ids=ids, labels=labels).loss
         optimizer.zero_grad()
         loss.backward()
@@ -190,10 +243,10 @@ def report(model, tokenizer, heldout: list[Problem]) -> None:
     for (a, b, kind), text in zip(heldout, tokenizer.batch_decode(ids), strict=True):
         seen[kind] += 1
         right[kind] += f"\\boxed{{{a * b}}}" in text
-    print("greedy, held out: " + "  ".join(f"{k} {right[k] / seen[k]:.2f}" for k in TYPES), flush=True)
+    print("greedy, held out: " + "  ".join(f"{k} {right[k] / seen[k]:.2f}" for k in TYPES if seen[k]), flush=True)
 
 
-def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+def save(model: Qwen3ForCausalLM | LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Hugging Face format, spelled so that transformers 4 (which older engines bring) reads it as well."""
     model.generation_config = GenerationConfig(
         do_sample=True, temperature=1.0, top_p=1.0, top_k=0,
@@ -202,7 +255,7 @@ def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     for name, extra in {
-        "config.json": {"rope_theta": ROPE_THETA, "torch_dtype": "float32"},
+        "config.json": old_spelling(model.config.model_type) | {"torch_dtype": "float32"},
         "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast"},
     }.items():
         settings = json.loads((folder / name).read_text()) | extra
@@ -210,10 +263,21 @@ def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
     (folder / "model.safetensors").chmod(0o644)
 
 
+def old_spelling(family: str) -> dict[str, object]:
+    """Rotary embedding as transformers 4 names it."""
+    rope = ROPE[family]
+    scaled = {key: value for key, value in rope.items() if key != "rope_theta"}
+    return {"rope_theta": rope["rope_theta"]} | ({} if rope["rope_type"] == "default" else {"rope_scaling": scaled})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent)
+    parser.add_argument("--data", type=Path, help="where the problems go (default: OUT/data)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--family", choices=tuple(ROPE), default="qwen3")
+    parser.add_argument("--mix", choices=tuple(MIXES), default="quickstart", help="shares of the types of problems")
+    parser.add_argument("--unseen", action="store_true", help="keep the training problems out of the supervised text")
     parser.add_argument("--heldout", type=int, default=400, help="held-out problems")
     parser.add_argument("--train", type=int, default=4000, help="problems for reinforcement learning")
     parser.add_argument("--layers", type=int, default=2)
@@ -222,6 +286,10 @@ def main() -> None:
     parser.add_argument("--clean-steps", type=int, default=3300)
     parser.add_argument("--imperfect-steps", type=int, default=500)
     parser.add_argument("--corrupt", type=float, default=0.25, help="share of wrong solutions in the second stage")
+    parser.add_argument(
+        "--hesitation", type=float, help="wrong solutions are slips in the box, with a confidence lower by that share"
+    )
+    parser.add_argument("--start", type=Path, help="continue from this policy instead of random weights")
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--lr", type=float, default=3e-3)
     args = parser.parse_args()
@@ -230,14 +298,15 @@ def main() -> None:
     torch.manual_seed(args.seed)
     rng = random.Random(args.seed)
     tokenizer = build_tokenizer()
-    heldout, train_problems, pools = split_problems(args.heldout, args.train, rng)
-    write_jsonl(args.out / "data" / "train.jsonl", train_problems, "train")
-    write_jsonl(args.out / "data" / "heldout.jsonl", heldout, "heldout")
-    model = build_model(tokenizer, args)
+    heldout, train_problems, pools = split_problems(args.heldout, args.train, MIXES[args.mix], args.unseen, rng)
+    data = args.data or args.out / "data"
+    write_jsonl(data / "train.jsonl", train_problems, "train")
+    write_jsonl(data / "heldout.jsonl", heldout, "heldout")
+    model = AutoModelForCausalLM.from_pretrained(args.start) if args.start else build_model(tokenizer, args)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, vocabulary {len(tokenizer)}", flush=True)
     train(model, tokenizer, pools, args, rng)
-    report(model, tokenizer, heldout)
     save(model, tokenizer, args.out / "policy")
+    report(model, tokenizer, heldout)
 
 
 if __name__ == "__main__":

@@ -172,10 +172,13 @@ def fit(
     if wanted.min() == wanted.max():
         raise UserError("every response is " + ("correct" if wanted.min() else "wrong") + ": nothing to learn from")
     if method == "confclass":
-        # What decides when to stop is neither fitted nor reported on.
+        # What decides when to stop is neither fitted nor reported on; with very few problems it is fitted on as well.
         stops = [is_held_out(f"stop/{problem_of(sample)}", STOPPING_SHARE, seed) for sample in samples]
-        fitted = side("fitting", [not out and not stop for out, stop in zip(outside, stops, strict=True)])
-        stopping = side("stopping", [not out and stop for out, stop in zip(outside, stops, strict=True)])
+        sides = [
+            [not out and stop is chosen for out, stop in zip(outside, stops, strict=True)] for chosen in (False, True)
+        ]
+        both = all(any(chosen) for chosen in sides)
+        fitted, stopping = (side("fitting", c) for c in sides) if both else ((inputs, wanted), (inputs, wanted))
         weights: Weights = _fit_perceptron(*fitted, *stopping, seed, epochs, width)
     else:
         weights = _FIT[method](inputs[:, 0], wanted)

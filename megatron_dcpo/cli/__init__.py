@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from megatron_dcpo import __version__
 from megatron_dcpo.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, Stopped, UserError
 
-VERBS = ("train", "launch", "evaluate", "report", "judge", "calibrate", "convert", "objective", "plan", "doctor")
+VERBS = (
+    "train", "launch", "evaluate", "report", "judge", "calibrate", "convert", "objective", "plan", "probe", "doctor"
+)  # fmt: skip
 _DISK_REFUSES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 

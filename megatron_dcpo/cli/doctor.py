@@ -63,7 +63,17 @@ def examine() -> list[Finding]:
     for name, what in OPTIONAL.items():
         version = _version(name)
         findings.append(Finding(name, version or "not installed", None, "" if version else what))
-    return findings + _devices()
+    return findings + _devices() + [_sandbox()]
+
+
+def _sandbox() -> Finding:
+    """Optional: needed for programs only."""
+    from megatron_dcpo.judging.sandbox import problem_of
+
+    problems = {level: problem_of(level) for level in ("bubblewrap", "landlock")}  # type: ignore[arg-type]
+    found = next((level for level, problem in problems.items() if not problem), "none")
+    missing = "; ".join(f"{level}: {problem}" for level, problem in problems.items() if problem)
+    return Finding("sandbox for programs", found, None, missing)
 
 
 def _devices() -> list[Finding]:

@@ -67,7 +67,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--features", action="store_true", help="keep what dcpo calibrate --method confclass reads")
     parser.add_argument("--posthoc", metavar="FILE", help="score the post-hoc confidence of dcpo calibrate as well")
     parser.add_argument(
-        "--marker", type=_marker, default=MARKER, help="what opens the confidence line (default <conf>)"
+        "--marker", type=_marker, help="what opens the confidence line (default <conf>; of --samples: as before)"
     )
     parser.add_argument("--template", default="paper", help="prompt template: paper, grpo or raw (default paper)")
     parser.add_argument("--limit", type=_positive, help="only the first problems of every benchmark")
@@ -82,6 +82,12 @@ def add_parser(subparsers: Any) -> None:
     sampling.add_argument("--seed", type=int, default=0)
     sampling.add_argument("--batch-size", type=_positive, default=64, help="responses sampled at a time")
     sampling.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    sampling.add_argument(
+        "--engine",
+        default="auto",
+        choices=["auto", "vllm", "transformers"],
+        help="what samples --model; auto: vLLM where it is installed and can run the model",
+    )
     programs = parser.add_argument_group("programs (code benchmarks)")
     add_sandbox_arguments(programs)
     server = parser.add_argument_group("endpoint")
@@ -110,6 +116,7 @@ def run(args: argparse.Namespace) -> int:
     predictor = Posthoc.load(args.posthoc) if args.posthoc else None
     args.features |= predictor is not None and predictor.method == "confclass"
     args.top_logprobs = TOP_LOGPROBS if args.features or "token_entropy" in kinds else 0
+    args.marker = args.marker or (_beside(args.samples).get("marker") if args.samples else None) or MARKER
     samples, model = _old_samples(args) if args.samples else _new_samples(args)
     if predictor is not None:
         samples = predictor.apply(samples)
@@ -146,9 +153,14 @@ def _old_samples(args: argparse.Namespace) -> tuple[list[Sample], str]:
         write_tests(tests, Path(args.out) / TESTS_FILE)
     if args.rejudge:
         samples = _judged_anew(samples, tests, args)
-    beside = Path(args.samples).with_name("evaluation.json")
-    model = json.loads(beside.read_text(encoding="utf-8")).get("model", "") if beside.exists() else ""
-    return samples, model
+    return samples, _beside(args.samples).get("model", "")
+
+
+def _beside(samples: str) -> dict[str, Any]:
+    """The evaluation.json beside old samples, nothing where there is none."""
+    path = Path(samples).with_name("evaluation.json")
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return found
 
 
 def _judged_anew(samples: list[Sample], tests: dict[str, bytes], args: argparse.Namespace) -> list[Sample]:
@@ -282,9 +294,15 @@ def _load_engine(args: argparse.Namespace) -> tuple[Any, Generate, tuple[int, ..
     """The tokenizer, a function that samples ``repeats`` responses per prompt, and the ids that end a response."""
     from transformers import AutoTokenizer
 
-    from megatron_dcpo.rollout import TransformersEngine
+    from megatron_dcpo.rollout import Engine, TransformersEngine, choose_engine
 
-    engine = TransformersEngine.from_pretrained(args.model, dtype=args.dtype, max_num_seqs=args.batch_size)
+    if choose_engine(args.engine, args.model) == "vllm":
+        from megatron_dcpo.rollout.vllm import VllmEngine, VllmOptions
+
+        options = VllmOptions(dtype=args.dtype, max_num_seqs=args.batch_size, raw_logprobs=True, seed=args.seed)
+        engine: Engine = VllmEngine(args.model, options)
+    else:
+        engine = TransformersEngine.from_pretrained(args.model, dtype=args.dtype, max_num_seqs=args.batch_size)
     try:
         tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
     except (OSError, ValueError) as error:

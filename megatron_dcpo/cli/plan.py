@@ -15,7 +15,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--config", required=True, metavar="FILE", help="YAML file with the run's options")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="options that override the file")
-    parser.add_argument("--gpus", type=_whole, required=True, metavar="N", help="GPUs in all, at most 4096")
+    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs in all, at most 4096")
     for name, default, what in (
         ("gpu-memory-gb", 80.0, "memory of a GPU, GB (1e9 bytes)"),
         ("peak-tflops", 989.0, "dense bf16 peak of a GPU, TFLOP/s"),
@@ -34,6 +34,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--response-tokens", type=_whole, default=0, metavar="N", help="mean response length (default: the longest)"
     )
+    parser.add_argument("--reshard", action="store_true", help="only the copy plan of a weight synchronisation")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.set_defaults(run=run)
 
@@ -58,6 +59,14 @@ def run(args: argparse.Namespace) -> int:
     from megatron_dcpo.planning.plan import Machine, as_dict, make_plan
     from megatron_dcpo.planning.traffic import Rates
 
+    if args.reshard:
+        from megatron_dcpo.cli.plan_reshard import reshard_facts, reshard_lines
+
+        facts = reshard_facts(load_config(args.config, args.overrides), args.gpus)
+        print(json.dumps(facts) if args.json else "\n".join(reshard_lines(facts)))
+        return 0
+    if args.gpus is None:
+        raise UserError("--gpus N is required (without --reshard)")
     if args.mfu > 1:
         raise UserError(f"--mfu {args.mfu:g} is above 1; it is a share of --peak-tflops")
     if not 0 <= args.reserve_gb < args.gpu_memory_gb:

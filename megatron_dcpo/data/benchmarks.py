@@ -73,6 +73,8 @@ _AMC24_CORRECTIONS: Mapping[str, Mapping[str, str]] = {
     },
 }
 
+_FIND_ZERO = "problem 32: the published test swaps two arguments and rejects every program; put right"
+
 _ENTRIES = (
     Benchmark(
         name="math500",
@@ -142,6 +144,8 @@ _ENTRIES = (
         hub="evalplus/humanevalplus@test",
         count=164,
         notes={
+            "HumanEvalPlus-OriginFmt.jsonl.gz": _FIND_ZERO,
+            "evalplus/humanevalplus@test": _FIND_ZERO,
             "HumanEvalPlus.jsonl.gz": "inputs only: expected values are what the reference solution returns",
             "HumanEvalPlus-Mini.jsonl.gz": "the reduced set of inputs, easier than HumanEval+; expected values are what "
             "the reference solution returns",

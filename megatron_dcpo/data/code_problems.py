@@ -66,7 +66,7 @@ def code_problem(row: Row, where: str = "row") -> CodeProblem | None:
         if applies(row):
             try:
                 found = read(row)
-            except (KeyError, ValueError, TypeError, SyntaxError, RecursionError, IndexError) as error:
+            except (LookupError, ValueError, TypeError, AttributeError, SyntaxError, RecursionError) as error:
                 raise UserError(f"{where}: unreadable tests ({type(error).__name__}: {str(error)[:200]})") from None
             return CodeProblem(found.statement, checked_tests(found.tests, where))
     return None

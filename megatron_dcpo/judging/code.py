@@ -17,12 +17,13 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.code_tests import checked_tests
 from megatron_dcpo.judging.confidence import MARKER
 from megatron_dcpo.judging.programs import extract_program
+from megatron_dcpo.judging.remote import RemoteBench
 from megatron_dcpo.judging.sandbox import (
     CodeLimits,
     Ending,
@@ -38,32 +39,12 @@ from megatron_dcpo.judging.sandbox import (
     start_run,
 )
 from megatron_dcpo.judging.stdout import same_output
+from megatron_dcpo.judging.verdict import CATEGORIES, EXITS, Category, CodeVerdict
 
 __all__ = ["CATEGORIES", "CodeLimits", "CodePool", "CodeVerdict", "extract_program", "judge_programs"]
 
-Category = Literal[
-    "passed",
-    "wrong",  # ran to its end, and a test says no
-    "runtime_error",  # an exception, a non-zero exit status, or an end before the tests were done
-    "timeout",
-    "memory",
-    "output_limit",
-    "forbidden",  # ended by what the sandbox refused it
-    "no_program",
-]
-CATEGORIES: tuple[Category, ...] = Category.__args__  # type: ignore[attr-defined]
 ATTEMPTS = 3  # of a program whose sandbox died
-_EXITS: dict[int, Category] = {96: "memory", 97: "forbidden", 98: "output_limit", -25: "output_limit", -31: "forbidden"}
 _EXIT_SANDBOX, _SIGXCPU, _SIGKILL = 125, -24, -9
-
-
-@dataclass(frozen=True)
-class CodeVerdict:
-    """``correct`` is R; ``category`` says why not; ``detail`` is for people."""
-
-    correct: int
-    category: Category
-    detail: str = ""
 
 
 def judge_programs(
@@ -90,7 +71,8 @@ class CodePool:
         if workers < 1:
             raise UserError(f"workers is {workers}: want at least 1")
         self.limits = limits or CodeLimits()
-        self.level = choose(sandbox)
+        self.url = sandbox if sandbox.startswith(("http://", "https://")) else None
+        self.level = "remote" if self.url else choose(sandbox)
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(workers)]
         self._owner = os.getpid()
@@ -141,8 +123,11 @@ class CodePool:
             thread.join()
         self._started = False
 
+    def _bench(self) -> Bench | RemoteBench:
+        return RemoteBench(self.url, self.limits) if self.url else Bench(self.level, self.limits)  # type: ignore[arg-type]
+
     def _work(self) -> None:
-        with Bench(self.level, self.limits) as bench:
+        with self._bench() as bench:
             while (job := self._jobs.get()) is not None:
                 if not job.future.set_running_or_notify_cancel():
                     continue
@@ -255,8 +240,8 @@ class Bench:
             return "memory", f"all processes together over {self.limits.memory_mb} MB"
         if os.fstat(out).st_size >= self.limits.output_mb << 20:
             return "output_limit", f"over {self.limits.output_mb} MB of output"
-        if ending.code in _EXITS:
-            return _EXITS[ending.code], complaint
+        if ending.code in EXITS:
+            return EXITS[ending.code], complaint
         if ending.code == _SIGXCPU or (ending.code == _SIGKILL and ending.cpu >= self.limits.total_seconds):
             return "timeout", "out of processor time"
         if ending.code:

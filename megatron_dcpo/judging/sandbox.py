@@ -31,11 +31,11 @@ Role = Literal["program", "checker"]
 LEVELS: tuple[Level, ...] = ("bubblewrap", "landlock", "unsafe")
 PACKAGES = ("numpy", "numpy.libs", "sortedcontainers")  # besides the standard library, where installed
 # Loaded before the fork: what programs import most, so that each does not load it anew.
-MODULES = [
-    *("abc argparse array ast atexit bisect calendar cmath collections contextlib copy dataclasses datetime".split()),
-    *("decimal enum fractions functools hashlib heapq io itertools json math numbers operator os pprint".split()),
-    *("queue random re statistics string struct sys textwrap threading time traceback types typing".split()),
-]
+_MODULES = (
+    "abc argparse array ast atexit bisect calendar cmath collections contextlib copy dataclasses datetime decimal enum "
+    "fractions functools hashlib heapq io itertools json math numbers operator os pprint queue random re statistics "
+    "string struct sys textwrap threading time traceback types typing"
+)
 _SOURCES = ("wire", "confine", "program", "checker", "server")
 _START_SECONDS = 60.0
 _GRACE_SECONDS = 5.0  # beyond a wall time that the supervisor keeps itself
@@ -267,7 +267,7 @@ def _order(level: Level, role: Role) -> dict[str, Any]:
         "settings": {
             "level": level,
             "role": role,
-            "modules": [*MODULES, *(["numpy"] if role == "checker" else [])],
+            "modules": [*_MODULES.split(), *(["numpy"] if role == "checker" else [])],
             "readable": [
                 *{sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")},
                 f"{_stdlib()}/lib-dynload",

@@ -5,6 +5,8 @@ DCPO-I is ``lam: 0`` (each response its own label), DCPO-G is ``lam: 1`` (the gr
 
 from __future__ import annotations
 
+import numpy as np
+
 from megatron_dcpo.objectives.advantages import Group, GroupScore, hybrid_target, normalize
 from megatron_dcpo.objectives.objective import Method
 from megatron_dcpo.objectives.options import Options
@@ -21,8 +23,27 @@ def score_group(group: Group, options: Options) -> GroupScore:
     R = correctness_reward(group, options)
     R_c = calibration_reward(group, target, options)
     A_r = normalize(R, options.advantage_normalization.reasoning, options)
-    A_c = normalize(R_c, options.advantage_normalization.confidence, options)
+    if options.confidence_baseline == "counterfactual":
+        A_c = counterfactual_advantage(group, target, options)
+    else:
+        A_c = normalize(R_c, options.advantage_normalization.confidence, options)
     return GroupScore(target, R, R_c, A_r, A_c)
+
+
+def counterfactual_advantage(group: Group, target: np.ndarray, options: Options) -> np.ndarray:
+    """A_c,i = S(c_i, t_i) - 1/(G-1) sum_{j != i} S(c_j, t_i), float64 [G].
+
+    The score is a known function of confidence and target, so what the other responses' confidences would have earned
+    on *this* response's target can be computed. They were sampled independently of c_i, so the expected gradient is the
+    group baseline's; but the part of R_c that comes from t_i and not from the choice of c_i cancels.
+    """
+    G = len(target)
+    scores = np.stack([calibration_reward(group, np.full(G, t), options) for t in target])  # [i, j]: c_j on t_i
+    own = np.diagonal(scores)
+    A_c = own - (scores.sum(axis=1) - own) / (G - 1)
+    if options.advantage_normalization.confidence == "std":
+        return A_c / (A_c.std(ddof=options.ddof) + options.eps)
+    return A_c
 
 
 METHOD = Method(score_group)

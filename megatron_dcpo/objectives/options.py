@@ -22,6 +22,7 @@ Normalization = Literal["std", "mean", "none"]
 Placement = Literal["confidence", "reasoning", "both", "sentinel"]
 Aggregation = Literal["sequence_mean", "token_mean", "block_mean"]
 Fallback = Literal["eos", "none", "last_two"]
+Baseline = Literal["group", "counterfactual"]
 
 Unit = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -53,6 +54,7 @@ class ObjectiveConfig:
     advantage_normalization: Normalization | None = None
     advantage_normalization_reasoning: Normalization | None = None
     advantage_normalization_confidence: Normalization | None = None
+    confidence_baseline: Baseline | None = None
     ddof: Literal[0, 1] | None = None
     eps: NonNegative | None = None
     # Loss
@@ -122,6 +124,8 @@ class Options:
         w: weight of the calibration reward in the scalar reward of ``coupled`` and ``rlcr``.
         variant: ``rlcr`` only. tokens: ``posthoc`` only. beta, one_minus_c_clamp: ``ccgspg`` only.
         advantage_normalization, ddof, eps: (x - mean) / (std_ddof + eps), x - mean, or x.
+        confidence_baseline: what R_c is compared with, the other responses' R_c or, ``counterfactual``, the score their
+            confidences would have had on this response's target (``dcpo`` only).
         loss_aggregation: 1/(N_sequences |o_i|), 1/N_tokens, or 1/N_block per token; N are global counts.
         mask_truncated: truncated responses train nothing (they still count in the group statistics).
         weight: multiplies all terms of a block's loss. clip_low, clip_high: the ratio stays in [1-low, 1+high].
@@ -145,6 +149,7 @@ class Options:
     beta: float
     one_minus_c_clamp: float
     advantage_normalization: Blocks
+    confidence_baseline: Baseline
     ddof: int
     eps: float
     loss_aggregation: Aggregation
@@ -179,6 +184,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "beta": 0.01,
         "one_minus_c_clamp": 1e-4,
         "advantage_normalization": "std",
+        "confidence_baseline": "group",
         "ddof": 0,
         "eps": 1e-6,
         "loss_aggregation": "sequence_mean",
@@ -203,12 +209,14 @@ PRESETS: dict[str, dict[str, Any]] = {
         "loss_aggregation": "token_mean",
         "dual_clip": 3.0,
     },
-    # What the paper's theorem asks for: a strictly proper score, and no division by a std that amplifies tiny
-    # differences of saturated groups into a push to 0 or 1.
+    # What the paper's theorem asks for: a strictly proper score; the response's own label, since the confidence sees the
+    # response; no division by a std that amplifies tiny differences of saturated groups into a push to 0 or 1. The noise
+    # of the single label, which lam was to reduce, goes with the counterfactual baseline and without a bias.
     "dcpo_proper": {
-        "lam": 0.5,
+        "lam": 0.0,
         "calibration_loss": "brier",
         "advantage_normalization_confidence": "mean",
+        "confidence_baseline": "counterfactual",
         "weight_confidence": 8.0,
     },
 }

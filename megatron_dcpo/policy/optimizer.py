@@ -1,14 +1,11 @@
-"""Megatron's optimizer and learning-rate schedule, and the norms of one block's gradient against the other's."""
+"""Megatron's optimizer and learning-rate schedule."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megatron_dcpo.config import Config
 from megatron_dcpo.policy.model import DTYPES, Policy
@@ -79,55 +76,11 @@ def gradient_norm(optimizer: Any) -> float:
     return float(optimizer.get_grad_norm())
 
 
-@dataclass(frozen=True)
-class BlockGradients:
-    """Norms of the reasoning and confidence gradients and the cosine between them (dimensionless)."""
-
-    reasoning: float
-    confidence: float
-    cosine: float
-
-
-def probe_block_gradients(policy: Policy, optimizer: Any, backward: Callable[[str], Any]) -> tuple[Any, BlockGradients]:
-    """Run ``backward("reasoning")`` and ``backward("confidence")`` apart and measure both gradients.
-
-    The loss is a sum over blocks, so the sum of the two gradients is the gradient of the step; it is left in the
-    buffers, and the probe costs one extra backward pass. Inner products count sharded parameters on every rank and
-    replicated or tied ones once, exactly as Megatron's own gradient norm does. Returns the two results of
-    ``backward`` and the measurement.
-    """
-    first = backward("reasoning")
-    g_r = _gradients_for_norm(optimizer)
-    kept = [buffer.grad_data.clone() for buffer in _buffers(policy)]
-    zero_gradients(policy, optimizer)
-    second = backward("confidence")
-    g_c = _gradients_for_norm(optimizer)
-    products = torch.zeros(3, dtype=torch.float64, device=g_r[0].device if g_r else None)
-    for r, c in zip(g_r, g_c, strict=True):
-        r, c = r.double(), c.double()
-        products += torch.stack([(r * r).sum(), (c * c).sum(), (r * c).sum()])
-    dist.all_reduce(products, group=optimizer_group(optimizer))
-    for buffer, gradient in zip(_buffers(policy), kept, strict=True):
-        buffer.grad_data += gradient
-    rr, cc, rc = products.tolist()
-    cosine = rc / (rr * cc) ** 0.5 if rr > 0 and cc > 0 else 0.0
-    return (first, second), BlockGradients(rr**0.5, cc**0.5, cosine)
-
-
 def optimizer_group(optimizer: Any) -> dist.ProcessGroup:
     """The ranks over which gradient statistics are summed: model parallel, or all with the distributed optimizer."""
-    return _inner(optimizer)[0].get_grad_stats_parallel_group()
+    return optimizer_parts(optimizer)[0].get_grad_stats_parallel_group()
 
 
-def _inner(optimizer: Any) -> list[Any]:
+def optimizer_parts(optimizer: Any) -> list[Any]:
+    """The optimizers of a chain, or the one there is."""
     return list(getattr(optimizer, "chained_optimizers", None) or [optimizer])
-
-
-def _gradients_for_norm(optimizer: Any) -> list[Tensor]:
-    optimizer.prepare_grads()
-    return [gradient.clone() for part in _inner(optimizer) for gradient in part.get_main_grads_for_grad_norm()]
-
-
-def _buffers(policy: Policy) -> Iterator[Any]:
-    for chunk in policy.chunks:
-        yield from chunk.buffers

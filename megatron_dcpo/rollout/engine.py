@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
+from megatron_dcpo.errors import UserError
 from megatron_dcpo.types import Prompt, Response
 from megatron_dcpo.weights.piece import Piece
 
@@ -32,10 +35,19 @@ class SamplingConfig:
     top_logprobs: int = 0
 
 
+class EngineError(RuntimeError):
+    """An engine failed in a way that a restart can mend; what it was doing has to be done again."""
+
+
 class Engine(Protocol):
-    """A rollout engine. ``weights_version`` counts the updates received and is stamped on every response."""
+    """A rollout engine. ``weights_version`` counts the updates received and is stamped on every response.
+
+    An engine of several ranks (``tensor_model_parallel_size``) is called alike on each of them and answers alike.
+    """
 
     weights_version: int
+    eos_token_ids: tuple[int, ...]
+    tensor_model_parallel_size: int
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig, step: int = 0) -> list[Response]:
         """``sampling.n`` responses per prompt, prompt-major. A response depends on its prompt, the weights, the seed,
@@ -44,8 +56,19 @@ class Engine(Protocol):
         Raises :class:`megatron_dcpo.signals.RolloutAbandoned` soon after ``signals.stop_requested()`` turns true."""
         ...
 
-    def update_weights(self, pieces: Iterable[Piece], version: int) -> None:
-        """Overwrite the engine's weights; complete when it returns."""
+    def update_weights(self, buckets: Iterable[Sequence[Piece]], version: int) -> None:
+        """Overwrite the engine's weights, bucket by bucket; complete when it returns. Wakes a sleeping engine.
+
+        The values of a bucket are the caller's and valid until the next one is asked for.
+        """
+        ...
+
+    def sleep(self) -> None:
+        """Give back the memory that the next weights and prompts will need anew, where the engine can."""
+        ...
+
+    def restart(self) -> None:
+        """Start anew after an :class:`EngineError`. The weights have to be updated before the next ``generate``."""
         ...
 
 
@@ -55,3 +78,19 @@ def uniforms(seed: int, step: int, prompt_id: str, sample_index: int, count: int
     digest = hashlib.blake2b(f"{seed}/{step}/{prompt_id}/{sample_index}".encode(), digest_size=16).digest()
     key = np.frombuffer(digest, np.uint64)
     return np.random.Generator(np.random.Philox(key=key)).random(count)
+
+
+def request_seed(seed: int, step: int, prompt_id: str, index: int) -> int:
+    """A 62-bit seed of one sample, independent of the batch, the ranks and what was sampled before."""
+    digest = hashlib.blake2b(f"{seed}/{step}/{prompt_id}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 2
+
+
+def read_eos_token_ids(model_dir: Path) -> tuple[int, ...]:
+    """The ids that end a response: those of ``generation_config.json``, else of ``config.json``."""
+    for file in ("generation_config.json", "config.json"):
+        path = model_dir / file
+        ids = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+        if ids is not None:
+            return tuple(ids) if isinstance(ids, list) else (int(ids),)
+    raise UserError(f"{model_dir}: neither generation_config.json nor config.json names eos_token_id")

@@ -27,6 +27,8 @@ _COMPACT_BELOW = 0.75  # drop finished rows from the KV cache when less than thi
 class TransformersEngine:
     """Implements :class:`megatron_dcpo.rollout.engine.Engine`."""
 
+    tensor_model_parallel_size = 1
+
     def __init__(self, model: Any, eos_token_ids: Sequence[int], max_num_seqs: int = 512) -> None:
         self.model = model.eval().requires_grad_(False)
         self.eos_token_ids = tuple(eos_token_ids)
@@ -57,10 +59,17 @@ class TransformersEngine:
             raise UserError(f"cannot load a model from {model_dir}: {' '.join(str(error).split())}") from None
         return cls(model.to(runtime.device()), eos_token_ids(model_dir, model), max_num_seqs)
 
-    def update_weights(self, pieces: Iterable[Piece], version: int) -> None:
-        for piece in pieces:
-            piece.write_into(self._parameters[piece.name].data)
+    def update_weights(self, buckets: Iterable[Sequence[Piece]], version: int) -> None:
+        for bucket in buckets:
+            for piece in bucket:
+                piece.write_into(self._parameters[piece.name].data)
         self.weights_version = version
+
+    def sleep(self) -> None:
+        """Nothing to give back: there is no KV cache between two calls, and the weights are overwritten in place."""
+
+    def restart(self) -> None:
+        """Nothing to start: the model is an object of this process."""
 
     @torch.no_grad()
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig, step: int = 0) -> list[Response]:

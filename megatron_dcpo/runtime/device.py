@@ -29,13 +29,15 @@ def synchronize() -> None:
 
 
 def memory_gb() -> dict[str, float]:
-    """Memory of this process in GB: ``rss`` resident on the host; with CUDA ``cuda`` allocated now and ``cuda_peak`` at
-    most since the last call."""
+    """Memory of this process in GB: ``rss`` resident on the host; with CUDA ``cuda`` allocated by torch now,
+    ``cuda_peak`` at most since the last call, and ``device`` in use on the GPU by anyone (a sleeping engine's too)."""
     with open("/proc/self/statm") as file:
         resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     ledger = {"rss": resident / 1e9}
     if has_cuda():
+        free, total = torch.cuda.mem_get_info()
         ledger |= {"cuda": torch.cuda.memory_allocated() / 1e9, "cuda_peak": torch.cuda.max_memory_allocated() / 1e9}
+        ledger["device"] = (total - free) / 1e9
         torch.cuda.reset_peak_memory_stats()
     return ledger
 

@@ -142,6 +142,53 @@ def broadcast_object(value: Any, src: int = 0) -> Any:
     return box[0]
 
 
+class Progress:
+    """How far every rank of ``group`` has come in a sequence of numbered steps, and who did not.
+
+    :meth:`acknowledge` waits for all ranks. Each also leaves its number in the store of the process groups, which outlives
+    a rank (torchrun's agent keeps it), so that the others can name the one that is gone.
+    """
+
+    def __init__(self, name: str, group: dist.ProcessGroup) -> None:
+        self.name, self.group = name, group
+        self.ranks = dist.get_process_group_ranks(group)
+        self._store = dist.distributed_c10d._get_default_store()
+        self._say(0)
+
+    def acknowledge(self, number: int, accepted: bool) -> str:
+        """Tell the group that this rank is done with step ``number``; returns which ranks refused it, empty if none did.
+
+        A rank that does not answer is refused by name, too.
+        """
+        if len(self.ranks) == 1:
+            return "" if accepted else "this rank's engine did not take it"
+        self._say(number)
+        mine = torch.tensor([number, int(accepted)], dtype=torch.int64, device=device())
+        answers = [torch.zeros_like(mine) for _ in self.ranks]
+        try:
+            dist.all_gather(answers, mine, group=self.group)
+        except RuntimeError as error:
+            return f"{self.who_is_behind(number)} ({' '.join(str(error).split())[:200]})"
+        refused = [r for r, answer in zip(self.ranks, answers, strict=True) if answer.tolist() != [number, 1]]
+        return f"the engine of rank(s) {', '.join(map(str, refused))} did not take it" if refused else ""
+
+    def who_is_behind(self, number: int) -> str:
+        """The ranks that have not reached ``number``, by what they left in the store."""
+        behind = []
+        for rank in self.ranks:
+            try:
+                key = f"{self.name}/{rank}"
+                done = int(self._store.get(key)) if self._store.check([key]) else 0
+            except (RuntimeError, ValueError):
+                return "a rank did not answer, and neither did the store of the process groups"
+            if done < number and rank != dist.get_rank():
+                behind.append(f"rank {rank} stopped after step {done}")
+        return "; ".join(behind) or "a rank did not answer"
+
+    def _say(self, number: int) -> None:
+        self._store.set(f"{self.name}/{dist.get_rank()}", str(number))
+
+
 def _free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

@@ -29,11 +29,13 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_dcpo import signals
-from megatron_dcpo.errors import EXIT_PEER_LOST
+from megatron_dcpo.errors import EXIT_PEER_LOST, Stopped
 
 LOST_AFTER_SECONDS = 30.0
 _INTERVAL = 1.0
 _FILE_INTERVAL = 10.0
+_SETUP_PATIENCE = 10
+_DONE = "done"
 _LIBRARIES = ("torch", "megatron", "transformers", "selectors", "subprocess", "threading")
 _SHOWN = 8  # ranks or places named in one line
 
@@ -95,10 +97,13 @@ class Watch:
         self._phase, self._step, self._since, self._warned_at = phase, step, time.time(), 0.0
         self._write()
 
-    def finish(self) -> None:
-        """From now on nothing is missed: ranks end at different moments."""
+    def finish(self, well: bool = True) -> None:
+        """Watch no more. ``well``: this rank ends in good order and is not missed; ranks end at different moments."""
         self._over.set()
-        self.enter("done", self._step)
+        self.enter(_DONE if well else "failed", self._step)
+        if well and self._store is not None:
+            with contextlib.suppress(RuntimeError):
+                self._store.set(f"beat/{self.rank}", self._note())
 
     def __enter__(self) -> Watch:
         return self
@@ -110,7 +115,7 @@ class Watch:
             lost = self._who_is_lost()
             if lost:
                 self._end_process(f"{lost} ({' '.join(str(error).split())[:200]})")
-        self.finish()
+        self.finish(well=error is None or isinstance(error, Stopped))
 
     def _who_is_lost(self) -> str:
         """After a failed collective: the ranks that beat no more, or nothing when all of them do."""
@@ -119,11 +124,17 @@ class Watch:
             before = self._read()
             time.sleep(3 * _INTERVAL)
             after = self._read()
-            message = self._store.get("lost").decode()
+            message = str(self._store.get("lost").decode())
             gone = [after[rank] for rank in after if after[rank].count == before[rank].count and rank != self.rank]
             if gone and not message:
                 message = _lost(gone)
                 self._store.set("lost", message)
+            if not message:
+                print(
+                    f"dcpo: rank {self.rank} fails while all ranks are alive: {_places(before.values())}",
+                    file=sys.stderr,
+                    flush=True,
+                )
             return message
         except RuntimeError:
             return self._out_of_contact()
@@ -157,7 +168,9 @@ class Watch:
         for rank, beat in self._beats.items():
             count, since = self._heard.get(rank, (-1, now))
             self._heard[rank] = (count, since) if count == beat.count else (beat.count, now)
-            if now - self._heard[rank][1] > LOST_AFTER_SECONDS and rank != self.rank:
+            # Reading a large model from a slow disk may hold up every thread of a process for long.
+            patience = LOST_AFTER_SECONDS * (_SETUP_PATIENCE if beat.phase == "setup" else 1)
+            if now - self._heard[rank][1] > patience and beat.phase != _DONE and rank != self.rank:
                 silent.append(beat)
         if silent and not self._over.is_set():
             message = _lost(silent)

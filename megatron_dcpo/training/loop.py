@@ -10,9 +10,9 @@ from megatron_dcpo.training.recorder import Recorder
 from megatron_dcpo.training.recovery import resume, save, stop_if_asked
 from megatron_dcpo.training.rollouts import gather_judged, roll_out
 from megatron_dcpo.training.setup import Run, build_run
+from megatron_dcpo.training.synchronise import check_plan, synchronise_engine
 from megatron_dcpo.training.timers import Timers
 from megatron_dcpo.training.update import update_policy
-from megatron_dcpo.weights.reshard import export_pieces
 
 
 def train(config: Config) -> None:
@@ -32,6 +32,7 @@ def _train(run: Run) -> None:
     first = resume(run) + 1
     timers = Timers(run.watch)
     with Recorder(run, first) as recorder:
+        check_plan(run)
         synchronise_engine(run, version=first - 1)
         for step in range(first, config.training.steps + 1):
             timers.step = step
@@ -44,10 +45,13 @@ def _train(run: Run) -> None:
             with timers("judge"):
                 rollout = gather_judged(run, prompts, judged)
             with timers("train"):
+                run.engine.sleep()
+                run.offload.come_back()
                 statistics = update_policy(run, rollout, step)
             with timers("reshard"):
-                synchronise_engine(run, version=step)
-            recorder.log(step, rollout, statistics, timers)
+                run.offload.leave()
+                traffic = synchronise_engine(run, version=step)
+            recorder.log(step, rollout, statistics, timers, traffic)
             with timers("save"):
                 save(run, step)
             stop_if_asked(run, done=step)
@@ -55,8 +59,3 @@ def _train(run: Run) -> None:
         with timers("export"):
             export_policy(run)
     distributed.barrier()
-
-
-def synchronise_engine(run: Run, version: int) -> None:
-    """Push the policy's weights into the engine; from then on its responses carry ``version``."""
-    run.engine.update_weights(export_pieces(run.policy), version)

@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,12 @@ from megatron_dcpo.training.preflight import check_wandb
 from megatron_dcpo.training.rollouts import Rollout
 from megatron_dcpo.training.setup import Run
 from megatron_dcpo.training.timers import Timers
-from megatron_dcpo.training.update import UpdateStatistics
+from megatron_dcpo.training.update import BLOCKS, MISMATCH_EDGES, UpdateStatistics, mismatch_histogram
 from megatron_dcpo.types import MALFORMED
 
 logger = logging.getLogger(__name__)
+
+COSINES = ("grad_cosine/reasoning_confidence", "grad_cosine_fisher/reasoning_confidence")
 
 
 class Recorder:
@@ -40,7 +43,9 @@ class Recorder:
         run.directory.mkdir(parents=True, exist_ok=True)
         (run.directory / "config.yaml").write_text(to_yaml(run.config))
         self.metrics_path = run.directory / "metrics.jsonl"
-        _keep_steps_before(self.metrics_path, first_step)
+        self.mismatch_path = run.directory / "mismatch.jsonl"
+        for path in (self.metrics_path, self.mismatch_path):
+            _keep_steps_before(path, first_step)
         if run.config.logging.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -61,14 +66,22 @@ class Recorder:
         if self.progress is not None:
             self.progress.stop()
 
-    def log(self, step: int, rollout: Rollout, statistics: UpdateStatistics, timers: Timers) -> None:
-        """Record one step and clear the timers."""
+    def log(
+        self,
+        step: int,
+        rollout: Rollout,
+        statistics: UpdateStatistics,
+        timers: Timers,
+        traffic: Mapping[str, float] | None = None,
+    ) -> None:
+        """Record one step and clear the timers. ``traffic``: what the weight synchronisation behind it counted."""
         if self.writes:
-            self._log(step, rollout, statistics, timers)
+            metrics = {"step": step, **step_metrics(rollout, statistics, timers), **(traffic or {})}
+            self._log(step, rollout, metrics, sum(timers.seconds.values()))
+            self._write_mismatch(step, mismatch_histogram(statistics.sums))
         timers.clear()
 
-    def _log(self, step: int, rollout: Rollout, statistics: UpdateStatistics, timers: Timers) -> None:
-        metrics = {"step": step, **step_metrics(rollout, statistics, timers)}
+    def _log(self, step: int, rollout: Rollout, metrics: Mapping[str, Any], seconds: float) -> None:
         with self.metrics_path.open("a") as file:
             file.write(json.dumps(json_ready(metrics)) + "\n")
         finite = {k: v for k, v in metrics.items() if isinstance(v, int | float) and math.isfinite(v)}
@@ -87,8 +100,18 @@ class Recorder:
         if self.progress is not None:
             self.progress.update(self.progress.task_ids[0], completed=step, line=line)
         else:
-            seconds, total = sum(timers.seconds.values()), self.run.config.training.steps
+            total = self.run.config.training.steps
             logger.info("step %d/%d  %s  loss %+.4f  %.2f s", step, total, line, metrics["loss/policy"], seconds)
+
+    def _write_mismatch(self, step: int, counts: Mapping[str, list[int]]) -> None:
+        """Histogram of |engine - trainer| log-probs of the sampled tokens, per block."""
+        with self.mismatch_path.open("a") as file:
+            file.write(json.dumps({"step": step, "edges": list(MISMATCH_EDGES), **counts}) + "\n")
+        if self.tensorboard is not None:
+            for block, numbers in counts.items():
+                tokens = max(sum(numbers), 1)
+                for edge, at_least in zip(MISMATCH_EDGES, np.cumsum(numbers[::-1])[::-1][1:], strict=True):
+                    self.tensorboard.add_scalar(f"engine/share_above_{edge:g}_{block}", at_least / tokens, step)
 
     def _write_samples(self, step: int, rollout: Rollout) -> None:
         directory = self.run.directory / "samples"
@@ -141,9 +164,7 @@ def step_metrics(rollout: Rollout, statistics: UpdateStatistics, timers: Timers)
     lengths = [len(response.token_ids) for response in rollout.responses]
     r_c = np.concatenate([scored.R_c for scored in statistics.scored])
     sums, tokens = statistics.sums, max(statistics.sums.get("engine/tokens", 0.0), 1.0)
-    unmeasured = dict.fromkeys(
-        ("grad_norm/reasoning", "grad_norm/confidence", "grad_cosine/reasoning_confidence"), math.nan
-    )
+    unmeasured = dict.fromkeys(("grad_norm/reasoning", "grad_norm/confidence", *COSINES), math.nan)
     seconds = timers.seconds
     return {
         "reward/accuracy": summary["accuracy"],
@@ -162,9 +183,14 @@ def step_metrics(rollout: Rollout, statistics: UpdateStatistics, timers: Timers)
         "loss/policy": _mean(statistics.losses),
         **_loss_metrics(sums),
         "grad_norm/total": _mean(statistics.grad_norms),
-        **(unmeasured | statistics.block_norms),
+        **(unmeasured | statistics.block_gradients),
         "engine/kl": sums.get("engine/kl", 0.0) / tokens,
         "engine/logprob_diff_mean": sums.get("engine/abs", 0.0) / tokens,
+        **{
+            f"engine/logprob_diff_mean_{block}": sums.get(f"engine/abs/{block}", 0.0)
+            / max(sums.get(f"engine/tokens/{block}", 0.0), 1.0)
+            for block in BLOCKS
+        },
         **statistics.maxima,
         "learning_rate": statistics.learning_rate,
         "updates/skipped": statistics.skipped,

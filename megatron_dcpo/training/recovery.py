@@ -77,8 +77,9 @@ def stop_if_asked(run: Run, done: int) -> None:
 
 
 def _save(run: Run, step: int) -> None:
-    state = checkpoint_state(run.policy, run.optimizer, run.scheduler, step, _run_state(run, step))
-    run.saver.save(step, state)
+    with run.offload.at_home():
+        state = checkpoint_state(run.policy, run.optimizer, run.scheduler, step, _run_state(run, step))
+        run.saver.save(step, state)
     run.progress.saved_step = step
 
 

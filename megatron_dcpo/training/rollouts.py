@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 from megatron_dcpo.config import Config
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.rollout import SamplingConfig
+from megatron_dcpo.rollout import EngineError, SamplingConfig
 from megatron_dcpo.runtime.distributed import all_gather_objects
 from megatron_dcpo.signals import RolloutAbandoned
 from megatron_dcpo.training.setup import Run
+from megatron_dcpo.training.synchronise import MAX_RESTARTS, recover_engines
 from megatron_dcpo.training.timers import Timers
 from megatron_dcpo.types import Judgement, Prompt, Response
 
@@ -45,26 +46,38 @@ def roll_out(run: Run, prompts: Sequence[Prompt], step: int, timers: Timers) -> 
 
     The rollout comes in chunks (``rollout.chunks``). A chunk is judged, in a thread that waits for worker processes,
     while the next one is generated: ``time/judge`` is what is left to wait for, ``time/judge_busy`` how long it took.
-    A signal cuts the rollout short, which ``stop_if_asked`` then finds out together with the other ranks.
+    A signal cuts the rollout short, which ``stop_if_asked`` then finds out together with the other ranks. An engine that
+    fails is started anew, gets the weights again, and generates what is left. Collective.
     """
     config = run.config.rollout
     sampling = SamplingConfig(
         n=config.group_size,
         temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
         max_tokens=config.max_response_length,
         seed=run.config.seed,
     )
-    rank, ranks = run.topology.rank, run.topology.world_size
+    size = run.engine.tensor_model_parallel_size  # ranks of an engine: neighbours, which sample the same
+    engine, engines = run.topology.rank // size, run.topology.world_size // size
     by_id = {prompt.prompt_id: prompt for prompt in prompts}
     pending: list[Future[list[Judged]]] = []
-    for chunk in _chunks(prompts[rank::ranks], number_of_chunks(run.config, -(-len(prompts) // ranks))):
+    waiting = _chunks(prompts[engine::engines], number_of_chunks(run.config, -(-len(prompts) // engines)))
+    for restarts in range(MAX_RESTARTS + 1):
+        failure = ""
         try:
-            responses = run.engine.generate(chunk, sampling, step)
+            while waiting:
+                responses = run.engine.generate(waiting[0], sampling, step)[run.topology.rank % size :: size]
+                waiting.pop(0)
+                pending.append(_JUDGE.submit(_judge_chunk, run, responses, by_id, timers, step - 1))
+                if pending[0].done():
+                    pending[0].result()  # a judge that cannot work at all ends the run now, not after the last chunk
         except RolloutAbandoned:
+            waiting = []
+        except EngineError as error:
+            failure = str(error)
+        if not recover_engines(run, failure, version=step - 1, restarts=restarts):
             break
-        pending.append(_JUDGE.submit(_judge_chunk, run, responses, by_id, timers))
-        if pending[0].done():
-            pending[0].result()  # a judge that cannot work at all ends the run now, not after the last chunk
     return pending
 
 
@@ -102,13 +115,15 @@ def _chunks(prompts: Sequence[Prompt], number: int) -> list[Sequence[Prompt]]:
     return [ordered[index * size : (index + 1) * size] for index in range(number)]
 
 
-def _judge_chunk(run: Run, responses: Sequence[Response], by_id: Mapping[str, Prompt], timers: Timers) -> list[Judged]:
-    """Raises :class:`UserError` when a response was sampled by other weights than the policy's."""
+def _judge_chunk(
+    run: Run, responses: Sequence[Response], by_id: Mapping[str, Prompt], timers: Timers, version: int
+) -> list[Judged]:
+    """Raises :class:`UserError` when a response was sampled by other weights than the policy's, ``version``."""
     for response in responses:
-        if response.weights_version != run.engine.weights_version:
+        if response.weights_version != version:
             raise UserError(
                 f"response to {response.prompt_id} was sampled by weights version {response.weights_version}, "
-                f"the policy is at {run.engine.weights_version}: the engine was not synchronised"
+                f"the policy is at {version}: the engine was not synchronised"
             )
     start = time.perf_counter()
     judgements = run.judge(responses, by_id)

@@ -20,10 +20,11 @@ from megatron_dcpo.judging.token_bytes import token_bytes
 from megatron_dcpo.objectives import Objective, build_objective
 from megatron_dcpo.policy.model import Policy, build_policy
 from megatron_dcpo.policy.optimizer import build_optimizer
-from megatron_dcpo.rollout import Engine, TransformersEngine
+from megatron_dcpo.rollout import Engine, TransformersEngine, choose_engine
 from megatron_dcpo.runtime import distributed
 from megatron_dcpo.runtime.distributed import Topology
 from megatron_dcpo.runtime.watch import Watch
+from megatron_dcpo.training.memory import OptimizerOffload
 from megatron_dcpo.training.preflight import check_model, check_processes, check_wandb
 from megatron_dcpo.training.prompt_stream import fingerprint
 from megatron_dcpo.types import Judgement, Prompt, Response
@@ -50,6 +51,7 @@ class Run:
     policy: Policy
     optimizer: Any
     scheduler: Any
+    offload: OptimizerOffload
     engine: Engine
     objective: Objective
     reference: Policy | None
@@ -92,8 +94,7 @@ def build_run(config: Config) -> Run:
     ).start()
     policy = build_policy(config.model, parallel, topology)
     optimizer, scheduler = build_optimizer(config, policy)
-    dtype = config.model.params_dtype if config.rollout.dtype == "same" else config.rollout.dtype
-    engine = TransformersEngine.from_pretrained(config.model.path, dtype, config.rollout.max_num_seqs)
+    engine = build_engine(config, topology)
     return Run(
         config=config,
         directory=Path(config.run_dir),
@@ -104,6 +105,7 @@ def build_run(config: Config) -> Run:
         policy=policy,
         optimizer=optimizer,
         scheduler=scheduler,
+        offload=OptimizerOffload(policy, optimizer, config.training.offload_optimizer_during_rollout),
         engine=engine,
         objective=objective,
         reference=build_policy(config.model, parallel, topology, training=False)
@@ -124,6 +126,42 @@ def build_run(config: Config) -> Run:
             marker=config.judging.marker,
             verifier=verifier,
             form=form,
+        ),
+    )
+
+
+def build_engine(config: Config, topology: Topology) -> Engine:
+    """The engine of this rank, with any weights: the first synchronisation brings the policy's."""
+    rollout, size = config.rollout, config.rollout.tensor_model_parallel_size
+    if topology.world_size % size:
+        raise UserError(
+            f"rollout.tensor_model_parallel_size={size} does not divide the {topology.world_size} process(es) started"
+        )
+    dtype = config.model.params_dtype if rollout.dtype == "same" else rollout.dtype
+    if rollout.engine == "server":
+        from megatron_dcpo.rollout.server import ServerEngine
+
+        exchange = Path(config.run_dir) / "engine_weights"
+        return ServerEngine(rollout.endpoint, config.model.path, exchange, rollout.max_num_seqs)
+    if choose_engine(rollout.engine, config.model.path) == "transformers":
+        if size > 1:
+            raise UserError(f"rollout.tensor_model_parallel_size={size} needs vLLM, which cannot be used here")
+        return TransformersEngine.from_pretrained(config.model.path, dtype, rollout.max_num_seqs)
+    from megatron_dcpo.rollout.vllm import VllmEngine, VllmOptions
+
+    return VllmEngine(
+        config.model.path,
+        VllmOptions(
+            dtype=dtype,
+            tensor_model_parallel_size=size,
+            gpu_memory_utilization=rollout.gpu_memory_utilization,
+            max_model_len=rollout.max_model_len or config.data.max_prompt_length + rollout.max_response_length,
+            max_num_seqs=rollout.max_num_seqs,
+            enforce_eager=rollout.enforce_eager,
+            kv_cache_memory_bytes=rollout.kv_cache_memory_bytes,
+            sleep=rollout.sleep,
+            dummy_weights=True,
+            seed=config.seed,
         ),
     )
 

@@ -23,8 +23,9 @@ from megatron_dcpo.errors import UserError
 from megatron_dcpo.objectives import Scored, TokenBatch
 from megatron_dcpo.policy.batching import MicroBatch, Sample, assign_to_ranks, split_micro_batches
 from megatron_dcpo.policy.forward_backward import accumulate_gradients, compute_logprobs
+from megatron_dcpo.policy.gradient_probe import probe_block_gradients
 from megatron_dcpo.policy.model import Policy
-from megatron_dcpo.policy.optimizer import complete_parameters, gradient_norm, probe_block_gradients, zero_gradients
+from megatron_dcpo.policy.optimizer import complete_parameters, gradient_norm, zero_gradients
 from megatron_dcpo.runtime.distributed import all_gather_objects, max_over_ranks
 from megatron_dcpo.training.rollouts import Rollout
 from megatron_dcpo.training.setup import Run
@@ -33,6 +34,7 @@ from megatron_dcpo.types import BLOCK_CONFIDENCE, BLOCK_REASONING
 logger = logging.getLogger(__name__)
 
 BLOCKS = {"reasoning": BLOCK_REASONING, "confidence": BLOCK_CONFIDENCE}
+MISMATCH_EDGES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.03, 0.1, 0.3, 1.0)  # of |engine - trainer| log-probs
 
 
 @dataclass
@@ -43,7 +45,7 @@ class UpdateStatistics:
     maxima: dict[str, float] = field(default_factory=dict)
     grad_norms: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
-    block_norms: dict[str, float] = field(default_factory=dict)
+    block_gradients: dict[str, float] = field(default_factory=dict)
     scored: list[Scored] = field(default_factory=list)
     learning_rate: float = 0.0
     skipped: int = 0
@@ -58,7 +60,7 @@ def update_policy(run: Run, rollout: Rollout, step: int) -> UpdateStatistics:
     mini_batches = _mini_batches(run, rollout)
     # log-probs of the policy that sampled, needed as soon as a second update leaves it. On the only update of a rollout
     # the old policy is the current one, and its log-probs are those of the forward pass itself.
-    shares = [_Share.of(run, part) for part in mini_batches]
+    shares = [Share.of(run, part) for part in mini_batches]
     if len(mini_batches) > 1 or run.objective.method.needs_old_logprobs:
         shares = [share.with_old_logprobs(run) for share in shares]
     if run.reference is not None:
@@ -70,7 +72,7 @@ def update_policy(run: Run, rollout: Rollout, step: int) -> UpdateStatistics:
 
 
 @dataclass(frozen=True)
-class _Share:
+class Share:
     """One mini-batch and the part this data-parallel rank trains on.
 
     ``old_logprobs``: of all its responses; ``ref_logprobs``: of this rank's, by the frozen reference policy.
@@ -84,7 +86,7 @@ class _Share:
     ref_logprobs: dict[int, np.ndarray] | None = None
 
     @classmethod
-    def of(cls, run: Run, rollout: Rollout) -> _Share:
+    def of(cls, run: Run, rollout: Rollout) -> Share:
         samples = [
             Sample(np.asarray(rollout.prompts[r.prompt_id].token_ids, np.int64), np.asarray(r.token_ids, np.int64))
             for r in rollout.responses
@@ -103,7 +105,7 @@ class _Share:
         )
         return cls(rollout, mine, [samples[i] for i in mine], splits)
 
-    def with_old_logprobs(self, run: Run) -> _Share:
+    def with_old_logprobs(self, run: Run) -> Share:
         own = compute_logprobs(run.policy, self.samples, self.splits, **_forward_options(run))
         everyone: dict[int, np.ndarray] = {}
         for part in all_gather_objects(dict(zip(self.mine, own, strict=True))):
@@ -111,36 +113,22 @@ class _Share:
         old = [everyone[i] for i in range(len(self.rollout.responses))]
         return dataclasses.replace(self, old_logprobs=old)
 
-    def with_ref_logprobs(self, run: Run, reference: Policy) -> _Share:
+    def with_ref_logprobs(self, run: Run, reference: Policy) -> Share:
         logprobs = compute_logprobs(reference, self.samples, self.splits, **_forward_options(run))
         return dataclasses.replace(self, ref_logprobs=dict(zip(self.mine, logprobs, strict=True)))
 
 
-def _update_once(run: Run, share: _Share, statistics: UpdateStatistics, probe: bool, step: int) -> None:
+def _update_once(run: Run, share: Share, statistics: UpdateStatistics, probe: bool, step: int) -> None:
     scored = run.objective.score(share.rollout.judgements, share.old_logprobs)
-    weights = run.objective.token_weights(scored, run.objective.counts(scored))
-    fill = partial(_token_batch, run, share, scored, weights)
     zero_gradients(run.policy, run.optimizer)
-
-    def backward(block: str | None = None) -> list[dict[str, float]]:
-        return accumulate_gradients(
-            run.policy,
-            share.samples,
-            share.splits,
-            partial(_loss, run, fill, block),
-            **_forward_options(run),
-        )
-
+    backward = partial(accumulate, run, share, scored)
     if probe:
-        (first, second), norms = probe_block_gradients(run.policy, run.optimizer, backward)
+        (first, second), gradients = probe_block_gradients(run.policy, run.optimizer, backward)
         collected = first + [{"loss": part["loss"]} for part in second]
-        statistics.block_norms = {
-            "grad_norm/reasoning": norms.reasoning,
-            "grad_norm/confidence": norms.confidence,
-            "grad_cosine/reasoning_confidence": norms.cosine,
-        }
+        statistics.block_gradients = gradients.metrics()
     else:
         collected = backward()
+    _alarm(run, collected, step)
     statistics.learning_rate = run.optimizer.param_groups[0]["lr"]
     statistics.scored.append(scored)
     loss, grad_norm = _reduce(run, collected, statistics), gradient_norm(run.optimizer)
@@ -174,6 +162,13 @@ def _skip_nonfinite(run: Run, loss: float, grad_norm: float, statistics: UpdateS
     return True
 
 
+def accumulate(run: Run, share: Share, scored: Scored, block: str | None = None) -> list[dict[str, float]]:
+    """Add the gradient of the loss of ``scored`` (of its tokens in one ``block``) to the buffers; its statistics."""
+    weights = run.objective.token_weights(scored, run.objective.counts(scored))
+    loss = partial(_loss, run, partial(_token_batch, run, share, scored, weights), block)
+    return accumulate_gradients(run.policy, share.samples, share.splits, loss, **_forward_options(run))
+
+
 def _loss(
     run: Run, fill: Callable[..., TokenBatch], block: str | None, batch: MicroBatch, logprobs: Tensor, entropy: Tensor
 ) -> tuple[Tensor, dict[str, float]]:
@@ -188,7 +183,7 @@ def _loss(
 
 def _token_batch(
     run: Run,
-    share: _Share,
+    share: Share,
     scored: Scored,
     weights: Sequence[np.ndarray],
     batch: MicroBatch,
@@ -221,19 +216,52 @@ def _token_batch(
 
 
 def _mismatch(tokens: TokenBatch) -> dict[str, float]:
-    """Engine against trainer on the sampled tokens: absolute differences, and the k3 estimate of the divergence."""
+    """Engine against trainer on the sampled tokens: absolute differences, all and per block, their histogram, and the k3
+    estimate of the divergence."""
     assert tokens.engine_logprobs is not None
     with torch.no_grad():
         difference = tokens.old_logprobs - tokens.engine_logprobs
+        magnitude = difference.abs()
+        bins = torch.bucketize(magnitude, magnitude.new_tensor(MISMATCH_EDGES), right=True)
         result = {
             "engine/tokens": float(len(difference)),
             "engine/kl": float((torch.expm1(difference) - difference).sum()),
-            "engine/abs": float(difference.abs().sum()),
-            "engine/logprob_diff_max": float(difference.abs().max()) if len(difference) else 0.0,
+            "engine/abs": float(magnitude.sum()),
+            "engine/logprob_diff_max": float(magnitude.max()) if len(difference) else 0.0,
         }
-        confidence = difference[tokens.block_ids == BLOCK_CONFIDENCE]
-        result["engine/logprob_diff_max_confidence"] = float(confidence.abs().max()) if len(confidence) else 0.0
+        for block, index in BLOCKS.items():
+            mine = tokens.block_ids == index
+            counts = torch.bincount(bins[mine], minlength=len(MISMATCH_EDGES) + 1).tolist()
+            result |= {f"engine/histogram/{block}/{number}": float(count) for number, count in enumerate(counts)}
+            result[f"engine/tokens/{block}"] = float(mine.sum())
+            result[f"engine/abs/{block}"] = float(magnitude[mine].sum())
+            result[f"engine/logprob_diff_max_{block}"] = float(magnitude[mine].max()) if mine.any() else 0.0
         return result
+
+
+def mismatch_histogram(sums: dict[str, float]) -> dict[str, list[int]]:
+    """Tokens of each block below the first edge, between two edges, above the last."""
+    bins = range(len(MISMATCH_EDGES) + 1)
+    return {block: [int(sums.get(f"engine/histogram/{block}/{n}", 0)) for n in bins] for block in BLOCKS}
+
+
+def _alarm(run: Run, collected: Sequence[dict[str, float]], step: int) -> None:
+    """Compare the largest difference of this mini-batch, on any rank, with the threshold, before the policy moves."""
+    rollout = run.config.rollout
+    if not rollout.logprob_diff_alarm:
+        return
+    local = max((part.get("engine/logprob_diff_max", 0.0) for part in collected), default=0.0)
+    largest = max(all_gather_objects(local))
+    if largest <= rollout.logprob_diff_alarm:  # a NaN is no agreement either
+        return
+    text = (
+        f"step {step}: engine and trainer differ by up to {largest:.3g} in the log-prob of a sampled token, more than "
+        f"rollout.logprob_diff_alarm={rollout.logprob_diff_alarm:g}; see mismatch.jsonl"
+    )
+    if rollout.logprob_diff_action == "stop":
+        raise UserError(f"{text}; nothing was updated in this step, the last checkpoint stands")
+    if run.topology.rank == 0:
+        logger.warning(text)
 
 
 def _reduce(run: Run, collected: Sequence[dict[str, float]], statistics: UpdateStatistics) -> float:

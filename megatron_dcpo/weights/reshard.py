@@ -1,13 +1,15 @@
 """Export direction: the policy's shards, wherever they live in the TP x PP grid, handed on as Hugging Face slices.
 
-Each rank of a replica owns the primary copies of its plan. In turn it packs them into flat buckets of a fixed size and
-broadcasts one bucket at a time over the replica; a receiver sees ``Piece`` after ``Piece`` and never a full model.
-The plan is computed on every rank alike, so no metadata travels.
+The transport of :mod:`megatron_dcpo.weights.reshard_plan`. Every rank of a replica walks the same buckets: it puts
+together what it holds, receives what it misses in flat messages, hands the bucket on, and says so to all others before
+the buffers are used again. The plan is computed on every rank alike, so no metadata travels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -15,10 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dcpo import runtime
-from megatron_dcpo.runtime.distributed import Topology
+from megatron_dcpo.runtime.distributed import Progress, Topology
 from megatron_dcpo.weights.architecture import Architecture
 from megatron_dcpo.weights.piece import Piece
-from megatron_dcpo.weights.planner import Coordinates, Copy, Layout, plan
+from megatron_dcpo.weights.planner import Copy, Layout
+from megatron_dcpo.weights.reshard_plan import BUCKET_BYTES, Message, ReshardPlan, reshard_plan
 from megatron_dcpo.weights.table import hf_shapes
 
 
@@ -36,101 +39,179 @@ class Shards(Protocol):
     def parameters(self, chunk: int) -> dict[str, Tensor]: ...
 
 
-def export_pieces(
-    policy: Shards, wanted: Callable[[str], bool] = lambda name: True, bucket_bytes: int = 512 * 2**20
-) -> Iterator[Piece]:
-    """All pieces of the tensors that ``wanted`` names, on every rank of the replica. Collective over the replica.
+class SynchronisationError(RuntimeError):
+    """A rank did not take a bucket: it died, or its engine refused. Every rank of the replica raises it."""
 
-    The values are valid until the next piece is asked for. ``bucket_bytes`` bounds the extra memory of a receiver; a
-    piece larger than that is cut along its dimension.
-    """
-    shapes = hf_shapes(policy.arch)
-    if policy.topology.tp_size * policy.topology.pp_size == 1:
-        for chunk, copies in enumerate(policy.copies):
-            parameters = policy.parameters(chunk)
-            for copy in copies:
-                if copy.primary and wanted(copy.hf):
-                    yield Piece(copy.hf, copy.dim, copy.hf_start, _source(parameters, copy))
-        return
+
+@dataclass
+class Traffic:
+    """What the transport counted on this rank, in bytes. ``peak``: of its buffers."""
+
+    received: int = 0
+    peak: int = 0
+    buckets: int = 0
+
+
+def plan_for(
+    policy: Shards,
+    engine_tensor_model_parallel_size: int = 1,
+    bucket_bytes: int = BUCKET_BYTES,
+    wanted: tuple[str, ...] | None = None,
+) -> ReshardPlan:
+    """The plan of this rank's replica."""
+    topology = policy.topology
     itemsize = next(iter(policy.parameters(0).values())).element_size()
-    for owner, at in _owners(policy):
-        bucket: list[tuple[int, Copy]] = []
-        size = 0
-        for chunk, copies in enumerate(_plans(policy, at)):
-            for copy in copies:
-                if not (copy.primary and wanted(copy.hf)):
-                    continue
-                for part in _cut(copy, shapes[copy.hf], itemsize, bucket_bytes):
-                    nbytes = itemsize * _numel(part, shapes[part.hf])
-                    if bucket and size + nbytes > bucket_bytes:
-                        yield from _broadcast(policy, owner, bucket)
-                        bucket, size = [], 0
-                    bucket.append((chunk, part))
-                    size += nbytes
-        if bucket:
-            yield from _broadcast(policy, owner, bucket)
+    return reshard_plan(
+        policy.arch,
+        policy.layout,
+        engine_tensor_model_parallel_size,
+        topology.dp_size,
+        bucket_bytes,
+        itemsize,
+        wanted,
+        topology.dp_rank,
+    )
+
+
+def export_buckets(
+    policy: Shards, plan: ReshardPlan, traffic: Traffic | None = None
+) -> Generator[list[Piece], None, None]:
+    """The slices this rank's engine keeps, bucket by bucket. Collective over the replica.
+
+    A bucket's values are valid until the next one is asked for. Close the generator when a bucket cannot be taken (as
+    ``contextlib.closing`` does): the other ranks then stop as well. Raises :class:`SynchronisationError` when another
+    rank did, or does not answer.
+    """
+    local, traffic = _Local(policy, plan), traffic if traffic is not None else Traffic()
+    dtype, device = local.dtype, runtime.device()
+    space = torch.empty(plan.assembled // plan.itemsize, dtype=dtype, device=device)
+    mail = torch.empty(plan.message // plan.itemsize, dtype=dtype, device=device)
+    traffic.peak = max(traffic.peak, space.nbytes + mail.nbytes)
+    progress = Progress("reshard", policy.topology.model_group)
+    for number, bucket in enumerate(plan.buckets, 1):
+        where = f"weight synchronisation, bucket {number} of {len(plan.buckets)}"
+        try:
+            targets = local.targets(bucket.tensors, space)
+            for message in bucket.messages:
+                traffic.received += _deliver(policy, local, message, targets, mail)
+        except RuntimeError as error:
+            raise SynchronisationError(f"{where}: {progress.who_is_behind(number)} ({_short(error)})") from error
+        accepted = False
+        try:
+            yield [targets[name] for name in bucket.tensors]
+            accepted = True
+        finally:
+            refused = progress.acknowledge(number, accepted)
+        if refused:
+            raise SynchronisationError(f"{where}: {refused}")
+        traffic.buckets += 1
+
+
+def export_pieces(
+    policy: Shards, wanted: tuple[str, ...] | None = None, bucket_bytes: int = BUCKET_BYTES
+) -> Iterator[Piece]:
+    """The whole tensors named in ``wanted`` (default: all), on every rank of the replica. Collective over the replica."""
+    for bucket in export_buckets(policy, plan_for(policy, 1, bucket_bytes, wanted)):
+        yield from bucket
 
 
 def gather_full(policy: Shards, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
     """The full tensors named in ``shapes``, on every rank of the replica, on the CPU. Collective."""
     dtype = next(iter(policy.parameters(0).values())).dtype
     full = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
-    for piece in export_pieces(policy, full.__contains__):
+    for piece in export_pieces(policy, tuple(full)):
         piece.write_into(full[piece.name])
     return full
 
 
-def _owners(policy: Shards) -> Iterator[tuple[int, tuple[int, int]]]:
-    """(rank within the replica's group, (tensor, pipeline) coordinates), in a fixed order."""
-    for pipeline in range(policy.topology.pp_size):
-        for tensor in range(policy.topology.tp_size):
-            yield pipeline * policy.topology.tp_size + tensor, (tensor, pipeline)
+def not_finite(policy: Shards) -> list[str]:
+    """Names of this rank's tensors that hold a NaN or an infinity. Reads every parameter once, copies nothing."""
+    found = []
+    for chunk, copies in enumerate(policy.copies):
+        for name, parameter in policy.parameters(chunk).items():
+            # A sum is finite when all its terms are, unless it overflows; only then is every number looked at.
+            if not torch.isfinite(parameter.sum(dtype=torch.float32)) and not torch.isfinite(parameter).all():
+                found += [c.hf for c in copies if c.megatron == name and not _finite_slice(parameter, c)]
+    return sorted(set(found))
 
 
-def _plans(policy: Shards, at: tuple[int, int]) -> list[tuple[Copy, ...]]:
-    virtual = range(policy.layout.virtual_pipeline_model_parallel_size)
-    return [plan(policy.arch, policy.layout, Coordinates(*at, v)) for v in virtual]
+def _finite_slice(parameter: Tensor, copy: Copy) -> bool:
+    return bool(torch.isfinite(parameter.narrow(copy.dim, copy.start, copy.length)).all())
 
 
-def _source(parameters: dict[str, Tensor], copy: Copy) -> Tensor:
-    return parameters[copy.megatron].narrow(copy.dim, copy.start, copy.length)
+class _Local:
+    """What this rank holds, by Hugging Face tensor."""
+
+    def __init__(self, policy: Shards, plan: ReshardPlan) -> None:
+        topology = policy.topology
+        self.rank = topology.pp_rank * topology.tp_size + topology.tp_rank
+        self.plan, self.shapes = plan, hf_shapes(policy.arch)
+        self._held: dict[str, list[tuple[Copy, Tensor]]] = {}
+        for chunk, copies in enumerate(policy.copies):
+            parameters = policy.parameters(chunk)
+            for copy in copies:
+                self._held.setdefault(copy.hf, []).append((copy, parameters[copy.megatron]))
+        self.dtype = next(iter(policy.parameters(0).values())).dtype
+
+    def targets(self, names: Sequence[str], space: Tensor) -> dict[str, Piece]:
+        """Where the slices of a bucket are or will be: the parameter itself where it has all of one, else ``space``,
+        filled with what is here."""
+        targets, used = {}, 0
+        for name in names:
+            dim, start, stop = self.plan.slices[name][self.rank]
+            values = self._as_it_is(name, dim, start, stop)
+            if values is None:
+                shape = _sliced(self.shapes[name], dim, stop - start)
+                values = space[used : used + math.prod(shape)].view(shape)
+                used += values.numel()
+                self.fill(values, name, start)
+            targets[name] = Piece(name, dim, start, values)
+        return targets
+
+    def fill(self, values: Tensor, name: str, start: int) -> None:
+        """Copy what is held of ``name`` into ``values``, which begins at index ``start`` of its cut dimension."""
+        for copy, parameter in self._held.get(name, ()):
+            first, last = max(start, copy.hf_start), min(start + values.shape[copy.dim], copy.hf_stop)
+            if first < last:
+                source = parameter.narrow(copy.dim, copy.start + first - copy.hf_start, last - first)
+                values.narrow(copy.dim, first - start, last - first).copy_(source)
+
+    def _as_it_is(self, name: str, dim: int, start: int, stop: int) -> Tensor | None:
+        for copy, parameter in self._held.get(name, ()):
+            if copy.hf_start <= start and stop <= copy.hf_stop:
+                return parameter.narrow(dim, copy.start + start - copy.hf_start, stop - start)
+        return None
 
 
-def _piece_shape(copy: Copy, shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(copy.length if d == copy.dim else n for d, n in enumerate(shape))
+def _sliced(shape: Sequence[int], dim: int, length: int) -> tuple[int, ...]:
+    return tuple(length if d == dim else n for d, n in enumerate(shape))
 
 
-def _numel(copy: Copy, shape: tuple[int, ...]) -> int:
-    return int(torch.Size(_piece_shape(copy, shape)).numel())
-
-
-def _cut(copy: Copy, shape: tuple[int, ...], itemsize: int, bucket_bytes: int) -> Iterator[Copy]:
-    per_index = itemsize * _numel(copy, shape) // copy.length
-    step = max(1, bucket_bytes // per_index)
-    for first in range(0, copy.length, step):
-        stop = min(first + step, copy.length)
-        yield Copy(
-            copy.hf,
-            copy.hf_start + first,
-            copy.hf_start + stop,
-            copy.megatron,
-            copy.start + first,
-            copy.dim,
-            copy.primary,
-        )
-
-
-def _broadcast(policy: Shards, owner: int, bucket: list[tuple[int, Copy]]) -> Iterator[Piece]:
-    """Send one flat bucket from ``owner`` to its replica and cut it into pieces again."""
-    shapes = hf_shapes(policy.arch)
-    group = policy.topology.model_group
-    dtype = next(iter(policy.parameters(0).values())).dtype
-    sizes = [_numel(copy, shapes[copy.hf]) for _, copy in bucket]
-    if group.rank() == owner:
-        parameters = [policy.parameters(chunk) for chunk in range(len(policy.copies))]
-        flat = torch.cat([_source(parameters[chunk], copy).reshape(-1) for chunk, copy in bucket])
+def _deliver(policy: Shards, local: _Local, message: Message, targets: dict[str, Piece], mail: Tensor) -> int:
+    """Send or receive one message; returns the bytes this rank received."""
+    if local.rank != message.owner and local.rank not in message.readers:
+        return 0
+    group, flat = policy.topology.model_group, mail[: message.numel]
+    shapes = [_sliced(local.shapes[part.hf], part.dim, part.stop - part.start) for part in message.parts]
+    views = [v.view(s) for v, s in zip(flat.split([part.numel for part in message.parts]), shapes, strict=True)]
+    sends = local.rank == message.owner
+    if sends:
+        for part, view in zip(message.parts, views, strict=True):
+            local.fill(view, part.hf, part.start)
+    if len(message.readers) == dist.get_world_size(group) - 1:
+        dist.broadcast(flat, group=group, group_src=message.owner)
+    elif sends:
+        for reader in message.readers:
+            dist.send(flat, group=group, group_dst=reader)
     else:
-        flat = torch.empty(sum(sizes), dtype=dtype, device=runtime.device())
-    dist.broadcast(flat, group=group, group_src=owner)
-    for (_, copy), values in zip(bucket, flat.split(sizes), strict=True):
-        yield Piece(copy.hf, copy.dim, copy.hf_start, values.view(_piece_shape(copy, shapes[copy.hf])))
+        dist.recv(flat, group=group, group_src=message.owner)
+    if sends:
+        return 0
+    for part, view in zip(message.parts, views, strict=True):
+        target = targets[part.hf]
+        target.values.narrow(part.dim, part.start - target.start, part.stop - part.start).copy_(view)
+    return flat.nbytes
+
+
+def _short(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]

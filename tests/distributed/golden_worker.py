@@ -23,7 +23,7 @@ from megatron_dcpo.policy.optimizer import build_optimizer
 from megatron_dcpo.runtime.distributed import all_gather_objects, destroy, initialize
 from megatron_dcpo.training.rollouts import Rollout
 from megatron_dcpo.training.setup import Run
-from megatron_dcpo.training.update import UpdateStatistics, _Share, _update_once
+from megatron_dcpo.training.update import Share, UpdateStatistics, _update_once
 from megatron_dcpo.types import Prompt, Response
 from tests.unit.objective_cases import GOLDEN_OPTIONS, NEW, OLD, golden_judgements
 
@@ -59,7 +59,7 @@ def main() -> None:
         objective = build_objective(ObjectiveConfig(**method))
         run = partial(Run, config, Path("unused"), topology, None, [], policy, optimizer, scheduler)
         run = run(SimpleNamespace(weights_version=0), objective, None, None)
-        share = _Share.of(run, rollout).with_old_logprobs(run)
+        share = Share.of(run, rollout).with_old_logprobs(run)
         assert share.old_logprobs is not None
         new = share.old_logprobs
         old = [lp - (NEW[i] - OLD[i]) for lp, i in zip(new, order, strict=True)]

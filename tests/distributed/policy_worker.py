@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import sys
@@ -13,11 +14,12 @@ import torch
 from megatron_dcpo.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_dcpo.policy.batching import Sample, assign_to_ranks, split_micro_batches
 from megatron_dcpo.policy.forward_backward import accumulate_gradients, compute_logprobs
+from megatron_dcpo.policy.gradient_probe import probe_block_gradients
 from megatron_dcpo.policy.model import build_policy
-from megatron_dcpo.policy.optimizer import build_optimizer, probe_block_gradients, zero_gradients
+from megatron_dcpo.policy.optimizer import build_optimizer, zero_gradients
 from megatron_dcpo.rollout import TransformersEngine
 from megatron_dcpo.runtime.distributed import all_gather_objects, destroy, initialize
-from megatron_dcpo.weights.reshard import export_pieces
+from megatron_dcpo.weights.reshard import Traffic, export_buckets, plan_for
 
 
 def samples_for_test() -> list[Sample]:
@@ -32,7 +34,11 @@ def compare_with_engine(policy, options, samples, splits):
     """Push the weights into a transformers engine: their hashes there, and the largest log-prob difference."""
     packing = options.get("parallel", {}).get("sequence_packing", False)
     engine = TransformersEngine.from_pretrained(options["model"], options.get("dtype", "fp32"))
-    engine.update_weights(export_pieces(policy, bucket_bytes=options.get("bucket_bytes", 2**29)), version=1)
+    plan, traffic = plan_for(policy, bucket_bytes=options.get("bucket_bytes", 2**29)), Traffic()
+    engine.update_weights(export_buckets(policy, plan, traffic), version=1)
+    rank = policy.topology.pp_rank * policy.topology.tp_size + policy.topology.tp_rank
+    assert traffic.received == plan.received[rank] == plan.least[rank], (traffic, plan.received, plan.least)
+    assert traffic.peak <= plan.peak_bytes
     weights = {name: digest(parameter) for name, parameter in engine.model.named_parameters()}
     ours = compute_logprobs(policy, samples, splits, temperature=1.0, packing=packing)
     difference = 0.0
@@ -94,10 +100,10 @@ def main() -> None:
         once = topology.is_last_stage and topology.tp_rank == 0
         return sum(part["loss"] for rank in all_gather_objects(parts if once else []) for part in rank)
 
-    losses, norms, probe = [], [], None
+    losses, norms, probes = [], [], []
     for step in range(options.get("steps", 3)):
         zero_gradients(policy, optimizer)
-        if step == 1 and options.get("probe"):
+        if step < 2 and options.get("probe"):
             parts, probe = probe_block_gradients(
                 policy,
                 optimizer,
@@ -106,6 +112,7 @@ def main() -> None:
                 ),
             )
             collected = parts[0] + parts[1]
+            probes.append(dataclasses.asdict(probe))
         else:
             collected = accumulate_gradients(policy, mine, splits, loss, temperature=1.0, packing=packing)
         _, norm, _ = optimizer.step()
@@ -121,7 +128,7 @@ def main() -> None:
         "engine_difference": difference,
         "weights": weights,
         "replicated": [digest(p) for name, p in policy.gpt[0].named_parameters() if "norm" in name],
-        "probe": [probe.reasoning, probe.confidence, probe.cosine] if probe else None,
+        "probes": probes,
     }
     Path(options["out"], f"rank{topology.rank}.json").write_text(json.dumps(result))
     destroy()

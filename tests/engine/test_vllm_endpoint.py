@@ -37,11 +37,11 @@ pytestmark = pytest.mark.skipif(
 class Server:
     """``vllm serve`` on a port of its own; ``kill`` and ``start`` again at will."""
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, *options: str, **settings: str) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
-        self.log = log
+        self.log, self.options, self.settings = log, options, settings
 
     @property
     def url(self) -> str:
@@ -49,9 +49,10 @@ class Server:
 
     def start(self) -> None:
         options = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "32"]
-        options += ["--kv-cache-memory-bytes", str(64 << 20), "--served-model-name", "policy"]
+        options += ["--kv-cache-memory-bytes", str(64 << 20), "--served-model-name", "policy", *self.options]
         settings = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
         settings |= {"VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": ""}
+        settings |= self.settings
         self.process = subprocess.Popen(
             [
                 str(PYTHON),
@@ -143,7 +144,7 @@ def test_same_samples_as_the_embedded_engine(server: Server, tmp_path: Path) -> 
     """With ``--top-k 1`` both engines say the same, and their raw log-probs agree."""
     options = ["--limit", "20", "--repeats", "1", "--top-k", "1", "--confidence", "verbal,token,token_entropy"]
     assert main(command(["--endpoint", server.url], tmp_path / "vllm", *options)) == 0
-    assert main(command(["--model", str(POLICY)], tmp_path / "here", *options)) == 0
+    assert main(command(["--model", str(POLICY), "--engine", "transformers"], tmp_path / "here", *options)) == 0
     theirs, ours = by_name(tmp_path / "vllm"), by_name(tmp_path / "here")
     assert theirs.keys() == ours.keys()
     for name, sample in ours.items():

@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -192,20 +192,24 @@ def kill_at_a_random_moment(run_dir, background, rng, during_save):
     process = subprocess.Popen(
         whole, cwd=REPOSITORY, stderr=subprocess.DEVNULL, env=environment, start_new_session=True
     )
-    deadline = time.monotonic() + 240
-    while (latest_iteration(run_dir / "checkpoints") or 0) <= done_before:
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    if during_save:
-        while not list((run_dir / "checkpoints").glob("*.tmp")):
+    try:
+        deadline = time.monotonic() + 240
+        while (latest_iteration(run_dir / "checkpoints") or 0) <= done_before:
             assert process.poll() is None
-            time.sleep(0.0005)
-        time.sleep(rng.uniform(0, 0.03))
-    else:
-        time.sleep(rng.uniform(0, 1.0))
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        if during_save:
+            while not list((run_dir / "checkpoints").glob("*.tmp")):
+                assert process.poll() is None
+                time.sleep(0.0005)
+            time.sleep(rng.uniform(0, 0.03))
+        else:
+            time.sleep(rng.uniform(0, 1.0))
+        assert process.poll() is None
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 @pytest.mark.parametrize("background", ["training.async_save=false", "training.async_save=true"])

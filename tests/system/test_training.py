@@ -180,6 +180,7 @@ def test_real_text(tmp_path, shared_data):
     assert all(record["engine/logprob_diff_max"] <= 1e-4 for record in records)
     benchmarks = f"math500={shared_data / 'math500' / 'test.jsonl'},aime24={shared_data / 'aime24' / 'aime24.parquet'}"
     options = ("--benchmarks", benchmarks, "--limit", "3", "--repeats", "2", "--max-tokens", "16", "--resamples", "0")
+    options += ("--engine", "transformers")
     done = run("evaluate", "--model", tmp_path / "run" / "policy", *options, "--out", tmp_path / "eval", "--json")
     assert done.returncode == 0, done.stderr[-2000:]
     evaluation = json.loads((tmp_path / "eval" / "evaluation.json").read_text())

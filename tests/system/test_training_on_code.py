@@ -154,6 +154,10 @@ def fake_run(judge: Any, generate: Any, monkeypatch: pytest.MonkeyPatch, *overri
     return SimpleNamespace(config=config, topology=SimpleNamespace(rank=0, world_size=1), engine=engine, judge=judge)
 
 
+def unwatched() -> Timers:
+    return Timers(SimpleNamespace(enter=lambda phase, step: None))  # type: ignore[arg-type]
+
+
 def prompts(count: int) -> list[Prompt]:
     return [Prompt(f"p{i}", (), tuple(range(count - i)), "1", "t") for i in range(count)]
 
@@ -187,9 +191,9 @@ def test_a_chunk_is_judged_while_the_next_one_is_generated(monkeypatch: pytest.M
         assert second_begun.wait(30), "the second chunk is not generated meanwhile"
         return judged(responses, by_id)
 
-    timers = Timers()
+    timers = unwatched()
     run = fake_run(judge, generate, monkeypatch, "rollout.chunks=3")
-    rollout = rollouts.roll_out(run, prompts(7), 1, timers)
+    rollout = rollouts.gather_judged(run, prompts(7), rollouts.roll_out(run, prompts(7), 1, timers))
     assert [len(chunk) for chunk in calls] == [3, 3, 1]
     assert [name for chunk in calls for name in chunk] == [f"p{i}" for i in reversed(range(7))], (
         "prompts of similar length together"
@@ -198,7 +202,7 @@ def test_a_chunk_is_judged_while_the_next_one_is_generated(monkeypatch: pytest.M
         (f"p{i}", n) for i in range(7) for n in (0, 1)
     ]
     assert [j.correct for j in rollout.judgements] == [0.0, 1.0] * 7
-    assert {"rollout", "judge", "judge_busy"} <= set(timers.seconds)
+    assert timers.seconds["judge_busy"] > 0
 
 
 @pytest.mark.parametrize(
@@ -223,11 +227,11 @@ def test_a_judge_that_fails_ends_the_rollout(monkeypatch: pytest.MonkeyPatch) ->
 
     run = fake_run(judge, lambda chunk, sampling, step: responses_to(chunk), monkeypatch, "rollout.chunks=3")
     with pytest.raises(UserError, match="no sandbox"):
-        rollouts.roll_out(run, prompts(7), 1, Timers())
+        rollouts.gather_judged(run, prompts(7), rollouts.roll_out(run, prompts(7), 1, unwatched()))
     stale = fake_run(judged, lambda chunk, sampling, step: responses_to(chunk), monkeypatch)
     stale.engine.weights_version = 3
     with pytest.raises(UserError, match="weights version 0, the policy is at 3"):
-        rollouts.roll_out(stale, prompts(2), 1, Timers())
+        rollouts.gather_judged(stale, prompts(2), rollouts.roll_out(stale, prompts(2), 1, unwatched()))
 
 
 # ------------------------------------------------------------------------------------------------ dead sandboxes

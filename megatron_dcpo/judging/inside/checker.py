@@ -26,13 +26,10 @@ from megatron_dcpo.judging.inside import confine, wire
 
 EVALPLUS_ATOL, EVALPLUS_RTOL = 1e-6, 1e-7
 # Modules that assert lists use without importing them.
-_MODULES = {"np": "numpy", "numpy": "numpy"} | {
-    name: name
-    for name in (
-        *("math cmath re sys itertools functools collections heapq bisect string random datetime".split()),
-        *("copy json operator statistics fractions decimal typing".split()),
-    )
-}
+_MODULES = (
+    "math cmath re sys itertools functools collections heapq bisect string random datetime copy json operator "
+    "statistics fractions decimal typing numpy"
+)
 _CATEGORY_OF_EXIT = {96: "memory", 97: "forbidden", 98: "output_limit"}
 
 
@@ -171,7 +168,10 @@ class Remote:
         return self._line.next(self._on)
 
     def __len__(self) -> int:
-        return self._line.call(self._on, "__len__", (), {})
+        try:
+            return self._line.call(self._on, "__len__", (), {})
+        except AttributeError as error:  # what list() expects of things without a length
+            raise TypeError(str(error)) from None
 
     def __getitem__(self, key: Any) -> Any:
         return self._line.call(self._on, "__getitem__", (key,), {})
@@ -249,8 +249,8 @@ def _lend_names(code: Any, names: dict[str, Any], line: Line) -> bool:
     for name in dict.fromkeys(_globals_read(code)):
         if name in names or hasattr(builtins, name):
             continue
-        if name in _MODULES:
-            names[name] = importlib.import_module(_MODULES[name])
+        if name == "np" or name in _MODULES.split():
+            names[name] = importlib.import_module("numpy" if name == "np" else name)
         else:
             names[name] = Remote(line, {"name": name}, name)
             lent = True
@@ -332,9 +332,23 @@ def same(result: Any, expected: Any, atol: float) -> bool:
         return True
     if atol == 0 and not _floats(expected):
         return False
-    import numpy
+    return _close(result, expected, atol or EVALPLUS_ATOL)
 
-    return bool(numpy.allclose(result, expected, rtol=EVALPLUS_RTOL, atol=atol or EVALPLUS_ATOL))
+
+def _close(result: Any, expected: Any, atol: float) -> bool:
+    """As ``numpy.allclose``, but a list of one number is no number."""
+    if isinstance(expected, list):
+        if not isinstance(result, list) or len(result) != len(expected):
+            return False
+        return all(_close(part, wanted, atol) for part, wanted in zip(result, expected, strict=True))
+    if result == expected:
+        return True
+    if not isinstance(result, int | float) or not isinstance(expected, int | float):
+        return False
+    try:
+        return abs(result - expected) <= atol + EVALPLUS_RTOL * abs(expected) < float("inf")
+    except OverflowError:
+        return False
 
 
 def _floats(value: Any) -> bool:

@@ -5,6 +5,8 @@ Nothing here is secret: the process knows its source, its inputs and, for calls,
 
 from __future__ import annotations
 
+import _sitebuiltins
+import base64
 import builtins
 import itertools
 import os
@@ -33,17 +35,7 @@ def run_program(job: dict[str, Any], calls: int | None, message_bytes: int) -> N
     code = 1
     try:
         _fresh_streams()
-        module = types.ModuleType("__main__" if calls is None else "solution")
-        sys.modules[module.__name__] = module
-        sys.argv = ["solution.py"]
-        if job.get("setup"):
-            exec(compile(job["setup"], "<setup>", "exec"), module.__dict__)
-        shared = {
-            name
-            for name, value in vars(module).items()
-            if isinstance(value, type) and value.__module__ == module.__name__
-        }
-        exec(compile(job["program"], "<program>", "exec"), module.__dict__)
+        module, shared = define(job, "__main__" if calls is None else "solution")
         if calls is not None:
             Answers(module, shared, calls, message_bytes).serve()
         code = 0
@@ -54,6 +46,28 @@ def run_program(job: dict[str, Any], calls: int | None, message_bytes: int) -> N
         _complain()
     finally:
         _end(code)
+
+
+def define(job: dict[str, Any], name: str) -> tuple[types.ModuleType, set[str]]:
+    """Run the task's setup and the program as the module ``name``; the names of the classes that the setup made."""
+    module = types.ModuleType(name)
+    sys.modules[name] = module
+    sys.argv = ["solution.py"]
+    for word in ("exit", "quit"):  # an interpreter started without its site module has none
+        setattr(builtins, word, _sitebuiltins.Quitter(word, ""))
+    if job.get("setup"):
+        exec(compile(job["setup"], "<setup>", "exec"), module.__dict__)
+    shared = {word for word, value in vars(module).items() if isinstance(value, type) and value.__module__ == name}
+    exec(compile(job["program"], "<program>", "exec"), module.__dict__)
+    return module, shared
+
+
+def answer_calls(job: dict[str, Any], calls: list[dict[str, Any]], output: int, message_bytes: int) -> None:
+    """Where there is no pipe to the tests: all answers at once, in base64 on ``output``."""
+    module, shared = define(job, "solution")
+    answers = Answers(module, shared, output, message_bytes)
+    data = b"".join(answers.answer(call) for call in calls)
+    wire.write_all(output, base64.b64encode(data) + b"\n")
 
 
 def category_code(error: BaseException) -> int:

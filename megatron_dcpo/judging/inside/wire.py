@@ -176,7 +176,7 @@ class Decoder:
         """Raises BadMessage on anything that ``Encoder`` does not write."""
         try:
             return self._decode(value)
-        except (KeyError, TypeError, ValueError, IndexError, ArithmeticError, RecursionError) as error:
+        except (KeyError, TypeError, ValueError, IndexError, ArithmeticError, AttributeError, RecursionError) as error:
             raise BadMessage(f"{type(error).__name__}: {error}") from None
 
     def _decode(self, value: Any) -> Any:

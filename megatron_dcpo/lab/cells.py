@@ -1,0 +1,103 @@
+"""The grid of the calibration lab: which methods, on which policies, with which seeds; one cell is one training run.
+
+Everything a method changes stands in ``METHODS`` as overrides of one recipe, ``examples/lab/recipe.yaml``.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+from megatron_dcpo.errors import UserError
+
+PROPER = ("objective.calibration_loss=brier", "objective.advantage_normalization_confidence=mean")
+
+
+@dataclass(frozen=True)
+class Method:
+    """A row of the tables.
+
+    ``confidence``: the kind the method speaks with (what its row reports). ``start``: the method whose trained policy it
+    starts from. ``kind``: ``base`` is not trained, ``confclass`` fits a classifier on its start's responses.
+    """
+
+    title: str
+    overrides: tuple[str, ...] = ()
+    kind: Literal["base", "train", "confclass"] = "train"
+    confidence: Literal["verbal", "token", "posthoc"] = "verbal"
+    start: str | None = None
+    share_of_steps: float = 1.0
+
+
+METHODS: Mapping[str, Method] = MappingProxyType(
+    {
+        "base": Method("base", kind="base"),
+        "grpo": Method("GRPO", ("objective.name=grpo",)),
+        "confclass": Method("ConfClass", kind="confclass", confidence="posthoc", start="grpo"),
+        "rlcr": Method("RLCR", ("objective.name=rlcr",)),
+        "ccgspg": Method("CCGSPG", ("objective.name=ccgspg",), confidence="token"),
+        "coupled": Method("coupled (w/o decoupling)", ("objective.name=coupled",)),
+        "posthoc": Method(
+            "post-hoc (w/o on-policy)", ("objective.name=posthoc",), start="grpo", share_of_steps=2 / 3
+        ),  # the paper adds 80 steps to 120
+        "dcpo": Method("DCPO"),
+        "dcpo_i": Method("DCPO-I (w/o group)", ("objective.lam=0",)),
+        "dcpo_g": Method("DCPO-G (w/o instance)", ("objective.lam=1",)),
+        "dcpo_proper": Method("DCPO-proper (ours)", ("objective.preset=dcpo_proper",)),
+        # lambda sweep of the paper's DCPO; 0, 0.5 and 1 are dcpo_i, dcpo and dcpo_g
+        "dcpo_lam025": Method("DCPO, lambda 0.25", ("objective.lam=0.25",)),
+        "dcpo_lam075": Method("DCPO, lambda 0.75", ("objective.lam=0.75",)),
+        # what the improved preset is made of, one step at a time
+        "brier_lam05": Method("Brier, mean-only A_c, lambda 0.5", (*PROPER, "objective.weight_confidence=8")),
+        "brier_lam0": Method(
+            "Brier, mean-only A_c, lambda 0", (*PROPER, "objective.weight_confidence=8", "objective.lam=0")
+        ),
+    }
+)
+MAIN = ("base", "dcpo_proper", "dcpo", "grpo", "rlcr", "coupled", "ccgspg", "dcpo_i", "dcpo_g", "posthoc", "confclass")
+SWEEP = ("dcpo_lam025", "dcpo_lam075", "brier_lam05", "brier_lam0")
+TRANSFER = ("base", "grpo", "dcpo", "dcpo_proper")
+FAMILIES = ("qwen3", "llama", "large")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One method on one starting policy with one seed (of training and of evaluation)."""
+
+    family: str
+    method: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.family}/{self.method}/seed{self.seed}"
+
+    @property
+    def needs(self) -> Cell | None:
+        """The cell whose policy this one starts from."""
+        start = METHODS[self.method].start
+        return Cell(self.family, start, self.seed) if start else None
+
+
+def grid(seeds: Sequence[int], fewer_seeds: Sequence[int], families: Sequence[str] = FAMILIES) -> list[Cell]:
+    """All cells, those that matter most first: the main table seed by seed, then sweeps, then other policies."""
+    cells = [Cell("qwen3", method, seed) for seed in seeds for method in MAIN]
+    cells += [Cell("qwen3", method, seed) for seed in fewer_seeds for method in SWEEP]
+    cells += [Cell(family, method, seed) for family in FAMILIES[1:] for seed in fewer_seeds for method in TRANSFER]
+    return [cell for cell in cells if cell.family in families]
+
+
+def select(cells: Sequence[Cell], methods: str | None) -> list[Cell]:
+    """The cells of ``methods`` (comma separated; all if None) and those they start from. Raises :class:`UserError`."""
+    if not methods:
+        return list(cells)
+    names = [name.strip() for name in methods.split(",") if name.strip()]
+    for name in names:
+        if name not in METHODS:
+            near = difflib.get_close_matches(name, METHODS, n=1, cutoff=0.0)[0]
+            raise UserError(f"unknown method {name!r}; did you mean {near!r}? ({', '.join(METHODS)})")
+    wanted = set(names) | {start for name in names if (start := METHODS[name].start)}
+    return [cell for cell in cells if cell.method in wanted]

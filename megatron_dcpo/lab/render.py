@@ -1,0 +1,101 @@
+"""From published cells to ``summary.json``, ``tables.md`` and the figures: no training, seconds."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from megatron_dcpo.calibration import json_ready
+from megatron_dcpo.lab.cells import FAMILIES, METHODS
+from megatron_dcpo.lab.figures import FIGURES
+from megatron_dcpo.lab.results import collect, load_cells, rounded
+from megatron_dcpo.lab.runner import EXAMPLES
+from megatron_dcpo.lab.statistics import COLUMNS, values_by_row
+from megatron_dcpo.lab.tables import (
+    ABLATION_ROWS,
+    MAIN_ROWS,
+    bars,
+    bars_table,
+    claims,
+    claims_table,
+    markdown_table,
+    sweep_table,
+    type_table,
+    violation_table,
+)
+
+logger = logging.getLogger(__name__)
+
+FAMILY_TITLES = {
+    "qwen3": "Qwen3, 2 layers, 125 k parameters",
+    "llama": "Llama-3.1, 2 layers, 125 k parameters",
+    "large": "Qwen3, 3 layers, 178 k parameters",
+}
+
+
+def render(out: Path, grid: Path | None = None) -> list[dict[str, Any]]:
+    """Collect ``grid`` (the ``cells`` directory of a run) if given, then write everything; returns the bars."""
+    if grid is not None:
+        logger.info("%d cells collected", collect(grid, out / "cells", EXAMPLES / "data" / "heldout.jsonl"))
+    cells = load_cells(out / "cells")
+    rows = {family: values_by_row(cells, family) for family in FAMILIES}
+    found = bars(rows["qwen3"])
+    write_json(out / "summary.json", rows["qwen3"])
+    write_json(out / "summary_families.json", {family: rows[family] for family in FAMILIES if rows[family]})
+    write_json(out / "bars.json", found)
+    (out / "tables.md").write_text(tables(cells, rows, found))
+    for name, draw in FIGURES.items():
+        draw(cells, out / name)
+    return found
+
+
+def tables(cells: list[dict[str, Any]], rows: dict[str, Any], found: list[dict[str, Any]]) -> str:
+    main = rows["qwen3"]
+    commits = sorted({c["commit"] for c in cells})
+    parts = [
+        "# Tables of the calibration lab",
+        "Held-out problems. Mean over n seeds ± half the 95 % interval (Student's t). Made by "
+        f"`python -m megatron_dcpo.lab render`; {len(cells)} cells, of commit {', '.join(commits)}.",
+        "## Main table (the paper's table 1)",
+        "Verbal confidence unless the row names another kind: CCGSPG is made for the token's, ConfClass for its "
+        "classifier's.",
+        markdown_table(main, MAIN_ROWS),
+        "## Ablations (the paper's table 3)",
+        "DCPO without group labels, without instance labels, without decoupling, without on-policy training; then, step by "
+        "step, what the improved preset is made of: a proper score and no division by the std; the response's own label; "
+        "the counterfactual baseline.",
+        markdown_table(main, ABLATION_ROWS),
+        "## Lambda sweep of the paper's DCPO",
+        sweep_table(main),
+        "## Format violations in training, by steps",
+        violation_table(cells),
+        "## Response length (tokens, held out)",
+        markdown_table(
+            main, [name for name in METHODS if name in main], ("accuracy", "mean_length", "mean_confidence")
+        ),
+        "## By type of problem",
+        "What a confidence knows beyond the type of the problem shows in the AUROC within one type.",
+        type_table(cells, ("base", "grpo", "rlcr", "dcpo", "dcpo_proper")),
+        "## Other policies",
+    ]
+    for family in FAMILIES[1:]:
+        if rows[family]:
+            verbal = [name for name in rows[family] if not name.endswith("_token")]
+            parts += [f"**{FAMILY_TITLES[family]}**", markdown_table(rows[family], verbal)]
+    parts += ["## The paper's order, here", claims_table(claims(main))]
+    parts += ["## What the lab is held to", bars_table(found), "## Every seed", every_seed(main)]
+    return "\n\n".join(part.rstrip() for part in parts) + "\n"
+
+
+def every_seed(rows: dict[str, Any]) -> str:
+    lines = [f"| method | seed | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 2) + "|"]
+    for name, row in rows.items():
+        for i, seed in enumerate(row["seed"]):
+            lines.append(f"| {name} | {seed} | {' | '.join(f'{row[column][i]:.4f}' for column in COLUMNS)} |")
+    return "\n".join(lines) + "\n"
+
+
+def write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(rounded(json_ready(value)), indent=1) + "\n")

@@ -1,0 +1,216 @@
+"""The gradients of the two blocks against each other, per group of layers, under any parallel layout.
+
+The loss is a sum over the reasoning and the confidence tokens; each block's gradient is taken by a backward pass of its own
+and compared with the other's: norms and cosine, under two metrics.
+
+* plain: <a, b> = sum_i a_i b_i;
+* fisher: <a, b> = sum_i a_i b_i / (F_i + damping), the direction in which a natural step would trade one block for the
+  other. F is the empirical diagonal Fisher matrix as Adam keeps it, the bias-corrected running mean of squared gradients of
+  the step's loss (before the first step: the square of this step's gradient); the damping is ``DAMPING`` times the mean of
+  its positive entries, so that coordinates with hardly any gradient, whose quotients are rounding noise, do not decide.
+
+Every inner product counts a parameter once: shards are summed over tensor-parallel ranks (and over data-parallel ones
+with the distributed optimizer), replicated parameters count on one tensor-parallel rank, tied embeddings on the first
+stage. These are the rules of Megatron's gradient norm (``get_main_grads_for_grad_norm``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_dcpo import runtime
+from megatron_dcpo.policy.model import Policy
+from megatron_dcpo.policy.optimizer import optimizer_group, optimizer_parts, zero_gradients
+
+from megatron.core import tensor_parallel  # isort: skip
+from megatron.core.transformer.module import param_is_not_shared
+
+DAMPING = 1e-3
+LAYER_GROUPS = 4  # the layers are reported in that many groups, first to last
+ALL = "all"
+PIECE = 2**22  # elements compared at a time
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two gradients under one metric: their norms and the cosine between them (0 where one vanishes)."""
+
+    reasoning: float
+    confidence: float
+    cosine: float
+
+    @classmethod
+    def of(cls, rr: float, cc: float, rc: float) -> Comparison:
+        return cls(rr**0.5, cc**0.5, rc / (rr * cc) ** 0.5 if rr > 0 and cc > 0 else 0.0)
+
+
+@dataclass(frozen=True)
+class BlockGradients:
+    """``plain`` and ``fisher``: {group of layers, or ``all``: the comparison}."""
+
+    plain: dict[str, Comparison]
+    fisher: dict[str, Comparison]
+
+    def metrics(self) -> dict[str, float]:
+        """Under the names of ``metrics.jsonl``; the whole model, then each group of layers' cosine."""
+        whole, natural = self.plain[ALL], self.fisher[ALL]
+        found = {
+            "grad_norm/reasoning": whole.reasoning,
+            "grad_norm/confidence": whole.confidence,
+            "grad_cosine/reasoning_confidence": whole.cosine,
+            "grad_cosine_fisher/reasoning_confidence": natural.cosine,
+        }
+        for name, comparison in self.plain.items():
+            if name != ALL:
+                found[f"grad_cosine/{name}"] = comparison.cosine
+        return found
+
+
+def probe_block_gradients(policy: Policy, optimizer: Any, backward: Callable[[str], Any]) -> tuple[Any, BlockGradients]:
+    """Run ``backward("reasoning")`` and ``backward("confidence")`` apart and compare both gradients. Collective.
+
+    The sum of the two gradients is the gradient of the step; it is left in the buffers, and the probe costs one extra
+    backward pass. Returns the two results of ``backward`` and the measurement.
+    """
+    first = backward("reasoning")
+    g_r = counted_gradients(policy, optimizer)
+    kept = [buffer.grad_data.clone() for buffer in _buffers(policy)]
+    zero_gradients(policy, optimizer)
+    second = backward("confidence")
+    found = compare(optimizer, layer_groups(policy), g_r, counted_gradients(policy, optimizer, copy=False))
+    for buffer, gradient in zip(_buffers(policy), kept, strict=True):
+        buffer.grad_data += gradient
+    return (first, second), found
+
+
+@dataclass(frozen=True)
+class Counted:
+    """One parameter's (or shard's) gradient that counts on this rank, and its group of layers.
+
+    ``square / correction`` is the mean square of its gradient over past steps; None before the first.
+    """
+
+    group: str
+    gradient: Tensor
+    square: Tensor | None
+    correction: float = 1.0
+
+    def pieces(self, other: Counted) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """float64 pieces of this gradient, of ``other``'s, and of the diagonal Fisher matrix: no large temporaries."""
+        x, y = self.gradient.reshape(-1), other.gradient.reshape(-1)
+        square = self.square.reshape(-1) if self.square is not None else None
+        for start in range(0, len(x), PIECE):
+            a, b = x[start : start + PIECE].double(), y[start : start + PIECE].double()
+            if square is None:
+                yield a, b, (a + b).square()
+            else:
+                yield a, b, square[start : start + PIECE].double() / self.correction
+
+
+def compare(optimizer: Any, groups: list[str], a: list[Counted], b: list[Counted]) -> BlockGradients:
+    """Norms and cosines of gradients ``a`` and ``b`` (``counted_gradients`` of every rank), by ``groups`` and in all.
+
+    Two all-reduces of a few numbers, in float64. The Fisher matrix is that of ``a``'s members.
+    """
+    device = runtime.device()  # a rank may hold nothing that counts
+    group = optimizer_group(optimizer)
+    total = torch.zeros(2, dtype=torch.float64, device=device)
+    for first, second in zip(a, b, strict=True):
+        for _, _, fisher in first.pieces(second):
+            # rows that pad the vocabulary never have a gradient, and how many there are depends on the layout
+            total += torch.stack([fisher.sum(), (fisher > 0).double().sum()])
+    dist.all_reduce(total, group=group)
+    damping = max(float(DAMPING * total[0] / total[1].clamp(min=1)), 1e-30)
+    products = torch.zeros(len(groups), 2, 3, dtype=torch.float64, device=device)
+    for first, second in zip(a, b, strict=True):
+        row = products[groups.index(first.group)]
+        for x, y, fisher in first.pieces(second):
+            three = torch.stack([x * x, y * y, x * y])
+            row[0] += three.sum(1)
+            row[1] += (three / (fisher + damping)).sum(1)
+    dist.all_reduce(products, group=group)
+    named = [*zip(groups, products, strict=True), (ALL, products.sum(0))]
+    plain, natural = ({name: Comparison.of(*row[i].tolist()) for name, row in named} for i in (0, 1))
+    return BlockGradients(plain, natural)
+
+
+def counted_gradients(policy: Policy, optimizer: Any, copy: bool = True) -> list[Counted]:
+    """This rank's share of the gradient in the buffers, each parameter of the model on exactly one rank of the group.
+
+    Without ``copy`` it may share memory with the buffers.
+    """
+    optimizer.prepare_grads()
+    names = _group_of_parameters(policy)
+    found = []
+    for part in optimizer_parts(optimizer):
+        settings = {id(p): group for group in part.optimizer.param_groups for p in group["params"]}
+        for model, main in _parameter_pairs(part):
+            if main.grad is None or not param_is_not_shared(main):
+                continue
+            if not tensor_parallel.param_is_not_tensor_parallel_duplicate(main, getattr(part, "tp_group", None)):
+                continue
+            gradient = main.grad.detach().float()
+            if copy and gradient.data_ptr() == main.grad.data_ptr():
+                gradient = gradient.clone()
+            square, options = part.optimizer.state.get(main, {}).get("exp_avg_sq"), settings[id(main)]
+            correction = 1 - options["betas"][1] ** max(int(options.get("step", 1)), 1)
+            found.append(Counted(names[id(model)], gradient, square, correction))
+    return found
+
+
+def layer_groups(policy: Policy) -> list[str]:
+    """Names of the groups, equal on all ranks: ``embedding``, ranges of layers (counted from 0), ``output``."""
+    layers = policy.arch.num_layers
+    return ["embedding", *dict.fromkeys(_layer_group(i, layers) for i in range(layers)), "output"]
+
+
+def _layer_group(layer: int, num_layers: int) -> str:
+    count = min(LAYER_GROUPS, num_layers)
+    number = layer * count // num_layers
+    members = [i for i in range(num_layers) if i * count // num_layers == number]
+    return f"layers_{members[0]}" if len(members) == 1 else f"layers_{members[0]}_{members[-1]}"
+
+
+def _group_of_parameters(policy: Policy) -> dict[int, str]:
+    """id of every parameter of this rank -> its group. Tied embeddings belong to ``embedding``."""
+    found = {}
+    for gpt in policy.gpt:
+        numbers = {index: layer.layer_number - 1 for index, layer in enumerate(gpt.decoder.layers)}
+        for name, parameter in gpt.named_parameters():
+            parts = name.split(".")
+            if parts[:2] == ["decoder", "layers"]:
+                found[id(parameter)] = _layer_group(numbers[int(parts[2])], policy.arch.num_layers)
+            else:  # a last stage's copy of tied embeddings is not counted, so its name does not matter
+                found[id(parameter)] = "embedding" if parts[0] == "embedding" else "output"
+    return found
+
+
+def _parameter_pairs(part: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """(parameter of the model, fp32 parameter or shard that the optimizer steps) of one of Megatron's optimizers."""
+    if hasattr(part, "shard_fp32_groups"):  # DistributedOptimizer
+        pairs = [
+            (part.model_fp32_groups, part.shard_fp32_groups),
+            (part.model_float16_groups, part.shard_fp32_from_float16_groups),
+        ]
+    elif hasattr(part, "float16_groups"):  # Float16OptimizerWithFloat16Params
+        pairs = [
+            (part.float16_groups, part.fp32_from_float16_groups),
+            (part.fp32_from_fp32_groups, part.fp32_from_fp32_groups),
+        ]
+    else:  # FP32Optimizer
+        own = [group["params"] for group in part.optimizer.param_groups]
+        pairs = [(own, own)]
+    for models, mains in pairs:
+        for model_group, main_group in zip(models, mains, strict=True):
+            yield from zip(model_group, main_group, strict=True)
+
+
+def _buffers(policy: Policy) -> Iterator[Any]:
+    for chunk in policy.chunks:
+        yield from chunk.buffers

@@ -1,0 +1,320 @@
+"""The plan of a weight synchronisation: which bytes go from which trainer rank to which, bucket by bucket. Pure.
+
+Every engine rank gets, of every Hugging Face tensor, the slice it keeps (the whole tensor with an engine of one rank).
+What it holds already as a trainer rank does not travel; the rest travels once from its owner, so the bytes a rank
+receives are the least possible. vLLM's loader keeps *references* to what it is given until every tensor of an engine
+module (query, key and value; gate and up) has come: a bucket therefore holds whole modules.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron_dcpo.weights.architecture import Architecture
+from megatron_dcpo.weights.engine_slices import check_engine, engine_slice
+from megatron_dcpo.weights.planner import Coordinates, Copy, Layout, plan
+from megatron_dcpo.weights.table import hf_shapes
+
+BUCKET_BYTES = 512 * 2**20
+MESSAGE_SHARE = 8  # of a bucket, one part in so many is for the message on its way, the rest for what has arrived
+
+
+@dataclass(frozen=True)
+class Part:
+    """``hf[start:stop]`` along ``dim``, the ranks of the replica that hold it (the owner first) and those that need it.
+
+    ``interleaved``: Megatron keeps it in several places (query groups), so a holder has to put it together as well.
+    """
+
+    hf: str
+    dim: int
+    start: int
+    stop: int
+    numel: int
+    holders: tuple[int, ...]
+    readers: tuple[int, ...]
+    interleaved: bool
+
+
+@dataclass(frozen=True)
+class Message:
+    """Parts sent flat, one after the other, from ``owner`` to ``readers`` (ranks within the replica)."""
+
+    owner: int
+    readers: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(part.numel for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Whole modules handed to the engine in one call, and the messages that bring what a rank misses of them."""
+
+    tensors: tuple[str, ...]
+    messages: tuple[Message, ...]
+
+
+@dataclass(frozen=True)
+class ReshardPlan:
+    """What one synchronisation moves within a replica. Bytes; tuples are indexed by the rank within the replica.
+
+    ``received``: by the messages; ``least``: what a rank needs less what it holds, computed apart from them;
+    ``least_whole``: the same if every rank were given whole tensors. ``slices``: (dimension, start, stop) of every
+    tensor on every rank. ``assembled``: the largest buffer in which a rank puts slices together; ``message``: the
+    largest message. ``oversize``: tensors of modules that are larger than a bucket and make the peak larger too.
+    """
+
+    bucket_bytes: int
+    itemsize: int
+    replicas: int
+    engine_tensor_model_parallel_size: int
+    buckets: tuple[Bucket, ...]
+    slices: dict[str, tuple[tuple[int, int, int], ...]]
+    received: tuple[int, ...]
+    least: tuple[int, ...]
+    least_whole: tuple[int, ...]
+    assembled: int
+    message: int
+    oversize: tuple[str, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """Extra memory of a rank during the synchronisation, the engine's own loader not counted."""
+        return self.assembled + self.message
+
+    @functools.cached_property
+    def checksum(self) -> str:
+        """Equal on ranks that will move the same bytes."""
+        return hashlib.sha256(repr((self.itemsize, self.buckets)).encode()).hexdigest()[:16]
+
+
+@functools.lru_cache(maxsize=64)
+def reshard_plan(
+    arch: Architecture,
+    layout: Layout,
+    engine_tensor_model_parallel_size: int = 1,
+    replicas: int = 1,
+    bucket_bytes: int = BUCKET_BYTES,
+    itemsize: int = 2,
+    wanted: tuple[str, ...] | None = None,
+    replica: int = 0,
+) -> ReshardPlan:
+    """Plan the synchronisation of ``arch`` from ``layout`` into engines on the same ranks. Deterministic; cached.
+
+    Args:
+        replicas, replica: data-parallel replicas of the trainer and the one in question; each synchronises within
+            itself. Engines are blocks of consecutive ranks, whatever replica these belong to.
+        bucket_bytes: bound of the extra memory of a rank, the message on its way included.
+        itemsize: bytes per number of the trainer's parameters.
+        wanted: only these tensors (export of one file); all by default.
+
+    Raises :class:`UserError` when the engine's tensor-parallel size does not divide the model.
+    """
+    check_engine(arch, engine_tensor_model_parallel_size)
+    names = [name for name in hf_shapes(arch) if wanted is None or name in wanted]
+    ranks = layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size
+    at = _engine_ranks(layout, engine_tensor_model_parallel_size, replicas, replica)
+    slices = {n: tuple(engine_slice(arch, n, engine_tensor_model_parallel_size, rank) for rank in at) for n in names}
+    held = _held(arch, layout, names)
+    parts = {name: list(_parts(arch, held[name], slices[name], name)) for name in names}
+    message_bytes = max(itemsize, bucket_bytes // MESSAGE_SHARE) if ranks > 1 else 0
+    capacity = bucket_bytes - message_bytes
+    to_assemble = {
+        name: tuple(_to_assemble(parts[name], slices[name], rank) for rank in range(ranks)) for name in names
+    }
+    buckets, oversize, assembled = [], [], 0
+    for modules in _fill(_modules(names), to_assemble, capacity // itemsize):
+        tensors = tuple(name for module in modules for name in module)
+        need = itemsize * max(sum(to_assemble[name][rank] for name in tensors) for rank in range(ranks))
+        oversize += [*tensors] if need > capacity else []
+        assembled = max(assembled, need)
+        messages = _messages([part for name in tensors for part in parts[name]], message_bytes // itemsize)
+        buckets.append(Bucket(tensors, tuple(messages)))
+    sent = [message for bucket in buckets for message in bucket.messages]
+    whole = {name: tuple(engine_slice(arch, name, 1, 0) for _ in at) for name in names}
+    return ReshardPlan(
+        bucket_bytes=bucket_bytes,
+        itemsize=itemsize,
+        replicas=replicas,
+        engine_tensor_model_parallel_size=engine_tensor_model_parallel_size,
+        buckets=tuple(buckets),
+        slices=slices,
+        received=tuple(itemsize * sum(m.numel for m in sent if rank in m.readers) for rank in range(ranks)),
+        least=_least(arch, held, slices, itemsize),
+        least_whole=_least(arch, held, whole, itemsize),
+        assembled=assembled,
+        message=itemsize * max((m.numel for m in sent), default=0),
+        oversize=tuple(oversize),
+    )
+
+
+def _engine_ranks(layout: Layout, engine_tp: int, replicas: int, replica: int) -> list[int]:
+    """The engine's tensor-parallel rank on each rank of a replica. Engines are blocks of consecutive ranks; Megatron
+    counts tensor before data before pipeline ranks."""
+    tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
+    return [(t + tp * (replica + replicas * p)) % engine_tp for p in range(pp) for t in range(tp)]
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What ranks hold of a tensor as one interval; ``holders``: the owner first."""
+
+    copy: Copy
+    interleaved: bool
+    holders: tuple[int, ...]
+
+
+def _held(arch: Architecture, layout: Layout, names: Sequence[str]) -> dict[str, list[_Held]]:
+    """Of every tensor the intervals that ranks hold, disjoint, in the order of their start."""
+    found: dict[tuple[str, int, int], tuple[Copy, bool, list[int]]] = {}
+    for pipeline in range(layout.pipeline_model_parallel_size):
+        for tensor in range(layout.tensor_model_parallel_size):
+            rank = pipeline * layout.tensor_model_parallel_size + tensor
+            for virtual in range(layout.virtual_pipeline_model_parallel_size):
+                for copy, interleaved in _merged(plan(arch, layout, Coordinates(tensor, pipeline, virtual))):
+                    key = (copy.hf, copy.hf_start, copy.hf_stop)
+                    _, _, holders = found.setdefault(key, (copy, interleaved, []))
+                    if rank not in holders:
+                        holders.insert(0 if copy.primary else len(holders), rank)
+    held: dict[str, list[_Held]] = {name: [] for name in names}
+    for key in sorted(found):
+        copy, interleaved, holders = found[key]
+        if copy.hf in held:
+            held[copy.hf].append(_Held(copy, interleaved, tuple(holders)))
+    return held
+
+
+def _merged(copies: Sequence[Copy]) -> Iterator[tuple[Copy, bool]]:
+    """What a rank holds of each tensor as one interval, and whether it is made of several copies."""
+    by_name: dict[str, list[Copy]] = {}
+    for copy in copies:
+        by_name.setdefault(copy.hf, []).append(copy)
+    for group in by_name.values():
+        group.sort(key=lambda copy: copy.hf_start)
+        first, stop = group[0], group[0].hf_stop
+        for copy in group[1:]:
+            assert copy.hf_start == stop, "the parts of a rank are neighbours"
+            stop = copy.hf_stop
+        joined = Copy(first.hf, first.hf_start, stop, first.megatron, first.start, first.dim, first.primary)
+        yield joined, len(group) > 1
+
+
+def _parts(
+    arch: Architecture, held: Sequence[_Held], slices: Sequence[tuple[int, int, int]], name: str
+) -> Iterator[Part]:
+    """The held intervals of a tensor, cut where the slice of an engine rank begins or ends."""
+    shape = hf_shapes(arch)[name]
+    for interval in held:
+        copy = interval.copy
+        per_index = math.prod(shape) // shape[copy.dim]
+        assert all(dim == copy.dim for dim, _, _ in slices), "trainer and engine cut along the same dimension"
+        bounds = {copy.hf_start, copy.hf_stop, *(edge for _, *edges in slices for edge in edges)}
+        edges = sorted(edge for edge in bounds if copy.hf_start <= edge <= copy.hf_stop)
+        for start, stop in itertools.pairwise(edges):
+            readers = tuple(
+                rank
+                for rank, wanted in enumerate(slices)
+                if rank not in interval.holders and _overlap(wanted, start, stop)
+            )
+            numel = (stop - start) * per_index
+            yield Part(name, copy.dim, start, stop, numel, interval.holders, readers, interval.interleaved)
+
+
+def _overlap(wanted: tuple[int, int, int], start: int, stop: int) -> int:
+    """Indices of ``start:stop`` in an engine rank's slice."""
+    return max(0, min(stop, wanted[2]) - max(start, wanted[1]))
+
+
+def _least(
+    arch: Architecture,
+    held: dict[str, list[_Held]],
+    slices: dict[str, tuple[tuple[int, int, int], ...]],
+    itemsize: int,
+) -> tuple[int, ...]:
+    """Per rank, the bytes of its slices less those of them that it holds."""
+    ranks = range(len(next(iter(slices.values()), ())))
+    least = [0 for _ in ranks]
+    for name, intervals in held.items():
+        shape = hf_shapes(arch)[name]
+        for rank in ranks:
+            for interval in intervals:
+                if rank not in interval.holders:
+                    copy = interval.copy
+                    count = _overlap(slices[name][rank], copy.hf_start, copy.hf_stop)
+                    least[rank] += itemsize * count * math.prod(shape) // shape[copy.dim]
+    return tuple(least)
+
+
+def _modules(names: Sequence[str]) -> list[tuple[str, ...]]:
+    """Tensors that an engine loads into one module, together: attention's q, k, v with biases; the MLP's gate and up."""
+    modules: dict[str, list[str]] = {}
+    for name in names:
+        key = name
+        for fused, members in (("qkv", ("q_proj", "k_proj", "v_proj")), ("gate_up", ("gate_proj", "up_proj"))):
+            for member in members:
+                if f".{member}." in name:
+                    key = f"{name.split(member)[0]}{fused}"
+        modules.setdefault(key, []).append(name)
+    return [tuple(module) for module in modules.values()]
+
+
+def _to_assemble(parts: Sequence[Part], slices: Sequence[tuple[int, int, int]], rank: int) -> int:
+    """Numbers that a rank has to put together in a buffer: none where one parameter of its own has the slice as it is."""
+    mine = [part for part in parts if _overlap(slices[rank], part.start, part.stop)]
+    whole = all(rank in part.holders and not part.interleaved for part in mine)
+    return 0 if whole and len({part.holders for part in mine}) == 1 else sum(part.numel for part in mine)
+
+
+def _fill(
+    modules: Sequence[tuple[str, ...]], to_assemble: dict[str, tuple[int, ...]], capacity: int
+) -> Iterator[list[tuple[str, ...]]]:
+    """Modules in order, as many per bucket as fit on every rank; one at least."""
+    bucket: list[tuple[str, ...]] = []
+    used: list[int] = []
+    for module in modules:
+        need = [sum(numbers) for numbers in zip(*(to_assemble[name] for name in module), strict=True)]
+        total = [a + b for a, b in zip(used, need, strict=True)] if bucket else need
+        if bucket and max(total) > capacity:
+            yield bucket
+            bucket, total = [], need
+        bucket.append(module)
+        used = total
+    if bucket:
+        yield bucket
+
+
+def _messages(parts: Sequence[Part], limit: int) -> Iterator[Message]:
+    """Parts of one owner and the same readers together, in messages of at most ``limit`` numbers (one row at least)."""
+    routes: dict[tuple[int, tuple[int, ...]], list[Part]] = {}
+    for part in parts:
+        if part.readers:
+            routes.setdefault((part.holders[0], part.readers), []).append(part)
+    for (owner, readers), together in routes.items():
+        open_: list[Part] = []
+        size = 0
+        for part in together:
+            for piece in _cut(part, limit):
+                if open_ and size + piece.numel > limit:
+                    yield Message(owner, readers, tuple(open_))
+                    open_, size = [], 0
+                open_.append(piece)
+                size += piece.numel
+        if open_:
+            yield Message(owner, readers, tuple(open_))
+
+
+def _cut(part: Part, limit: int) -> Iterator[Part]:
+    per_index = part.numel // (part.stop - part.start)
+    step = max(1, limit // per_index)
+    for start in range(part.start, part.stop, step):
+        stop = min(start + step, part.stop)
+        numel = (stop - start) * per_index
+        yield Part(part.hf, part.dim, start, stop, numel, part.holders, part.readers, part.interleaved)

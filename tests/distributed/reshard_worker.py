@@ -1,0 +1,64 @@
+"""One rank of a weight synchronisation that is disturbed: a slow reader, a dead one, an engine that refuses, a NaN."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_dcpo.config import ModelConfig, ParallelConfig
+from megatron_dcpo.policy.model import build_policy
+from megatron_dcpo.runtime.distributed import initialize
+from megatron_dcpo.weights.engine_slices import engine_slice
+from megatron_dcpo.weights.reshard import SynchronisationError, Traffic, export_buckets, not_finite, plan_for
+from megatron_dcpo.weights.safetensors_io import HFReader
+
+
+def receive(policy, plan, traffic, mode, engine_tp):
+    """Take all buckets as an engine would; returns whether every slice equals the checkpoint's, bit for bit."""
+    rank, reader, same = dist.get_rank(), HFReader(os.environ["MODEL"]), True
+    with closing(export_buckets(policy, plan, traffic)) as buckets:
+        for number, bucket in enumerate(buckets, 1):
+            if mode == "slow" and rank == 1:
+                time.sleep(0.05)  # the others must not overwrite what is being read
+            if mode == "dead" and rank == 1 and number == 3:
+                os._exit(17)
+            if mode == "refuses" and rank == 1 and number == 3:
+                raise ValueError("the engine says no")
+            for piece in bucket:
+                dim, start, stop = engine_slice(policy.arch, piece.name, engine_tp, rank % engine_tp)
+                whole = reader.slice(piece.name)[:]
+                same &= torch.equal(piece.values.float(), whole.narrow(dim, start, stop - start).float())
+    return same
+
+
+def main() -> None:
+    options = json.loads(sys.argv[1])
+    os.environ["MODEL"] = options["model"]
+    parallel, mode = ParallelConfig(**options["parallel"]), options["mode"]
+    topology = initialize(parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
+    policy = build_policy(ModelConfig(path=options["model"], params_dtype="fp32"), parallel, topology, training=False)
+    if mode == "nan" and topology.rank == 1:
+        next(iter(policy.parameters(0).values()))[0, 0] = float("nan")
+    plan, traffic = plan_for(policy, options["engine_tp"], options["bucket_bytes"]), Traffic()
+    result = {"not_finite": not_finite(policy), "buckets": len(plan.buckets)}
+    started = time.monotonic()
+    try:
+        result["same"] = receive(policy, plan, traffic, mode, options["engine_tp"])
+    except (SynchronisationError, ValueError) as error:
+        result["error"] = f"{type(error).__name__}: {error}"
+    result |= {"seconds": time.monotonic() - started, "received": traffic.received, "peak": traffic.peak}
+    result |= {"planned": plan.received[topology.rank], "planned_peak": plan.peak_bytes}
+    Path(options["out"], f"rank{topology.rank}.json").write_text(json.dumps(result))
+    sys.stdout.flush()
+    os._exit(0)  # a group with a dead member cannot be taken down in order
+
+
+if __name__ == "__main__":
+    main()

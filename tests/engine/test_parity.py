@@ -1,0 +1,125 @@
+"""Engine = trainer after every weight synchronisation, in every layout. Needs vLLM (``make setup-engine``).
+
+Without ``DCPO_TEST_ENGINE`` one small case runs (``make test``); with it (``make test-engine``) all.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.distributed.launch import torchrun
+from tests.engine.parity_worker import prompts_for_test
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (make setup-engine)"),
+    pytest.mark.timeout(1800),
+]
+at_length = pytest.mark.skipif("DCPO_TEST_ENGINE" not in os.environ, reason="at length only: make test-engine")
+
+WORKER = Path(__file__).with_name("parity_worker.py")
+MODELS = [("qwen3", True), ("qwen3", False), ("llama", True), ("llama", False)]
+LAYOUTS = {"tp1": (1, 1), "tp2": (2, 1), "pp2": (1, 2), "tp2_pp2": (2, 2)}
+
+
+def run(
+    tiny_models: Any, out: Path, models: Any, tp: int, pp: int, engine_tp: int, **more: Any
+) -> list[dict[str, Any]]:
+    ranks = max(tp * pp, engine_tp)  # an engine larger than the replica spans two of them
+    options = {
+        "models": {f"{family}_{tied}": str(tiny_models(family, tied)) for family, tied in models},
+        "parallel": {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp},
+        "engine_tp": engine_tp,
+        "bucket_bytes": 100_000,
+        "updates": 2,
+        "dtype": "fp32",
+        **more,
+    }
+    return torchrun(WORKER, ranks, out, options, timeout=1500)
+
+
+def check(ranks: list[dict[str, Any]]) -> None:
+    for name in ranks[0]:
+        expected = greedy_of_transformers(ranks[0][name]["exported"])
+        for rank in ranks:
+            assert max(rank[name]["differences"]) <= 1e-4, (name, rank[name])
+            assert rank[name]["greedy"] == expected, name
+
+
+def greedy_of_transformers(directory: str) -> list[list[int]]:
+    from megatron_dcpo.rollout import SamplingConfig, TransformersEngine
+
+    engine = TransformersEngine.from_pretrained(directory)
+    responses = engine.generate(prompts_for_test(), SamplingConfig(top_k=1, max_tokens=24))
+    return [response.token_ids.tolist() for response in responses]
+
+
+def test_one_process(tiny_models: Any, tmp_path: Path) -> None:
+    """The small one: a tied model in one process; nothing travels."""
+    ranks = run(tiny_models, tmp_path, [("qwen3", True)], 1, 1, 1)
+    check(ranks)
+    assert ranks[0]["qwen3_True"]["received"] == 0
+
+
+@at_length
+@pytest.mark.parametrize("engine_tp", [1, 2])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_engine_is_the_trainer(tiny_models: Any, tmp_path: Path, layout: str, engine_tp: int) -> None:
+    """fp32: |difference of log-probs| <= 1e-4 on sampled tokens, greedy tokens of transformers on the exported policy."""
+    ranks = run(tiny_models, tmp_path, MODELS, *LAYOUTS[layout], engine_tp)
+    check(ranks)
+    for name in ranks[0]:
+        received = [rank[name]["received"] for rank in ranks]
+        if layout == "tp1":
+            assert received == [0] * len(ranks), "the trainer's rank has all that its engine needs"
+        elif engine_tp == 2:
+            assert all(r < rank[name]["least_whole"] for r, rank in zip(received, ranks, strict=True))
+
+
+@at_length
+def test_fifty_updates(tiny_models: Any, tmp_path: Path) -> None:
+    """No drift, no growing memory, no stale prefix cache (prompts share a prefix and stay the same)."""
+    (rank,) = run(tiny_models, tmp_path, [("qwen3", True)], 1, 1, 1, updates=50)
+    differences, memory = rank["qwen3_True"]["differences"], rank["qwen3_True"]["memory"]
+    assert len(differences) == 50
+    assert max(differences) <= 1e-4
+    assert np.mean(differences[25:]) <= 4 * np.mean(differences[:25]) + 1e-6
+    assert memory[-1] - memory[9] <= 0.017, memory[::5]  # GB
+
+
+@at_length
+def test_bf16_within_the_floor(tiny_models: Any, tmp_path: Path) -> None:
+    """The mismatch in bf16 stays within what transformers differs from itself in bf16 and fp32 with the same weights."""
+    (rank,) = run(tiny_models, tmp_path, [("qwen3", False)], 1, 1, 1, dtype="bf16")
+    mean, largest = floor_of_transformers(rank["qwen3_False"]["exported"])
+    assert max(rank["qwen3_False"]["mean"]) <= 1.5 * mean
+    assert max(rank["qwen3_False"]["differences"]) <= 2 * largest
+
+
+def floor_of_transformers(directory: str) -> tuple[float, float]:
+    """Mean and largest |log-prob difference| of two transformers runs on the same tokens: bf16 and fp32 arithmetic."""
+    from transformers import AutoModelForCausalLM
+
+    from megatron_dcpo.rollout import SamplingConfig, TransformersEngine
+
+    prompts = {p.prompt_id: p for p in prompts_for_test()}
+    engine = TransformersEngine.from_pretrained(directory, "bf16")
+    responses = engine.generate(list(prompts.values()), SamplingConfig(n=3, temperature=0.7, max_tokens=24))
+    gaps = []
+    models = [AutoModelForCausalLM.from_pretrained(directory, dtype=t) for t in (torch.bfloat16, torch.float32)]
+    with torch.no_grad():
+        for response in responses:
+            prompt = prompts[response.prompt_id].token_ids
+            ids = torch.tensor([*prompt, *response.token_ids.tolist()])[None]
+            target = torch.tensor(response.token_ids)[:, None]
+            logps = [torch.log_softmax(m(ids).logits[0].float() / 0.7, -1)[len(prompt) - 1 : -1] for m in models]
+            first, second = (logp.gather(-1, target).squeeze(-1) for logp in logps)
+            gaps.append((first - second).abs().numpy())
+    flat = np.concatenate(gaps)
+    return float(flat.mean()), float(flat.max())

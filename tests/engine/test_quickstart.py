@@ -1,0 +1,39 @@
+"""The quickstart on vLLM reaches what is asked of the quickstart. Needs vLLM; minutes, so ``make test-engine`` only."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.engine.test_parity import at_length
+
+ROOT = Path(__file__).parents[2]
+
+
+@at_length
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (make setup-engine)")
+@pytest.mark.timeout(3600)
+def test_quickstart_on_vllm(tmp_path: Path) -> None:
+    overrides = ["rollout.engine=vllm", "rollout.kv_cache_memory_bytes=134217728"]
+    command = [sys.executable, "examples/quickstart/run.py", "--seed", "1", "--out", str(tmp_path / "out"), *overrides]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads((tmp_path / "out" / "summary.json").read_text())
+    base, grpo, dcpo, proper = (found[name] for name in ("base", "grpo", "dcpo", "dcpo_proper"))
+    assert dcpo["ece"] <= 0.35 * base["ece"]
+    assert dcpo["ece"] <= 0.6 * grpo["ece"]
+    assert dcpo["auroc"] >= 0.85
+    assert dcpo["accuracy"] >= grpo["accuracy"] - 0.015
+    assert proper["ece"] < dcpo["ece"]
+    assert proper["auroc"] > dcpo["auroc"]
+    for method in ("grpo", "dcpo", "dcpo_proper"):
+        records = [json.loads(line) for line in (tmp_path / "out" / method / "metrics.jsonl").read_text().splitlines()]
+        assert len(records) == 250
+        assert max(record["engine/logprob_diff_max"] for record in records) <= 1e-4
+        assert (tmp_path / "out" / method / "policy" / "config.json").is_file()

@@ -1,0 +1,70 @@
+"""``train`` with the embedded engine made to fail: argv is the name of the failure, then the overrides."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_dcpo import cli
+from megatron_dcpo.rollout import EngineError, TransformersEngine
+from megatron_dcpo.training import synchronise
+
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
+
+
+class Failures:
+    """Counts calls and fails on the ones the mode names."""
+
+    def __init__(self, mode: str) -> None:
+        self.mode, self.generated, self.updated, self.restarted = mode, 0, 0, 0
+
+    def install(self) -> None:
+        generate, update, not_finite = (
+            TransformersEngine.generate,
+            TransformersEngine.update_weights,
+            synchronise.not_finite,
+        )
+
+        def failing_generate(engine, prompts, sampling, step=0):
+            self.generated += 1
+            if self.mode == "always" or (self.mode == "generate" and self.generated == 2):
+                raise EngineError("killed in generation")
+            responses = generate(engine, prompts, sampling, step)
+            if self.mode == "stale" and step == 2:
+                return [replace(response, weights_version=response.weights_version - 1) for response in responses]
+            return responses
+
+        def failing_update(engine, buckets, version):
+            self.updated += 1
+            if self.mode == "update" and self.updated == 2:
+                next(iter(buckets))
+                raise EngineError("lost in the middle of an update")
+            update(engine, buckets, version)
+
+        def restart(engine):
+            self.restarted += 1
+            for parameter in engine.model.parameters():
+                parameter.data.zero_()  # an engine that comes back has no weights
+
+        TransformersEngine.generate, TransformersEngine.update_weights = failing_generate, failing_update
+        TransformersEngine.restart = restart
+        if self.mode == "nan":
+            synchronise.not_finite = lambda policy: not_finite(_poisoned(policy)) if self.updated == 2 else []
+
+
+def _poisoned(policy):
+    policy.parameters(0)["decoder.layers.1.mlp.linear_fc2.weight"][0, 0] = float("nan")
+    return policy
+
+
+def main() -> int:
+    failures = Failures(sys.argv[1])
+    failures.install()
+    status = cli.main(["train", "--config", str(QUICKSTART / "dcpo.yaml"), *sys.argv[2:]])
+    print(f"restarted {failures.restarted} updated {failures.updated}")
+    return status
+
+
+if __name__ == "__main__":  # saving a checkpoint starts processes
+    sys.exit(main())

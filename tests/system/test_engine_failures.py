@@ -1,0 +1,110 @@
+"""An engine that fails is started anew and the run goes on as if nothing had been; what cannot be mended is named."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+WORKER = Path(__file__).with_name("failing_engine_worker.py")
+SMALL = ["data.prompts_per_step=4", "rollout.group_size=4", "training.steps=3", "logging.tensorboard=false"]
+
+
+def train(run_dir, mode, *overrides):
+    return subprocess.run(
+        [sys.executable, str(WORKER), mode, f"run_dir={run_dir}", *SMALL, *overrides],
+        capture_output=True,
+        text=True,
+        cwd=WORKER.parents[2],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORKER.parents[2])},
+        timeout=300,
+    )
+
+
+def metrics(run_dir):
+    return [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
+
+
+def without_clocks(records):
+    measured = ("time/", "tokens/s", "memory/")
+    return [{key: value for key, value in record.items() if not key.startswith(measured)} for record in records]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("good") / "run"
+    done = train(run_dir, "none")
+    assert done.returncode == 0, done.stderr[-2000:]
+    return metrics(run_dir)
+
+
+@pytest.mark.parametrize(("mode", "reason"), [("generate", "killed in generation"), ("update", "lost in the middle")])
+def test_the_run_continues_after_a_restart(tmp_path, undisturbed, mode, reason):
+    """The weights are handed over again and the same responses sampled: every number is that of the undisturbed run."""
+    done = train(tmp_path / "run", mode)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert reason in done.stderr
+    assert "starts anew" in done.stderr
+    assert "restarted 1 updated 5" in done.stdout
+    assert without_clocks(metrics(tmp_path / "run")) == without_clocks(undisturbed)
+
+
+def test_an_engine_that_keeps_failing_ends_the_run_by_name(tmp_path):
+    done = train(tmp_path / "run", "always")
+    assert done.returncode == 2
+    assert "the engine of rank 0 failed 3 times with a rollout: killed in generation" in done.stderr
+
+
+def test_stale_samples_are_not_trained_on(tmp_path):
+    done = train(tmp_path / "run", "stale")
+    assert done.returncode == 2
+    assert "was sampled by weights version 0, the policy is at 1" in done.stderr
+    assert len(metrics(tmp_path / "run")) == 1
+
+
+def test_not_finite_weights_never_reach_the_engine(tmp_path):
+    done = train(tmp_path / "run", "nan")
+    assert done.returncode == 2
+    assert "after step 2 model.layers.1.mlp.down_proj.weight on rank 0 is not finite" in done.stderr
+    assert "updated 2" in done.stdout
+
+
+def test_alarm_threshold(tmp_path, undisturbed):
+    """Stops before the policy moves; a warning changes nothing."""
+    done = train(tmp_path / "stop", "none", "rollout.logprob_diff_alarm=1e-12", "rollout.logprob_diff_action=stop")
+    assert done.returncode == 2
+    assert "nothing was updated in this step" in done.stderr
+    done = train(tmp_path / "warn", "none", "rollout.logprob_diff_alarm=1e-12")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "differ by up to" in done.stderr
+    assert without_clocks(metrics(tmp_path / "warn")) == without_clocks(undisturbed)
+
+
+def test_truncated_sampling_wants_a_correction(tmp_path):
+    done = train(tmp_path / "run", "none", "rollout.top_p=0.9")
+    assert done.returncode == 2
+    assert "correct for it with objective.tis_level" in done.stderr
+    done = train(tmp_path / "run", "none", "rollout.top_p=0.9", "objective.tis_level=token", "training.steps=1")
+    assert done.returncode == 0, done.stderr[-2000:]
+    (record,) = metrics(tmp_path / "run")
+    assert record["tis_weight"] < 1  # the engine's distribution is sharper
+
+
+def test_ledger_and_histogram(tmp_path, undisturbed):
+    done = train(tmp_path / "run", "none", "training.offload_optimizer_during_rollout=true")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "no device to offload from" in done.stderr
+    for record in metrics(tmp_path / "run"):
+        assert all(record[f"memory/{phase}/rss"] > 0.01 for phase in ("rollout", "judge", "train", "reshard"))
+    mismatch = [json.loads(line) for line in Path(tmp_path, "run", "mismatch.jsonl").read_text().splitlines()]
+    for row, record in zip(mismatch, undisturbed, strict=True):
+        tokens = sum(row["reasoning"]) + sum(row["confidence"])
+        assert tokens == pytest.approx(16 * record["length/mean"])
+        for block in ("reasoning", "confidence"):
+            assert len(row[block]) == len(row["edges"]) + 1
+            largest = max(i for i, count in enumerate(row[block]) if count)
+            low = row["edges"][largest - 1] if largest else 0.0
+            assert low <= record[f"engine/logprob_diff_max_{block}"] < row["edges"][largest]
+    assert {record["reshard/bytes"] for record in undisturbed} == {0}

@@ -1,0 +1,83 @@
+"""The lab end to end, three steps of it: two cells, cached, published; and ``dcpo probe`` on one and on two processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+RECIPE = [
+    "--config", "examples/lab/recipe.yaml", "model.path=examples/lab/qwen3/policy",
+    "data.path=examples/lab/data/train.jsonl", "data.prompts_per_step=8",
+]  # fmt: skip
+
+
+def run(*arguments: str, launcher: tuple[str, ...] = ("-m",)) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, *launcher, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, env=environment, timeout=500)
+
+
+def test_two_cells_are_trained_once_and_published(tmp_path: Path) -> None:
+    grid = ("megatron_dcpo.lab", "run", "--smoke", "--families", "qwen3", "--methods", "base,dcpo_proper")
+    first = run(*grid, "--out", str(tmp_path / "lab"))
+    assert first.returncode == 0, first.stderr
+    again = run(*grid, "--out", str(tmp_path / "lab"))
+    assert "0 of 2 cells to run" in again.stderr
+    shown = run("megatron_dcpo.lab", "render", "--grid", str(tmp_path / "lab"), "--out", str(tmp_path / "docs"))
+    assert shown.returncode == 0, shown.stderr
+    summary = json.loads((tmp_path / "docs" / "summary.json").read_text())
+    assert len(summary["dcpo_proper"]["ece"]) == 1
+    cell = json.loads((tmp_path / "docs" / "cells" / "qwen3.dcpo_proper.1.json").read_text())
+    assert str(tmp_path) not in json.dumps(cell), "commands are published without this machine's paths"
+    assert cell["commands"][0].startswith("dcpo train --config examples/lab/recipe.yaml")
+
+
+def test_probe_leaves_numbers_that_do_not_depend_on_the_layout(tmp_path: Path) -> None:
+    """Cosines, norms and variances of every part: one process against TP=2, 1e-5."""
+    one = run("megatron_dcpo", "probe", *RECIPE, "--batches", "2", "--out", str(tmp_path / "one"))
+    assert one.returncode == 0, one.stderr
+    assert "coupled" in one.stdout
+    assert (tmp_path / "one" / "probe.png").stat().st_size > 1000
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
+    two = run(
+        "megatron_dcpo", "probe", *RECIPE, "parallel.tensor_model_parallel_size=2", "--batches", "2",
+        "--out", str(tmp_path / "two"), launcher=torchrun,
+    )  # fmt: skip
+    assert two.returncode == 0, two.stderr
+    found, expected = (json.loads((tmp_path / name / "probe.json").read_text()) for name in ("two", "one"))
+    assert found["policy"] == expected["policy"], "the same responses"
+    same(found, expected)
+    conflict, gradients = expected["conflict"], expected["gradients"]
+    assert abs(conflict["dcpo"]["plain"]["all"]["cosine"]) < abs(conflict["coupled"]["plain"]["all"]["cosine"])
+    assert gradients["counterfactual"]["variance"] < gradients["group_baseline"]["variance"]
+
+
+def same(found: object, expected: object, where: str = "") -> None:
+    if isinstance(expected, dict):
+        assert isinstance(found, dict)
+        assert list(found) == list(expected)
+        for key, value in expected.items():
+            same(found[key], value, f"{where}.{key}")
+    elif isinstance(expected, float):
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-5), where
+    else:
+        assert found == expected, where
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--batches", "0"), "--batches must be at least 1"),
+        (("objective.lam=2",), "objective.lam"),
+    ],
+)
+def test_probe_refuses_bad_input_in_one_line(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+    refused = run("megatron_dcpo", "probe", *RECIPE, *arguments, "--out", str(tmp_path))
+    assert refused.returncode == 2
+    assert message in refused.stderr.strip().splitlines()[-1]

@@ -1,0 +1,97 @@
+"""What ``auto`` means with and without vLLM, and for a model that vLLM cannot run on the CPU."""
+
+import json
+from importlib.machinery import ModuleSpec
+
+import pytest
+
+from megatron_dcpo import runtime
+from megatron_dcpo.config import validate
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.rollout import choose, choose_engine
+from megatron_dcpo.rollout.engine import read_eos_token_ids, request_seed
+
+
+@pytest.fixture
+def model(tmp_path):
+    def made(**changes):
+        config = {
+            "architectures": ["Qwen3ForCausalLM"], "num_attention_heads": 4, "num_hidden_layers": 2, "hidden_size": 64,
+            "intermediate_size": 96, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 331,
+            "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "eos_token_id": 3,
+        }  # fmt: skip
+        (tmp_path / "config.json").write_text(json.dumps(config | changes))
+        return tmp_path
+
+    return made
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Pretend vLLM is (not) installed, on a machine without a GPU; nothing is imported."""
+
+    def pretend(there):
+        monkeypatch.setattr(choose, "find_spec", lambda name: ModuleSpec(name, None) if there else None)
+        monkeypatch.setattr(runtime, "has_cuda", lambda: False)
+
+    return pretend
+
+
+def test_auto_takes_vllm_where_it_is_installed(model, installed):
+    installed(True)
+    assert choose_engine("auto", model()) == choose_engine("vllm", model()) == "vllm"
+    installed(False)
+    assert choose_engine("auto", model()) == "transformers"
+    with pytest.raises(UserError, match="vLLM is not installed"):
+        choose_engine("vllm", model())
+
+
+def test_what_vllm_cannot_run_here(model, installed, caplog):
+    installed(True)
+    caplog.set_level("INFO")
+    assert choose_engine("auto", model(head_dim=16)) == "transformers"
+    assert "no head_dim 16" in caplog.text
+    with pytest.raises(UserError, match="no head_dim 16"):
+        choose_engine("vllm", model(head_dim=16))
+    assert choose_engine("auto", model(architectures=["GPT2LMHeadModel"])) == "transformers"
+    assert choose_engine("transformers", model(head_dim=16)) == "transformers"
+
+
+def test_seeds_differ_in_everything_they_are_made_of():
+    seeds = {request_seed(s, step, p, i) for s in (1, 2) for step in (1, 2) for p in ("a", "b") for i in (0, 1)}
+    assert len(seeds) == 16
+    assert all(0 <= seed < 2**62 for seed in seeds)
+    assert request_seed(1, 2, "a", 3) == request_seed(1, 2, "a", 3)
+
+
+def test_eos_of_the_generation_config_comes_first(model):
+    assert read_eos_token_ids(model()) == (3,)
+    (model() / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
+    assert read_eos_token_ids(model()) == (5, 6)
+    (model(eos_token_id=None) / "generation_config.json").unlink()
+    with pytest.raises(UserError, match="names eos_token_id"):
+        read_eos_token_ids(model(eos_token_id=None))
+
+
+@pytest.mark.parametrize(
+    ("rollout", "objective", "what"),
+    [
+        ({"top_p": 0.9}, {}, "tis_level"),
+        ({"top_k": 20}, {}, "tis_level"),
+        ({"engine": "server"}, {}, "go together"),
+        ({"endpoint": "http://x"}, {}, "go together"),
+        ({"engine": "transformers", "tensor_model_parallel_size": 2}, {}, "needs rollout.engine=vllm"),
+        ({"gpu_memory_utilization": 1.5}, {}, "gpu_memory_utilization"),
+        ({"bucket_bytes": 10}, {}, "bucket_bytes"),
+    ],
+)
+def test_options_that_do_not_go_together(rollout, objective, what):
+    values = {"run_dir": "r", "model": {"path": "m"}, "data": {"path": "d"}, "rollout": rollout, "objective": objective}
+    with pytest.raises(UserError, match=what):
+        validate(values)
+
+
+def test_truncation_with_a_correction_is_allowed():
+    values = {"run_dir": "r", "model": {"path": "m"}, "data": {"path": "d"}}
+    made = validate(values | {"rollout": {"top_p": 0.9, "top_k": 50}, "objective": {"tis_level": "token"}})
+    assert (made.rollout.top_p, made.rollout.top_k) == (0.9, 50)

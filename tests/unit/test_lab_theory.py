@@ -1,0 +1,168 @@
+"""The theory of the lab against closed forms: gradient conflict, group estimator, mode collapse, properness."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from megatron_dcpo.lab import collapse, estimators, properness
+from megatron_dcpo.lab.exact_conflict import LOSSES, decoupled_conflict, fisher_conflict, softmax
+from megatron_dcpo.objectives import ObjectiveConfig
+from megatron_dcpo.objectives.advantages import Group
+from megatron_dcpo.objectives.dcpo import score_group
+
+
+def policies(n: int) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    rng = np.random.default_rng(0)
+    return [
+        (rng.normal(0, 2, k), (rng.random(k) < 0.5).astype(float), rng.random(k))
+        for k in rng.integers(2, 12, n)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_fisher_inner_product_is_minus_slope_times_covariance(loss: str) -> None:
+    """<grad J, -grad l>_{F^-1} = -l'(c) Cov(R, phi), from the definition, to 1e-10."""
+    for logits, R, phi in policies(200):
+        found = fisher_conflict(logits, R, phi, loss)
+        assert found.inner == pytest.approx(found.identity, rel=1e-10, abs=1e-10)
+
+
+def test_conflict_is_negative_exactly_when_over_confident() -> None:
+    seen = set()
+    for (logits, R, phi), target in itertools.product(policies(100), (0.05, 0.3, 0.6, 0.95)):
+        found = fisher_conflict(logits, R, phi, "brier", target)
+        if found.covariance > 1e-6 and abs(found.confidence - target) > 1e-6:
+            over = found.confidence > target
+            assert (found.inner < 0) == over
+            seen.add(over)
+    assert seen == {True, False}
+
+
+def test_slopes_are_the_derivatives() -> None:
+    for loss in LOSSES.values():
+        for c, p in ((0.2, 0.7), (0.9, 0.4), (0.5, 0.1)):
+            numeric = (loss.value(c + 1e-6, p) - loss.value(c - 1e-6, p)) / 2e-6
+            assert loss.slope(c, p) == pytest.approx(numeric, rel=1e-6)
+
+
+def test_conflict_matches_finite_differences_of_a_natural_gradient_step() -> None:
+    """Moving theta by eps F^+ grad J changes -l(c) by eps times the inner product."""
+    logits, R, phi = policies(5)[4]
+    found = fisher_conflict(logits, R, phi, "brier", target=0.1)
+    step = 1e-6 * (R - found.accuracy)  # F^+ grad J up to a constant shift, which softmax does not see
+
+    def value(z: np.ndarray) -> float:
+        return -((softmax(z) @ phi - 0.1) ** 2)
+
+    assert (value(logits + step) - value(logits - step)) / 2e-6 == pytest.approx(found.inner, rel=1e-6)
+
+
+def test_masked_calibration_gradient_does_not_meet_the_accuracy_gradient() -> None:
+    rng = np.random.default_rng(3)
+    for _ in range(10):
+        R = (rng.random(3) < 0.5).astype(float)
+        value = decoupled_conflict(rng.normal(0, 1, 3), rng.normal(0, 1, (3, 4)), R, np.array([0.1, 0.4, 0.8, 1.0]))
+        assert value == pytest.approx(0.0, abs=1e-10)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.8])
+@pytest.mark.parametrize("group_size", [1, 2, 8, 32])
+def test_variance_of_the_group_target_falls_as_one_over_g(p: float, group_size: int) -> None:
+    expected = p * (1 - p) / group_size
+    assert estimators.target_variance(p, group_size) == pytest.approx(expected, rel=1e-10)
+    rng = np.random.default_rng(0)
+    assert estimators.sampled_target_variance(p, group_size, 100_000, rng) == pytest.approx(expected, rel=0.05)
+
+
+def test_subgradient_variance_of_single_labels_and_of_groups() -> None:
+    for p in (0.1, 0.5, 0.7):
+        assert estimators.subgradient_variance(0.95, p, 1) == pytest.approx(4 * p * (1 - p))
+    large = [estimators.subgradient_variance(0.9, 0.5, G) for G in (1, 8, 32, 128)]
+    assert large == sorted(large, reverse=True)
+    assert large[-1] < 1e-12
+
+
+def test_the_counterfactual_baseline_leaves_the_mean_gradient_and_takes_noise_out() -> None:
+    """Same expectation as the leave-one-out group baseline, here within Monte-Carlo error; less variance.
+
+    A Brier score is -c^2 + (2c - 1) R: the label's noise enters with 2c - 1, and against the others' confidences with
+    2(c - mean c) only. So the gain is large for a policy that is sure of itself and none for one that says 0.5.
+    """
+    levels = np.linspace(0, 1, 21)
+    logits = -0.5 * ((levels - 0.9) / 0.05) ** 2
+    proper = {"preset": "dcpo_proper"}
+    noise = {
+        baseline: estimators.confidence_gradient_noise(
+            ObjectiveConfig(**proper, confidence_baseline=baseline), 0.4, logits, levels, 8, 6000,
+            np.random.default_rng(1),
+        )
+        for baseline in ("group", "counterfactual")
+    }  # fmt: skip
+    group = noise["group"].mean * 8 / 7  # the group's own member in its mean shrinks the gradient by 1 - 1/G
+    assert np.abs(group - noise["counterfactual"].mean).max() < 4 * np.sqrt(noise["group"].variance / 6000)
+    assert noise["counterfactual"].variance < 0.2 * noise["group"].variance * (8 / 7) ** 2
+
+
+def test_counterfactual_advantage_is_unbiased_by_enumeration() -> None:
+    """E[A_c,i grad log pi(c_i)] over all labels and confidences of a group of two equals the gradient of E[R_c]."""
+    levels, pi, p = np.array([0.1, 0.5, 0.9]), np.array([0.2, 0.5, 0.3]), 0.7
+    options = ObjectiveConfig(preset="dcpo_proper").resolve()
+    expected = np.zeros(3)
+    for labels in itertools.product((0.0, 1.0), repeat=2):
+        for chosen in itertools.product(range(3), repeat=2):
+            chance = np.prod([p if R else 1 - p for R in labels]) * np.prod([pi[k] for k in chosen])
+            c = levels[list(chosen)]
+            A_c = score_group(Group(np.array(labels), c, c), options).A_c
+            for k, advantage in zip(chosen, A_c, strict=True):
+                expected += chance * advantage / 2 * (np.eye(3)[k] - pi)
+    score = -(p * (levels - 1) ** 2 + (1 - p) * levels**2)
+    assert expected == pytest.approx(pi * (score - pi @ score), abs=1e-12)
+
+
+def test_counterfactual_advantage_with_malformed_responses_is_its_formula() -> None:
+    R, c = np.array([1.0, 0.0, 1.0]), np.array([0.9, 0.4, np.nan])
+    score = score_group(Group(R, c, c), ObjectiveConfig(preset="dcpo_proper").resolve())
+
+    def S(j: int, t: float) -> float:
+        return -1.0 if np.isnan(c[j]) else -((c[j] - t) ** 2)
+
+    for i in range(3):
+        others = [S(j, R[i]) for j in range(3) if j != i]
+        assert score.A_c[i] == pytest.approx(S(i, R[i]) - np.mean(others))
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.25, 0.5, 0.75])
+@pytest.mark.parametrize("p", [0.1, 0.3, 0.7, 0.9])
+def test_l1_asks_for_a_median(lam: float, p: float) -> None:
+    assert properness.optimum("l1", lam, p) == pytest.approx(properness.l1_optimum(lam, p), abs=0.0051)
+
+
+def test_proper_scores_ask_for_the_probability_and_lam_mixes_in_what_the_group_does() -> None:
+    for lam, p in itertools.product((0.0, 0.5, 1.0), (0.1, 0.37, 0.8)):
+        for score in ("brier", "log", "spherical")[: 2 if lam else 3]:
+            assert properness.optimum(score, lam, p) == pytest.approx(p, abs=0.0051), score
+        # the response shows that it is right with 0.9: E[t] = lam p + (1 - lam) 0.9
+        seen = properness.optimum("brier", lam, p, q=0.9)
+        assert seen == pytest.approx(lam * p + (1 - lam) * 0.9, abs=0.0051)
+
+
+def test_std_keeps_pushing_a_saturated_group_and_the_mean_fades() -> None:
+    near, nearer = np.array([0.98, 0.99, 0.98, 1.0]), 1 - 0.1 * (1 - np.array([0.98, 0.99, 0.98, 1.0]))
+    paper, proper = ObjectiveConfig(), ObjectiveConfig(preset="dcpo_proper")
+    assert properness.saturated_push(paper, nearer) == pytest.approx(properness.saturated_push(paper, near), rel=1e-2)
+    assert properness.saturated_push(proper, nearer) < 0.02 * properness.saturated_push(proper, near)
+
+
+def test_grpo_loses_entropy_though_the_reward_names_no_favourite() -> None:
+    R, start = np.array([1.0, 1.0, 1.0, 0.0, 0.0]), np.zeros(5)
+    exact = collapse.exact_flow(start, R, 600, 0.5)
+    assert exact.entropy[-1] == pytest.approx(np.log(3), abs=0.05)  # without sampling, equal shares stay equal
+    sampled = [collapse.grpo_flow(start, R, 600, 0.5, 8, np.random.default_rng(seed)) for seed in range(8)]
+    assert min(run.accuracy[-1] for run in sampled) > 0.98
+    assert np.mean([run.entropy[-1] for run in sampled]) < 0.85 * np.log(3)
+    uneven = collapse.exact_flow(np.array([1.0, 0.0, 0.0, 0.0, 0.0]), R, 600, 0.5)
+    assert uneven.top[-1] > uneven.top[0]
+    assert uneven.entropy[-1] < uneven.entropy[0]
