@@ -1,97 +1,83 @@
-"""``dcpo plan --reshard``: what a weight synchronisation moves, computed without a process group or a weight."""
+"""``dcpo plan --config F.yaml --gpus N``: memory, traffic and step time of a run, before it is started."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
 from typing import Any
-
-from megatron_dcpo.errors import UserError
 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
-        "plan", help="what a run will move", description="Plan a run from its configuration alone; nothing is started."
+        "plan",
+        help="what a run will need: memory per GPU, bytes moved, time per step",
+        description="Plan a run from its configuration alone: nothing is started, and model.path needs only config.json.",
     )
     parser.add_argument("--config", required=True, metavar="FILE", help="YAML file with the run's options")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="options that override the file")
-    parser.add_argument("--gpus", type=int, metavar="N", help="processes in all (default: one replica)")
+    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs in all, at most 4096")
+    for name, default, what in (
+        ("gpu-memory-gb", 80.0, "memory of a GPU, GB (1e9 bytes)"),
+        ("peak-tflops", 989.0, "dense bf16 peak of a GPU, TFLOP/s"),
+        ("mfu", 0.4, "share of the peak that training reaches, 0 to 1"),
+        ("hbm-gbps", 3350.0, "memory bandwidth of a GPU, GB/s"),
+        ("nvlink-gbps", 450.0, "bandwidth of a GPU within its node, GB/s each way"),
+        ("link-gbps", 50.0, "bandwidth of a GPU to other nodes, GB/s each way"),
+    ):
+        parser.add_argument(
+            f"--{name}", type=_positive, default=default, metavar="X", help=f"{what} (default {default:g})"
+        )
+    parser.add_argument("--gpus-per-node", type=_whole, default=8, metavar="N", help="default 8")
     parser.add_argument(
-        "--reshard", action="store_true", required=True, help="the copy plan of a weight synchronisation"
+        "--reserve-gb", type=float, default=3.0, metavar="X", help="context, NCCL, fragmentation, GB (default 3)"
     )
+    parser.add_argument(
+        "--response-tokens", type=_whole, default=0, metavar="N", help="mean response length (default: the longest)"
+    )
+    parser.add_argument("--reshard", action="store_true", help="only the copy plan of a weight synchronisation")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.set_defaults(run=run)
 
 
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def _whole(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
+    return value
+
+
 def run(args: argparse.Namespace) -> int:
     from megatron_dcpo.config import load_config
+    from megatron_dcpo.errors import UserError
+    from megatron_dcpo.planning.plan import Machine, as_dict, make_plan
+    from megatron_dcpo.planning.traffic import Rates
 
-    facts = reshard_facts(load_config(args.config, args.overrides), args.gpus)
-    print(json.dumps(facts) if args.json else "\n".join(_lines(facts)))
+    if args.reshard:
+        from megatron_dcpo.cli.plan_reshard import reshard_facts, reshard_lines
+
+        facts = reshard_facts(load_config(args.config, args.overrides), args.gpus)
+        print(json.dumps(facts) if args.json else "\n".join(reshard_lines(facts)))
+        return 0
+    if args.gpus is None:
+        raise UserError("--gpus N is required (without --reshard)")
+    if args.mfu > 1:
+        raise UserError(f"--mfu {args.mfu:g} is above 1; it is a share of --peak-tflops")
+    if not 0 <= args.reserve_gb < args.gpu_memory_gb:
+        raise UserError(f"--reserve-gb {args.reserve_gb:g} is outside 0 ... --gpu-memory-gb {args.gpu_memory_gb:g}")
+    machine = Machine(args.gpus, args.gpu_memory_gb, args.reserve_gb, args.response_tokens)
+    rates = Rates(args.peak_tflops, args.mfu, args.hbm_gbps, args.nvlink_gbps, args.link_gbps, args.gpus_per_node)
+    plan = make_plan(load_config(args.config, args.overrides), machine, rates)
+    if args.json:
+        print(json.dumps(as_dict(plan)))
+    else:
+        from megatron_dcpo.planning.report import print_plan
+
+        print_plan(plan)
     return 0
-
-
-def reshard_facts(config: Any, gpus: int | None = None) -> dict[str, Any]:
-    """The plan of one synchronisation as plain data; bytes. Raises :class:`UserError` on a layout that does not fit."""
-    from megatron_dcpo.training.preflight import check_model, layout_of
-    from megatron_dcpo.weights.reshard_plan import reshard_plan
-
-    arch, layout = check_model(config), layout_of(config)
-    model_parallel = layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size
-    engine_tp = config.rollout.tensor_model_parallel_size
-    gpus = gpus if gpus is not None else max(model_parallel, engine_tp)
-    for what, size in (("training TP x PP", model_parallel), ("rollout.tensor_model_parallel_size", engine_tp)):
-        if gpus < 1 or gpus % size:
-            raise UserError(f"--gpus {gpus} is not a multiple of {what} = {size}")
-    itemsize = {"bf16": 2, "fp32": 4}[config.model.params_dtype]
-    replicas = gpus // model_parallel
-    plan = reshard_plan(arch, layout, engine_tp, replicas, config.rollout.bucket_bytes, itemsize)
-    return {
-        "model": config.model.path,
-        "training_layout": asdict(layout),
-        "engine_tensor_model_parallel_size": engine_tp,
-        "replicas": replicas,
-        "buckets": len(plan.buckets),
-        "messages": sum(len(bucket.messages) for bucket in plan.buckets),
-        "bucket_bytes": plan.bucket_bytes,
-        "peak_bytes": plan.peak_bytes,
-        "larger_than_a_bucket": list(plan.oversize),
-        "checksum": plan.checksum,
-        "ranks": [
-            {
-                "rank": rank,
-                "received": received,
-                "least": plan.least[rank],
-                "least_whole_tensors": plan.least_whole[rank],
-            }
-            for rank, received in enumerate(plan.received)
-        ],
-    }
-
-
-def _lines(facts: dict[str, Any]) -> list[str]:
-    layout = facts["training_layout"]
-    lines = [
-        f"training TP {layout['tensor_model_parallel_size']} x PP {layout['pipeline_model_parallel_size']}, "
-        f"{facts['replicas']} replica(s) -> engines of TP {facts['engine_tensor_model_parallel_size']}",
-        f"{facts['buckets']} buckets of at most {_size(facts['bucket_bytes'])}, {facts['messages']} messages, "
-        f"peak extra memory {_size(facts['peak_bytes'])}, plan {facts['checksum']}",
-    ]
-    if facts["larger_than_a_bucket"]:
-        names = facts["larger_than_a_bucket"]
-        lines.append(
-            f"larger than a bucket: {', '.join(names[:4])}{' ...' if len(names) > 4 else ''}. They travel in messages, but "
-            "the engine's loader takes a module in one piece: the peak is theirs"
-        )
-    lines.append(f"{'rank of replica':>15} {'received':>12} {'least':>12} {'if whole tensors':>17}")
-    for row in facts["ranks"]:
-        sizes = (_size(row[key]) for key in ("received", "least", "least_whole_tensors"))
-        lines.append("{:>15} {:>12} {:>12} {:>17}".format(row["rank"], *sizes))
-    return lines
-
-
-def _size(nbytes: int) -> str:
-    if nbytes >= 2**30:
-        return f"{nbytes / 2**30:.2f} GiB"
-    return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 2**20 else f"{nbytes} B"

@@ -1,0 +1,1 @@
+"""What a run will need, computed from its configuration alone: no process group, no weights, no GPU."""

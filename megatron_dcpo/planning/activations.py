@@ -1,0 +1,168 @@
+"""What the backward pass keeps of a micro-batch: bytes per token, operator by operator.
+
+Two layer specs, two formulas. ``local`` is ``policy/spec.py`` (fp32 norms, ungrouped products, every operator keeps its
+own input); it is measured. ``transformer_engine`` keeps less: its fused linears hold a norm's input and output once, its
+fused SwiGLU holds only its input; it follows the fused operators' definitions.
+
+Symbols, per rank: h hidden size, q and k the widths of queries and keys, f the MLP's width, b bytes per number, t tokens.
+Under sequence parallelism a rank has t / TP tokens between the linear layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_dcpo.config import Config
+from megatron_dcpo.planning.state import ITEMSIZE
+from megatron_dcpo.weights.architecture import Architecture
+from megatron_dcpo.weights.planner import Layout, padded_vocab_size
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Sizes of one rank. ``hidden`` is an average: under sequence parallelism a rank has one in TP tokens."""
+
+    hidden: float
+    queries: int
+    keys: int
+    heads: int
+    groups: int
+    ffn: int
+    vocab: int
+    head_dim: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes at the peak of one rank: ``layers`` kept for the backward pass by all micro-batches in flight, ``logits``
+    on the last stage with their gradients, ``working``: the largest transient of one layer's backward pass."""
+
+    layers: int
+    logits: int
+    working: int
+    in_flight: float
+
+    @property
+    def total(self) -> int:
+        return self.layers + max(self.logits, self.working)
+
+
+def widths(arch: Architecture, layout: Layout, config: Config) -> Widths:
+    tp = layout.tensor_model_parallel_size
+    return Widths(
+        hidden=arch.hidden_size / (tp if config.parallel.sequence_parallel else 1),
+        queries=arch.num_attention_heads * arch.kv_channels // tp,
+        keys=arch.num_query_groups * arch.kv_channels // tp,
+        heads=arch.num_attention_heads // tp,
+        groups=arch.num_query_groups // tp,
+        ffn=arch.ffn_hidden_size // tp,
+        vocab=padded_vocab_size(arch, layout) // tp,
+        head_dim=arch.kv_channels,
+        bytes=ITEMSIZE[config.model.params_dtype],
+    )
+
+
+def layer_bytes(arch: Architecture, layout: Layout, config: Config, recompute: str) -> float:
+    """Bytes per token that one layer keeps under ``recompute`` (``none``, ``selective``: without the core attention's
+    output, ``full``: its input alone)."""
+    w = widths(arch, layout, config)
+    b = w.bytes
+    if recompute == "full":
+        return b * w.hidden
+    kept = _transformer_engine(arch, w) if layout.transformer_engine else _local(arch, w)
+    if recompute == "selective":
+        # The checkpoint keeps q, k and v, which the attention would have kept anyway.
+        kept -= 4 * w.heads + (0 if layout.transformer_engine else b * w.queries)
+    return kept
+
+
+def _local(arch: Architecture, w: Widths) -> float:
+    b, q, k = w.bytes, w.queries, w.keys
+    norms = 2 * ((4 + 2 * b) * w.hidden + 4)  # fp32 input, normalised, scaled (the next linear's input); 1/rms
+    qkv = b * (q + 2 * k)  # the projection's output, which the values point into
+    qk_norms = 0
+    if arch.qk_layernorm:
+        regrouped = w.heads != w.groups  # queries of a group are copied out of the projection's output
+        fp32_inputs = 4 * (q + k) if b == 2 else (4 * q if regrouped else 0)
+        qk_norms = fp32_inputs + b * (q + k) + 4 * (w.heads + w.groups)
+    rotary = 4 * b * w.head_dim  # cosine and sine, for queries and for keys
+    attention = b * (q + k) + b * q + 4 * w.heads  # rotated queries and keys, output, log-sum-exp
+    projection = b * q
+    mlp = b * (2 * w.ffn + 3 * w.ffn)  # fc1's output; SiLU's output, the linear half, their product
+    return norms + qkv + qk_norms + rotary + attention + projection + mlp
+
+
+def _transformer_engine(arch: Architecture, w: Widths) -> float:
+    b, q, k = w.bytes, w.queries, w.keys
+    norms = 2 * (2 * b * w.hidden + 4)  # the norm's input and its output
+    qkv = b * (q + 2 * k)
+    qk_norms = b * q + 4 * (w.heads + w.groups) if arch.qk_layernorm else 0
+    rotary = 4 * b * w.head_dim
+    attention = b * (q + k) + b * q + 4 * w.heads  # the output is the projection's input too
+    mlp = b * (2 * w.ffn + w.ffn)  # fc1's output; SwiGLU's output
+    return norms + qkv + qk_norms + rotary + attention + mlp
+
+
+def head_bytes(arch: Architecture, layout: Layout, config: Config) -> float:
+    """Bytes per token that the final norm and the output layer keep, the logits not counted."""
+    w = widths(arch, layout, config)
+    return (2 if layout.transformer_engine else 1) * w.bytes * w.hidden + (
+        (4 + w.bytes) * w.hidden + 4 if not layout.transformer_engine else 4
+    )
+
+
+def saved_bytes(arch: Architecture, layout: Layout, config: Config, tokens: int, responses: int) -> int:
+    """Everything that one micro-batch keeps on a rank with the whole model (no pipeline): what a measurement of the
+    saved tensors sees. ``responses``: its response tokens."""
+    w, recompute = widths(arch, layout, config), config.parallel.recompute_granularity
+    per_token = arch.num_layers * layer_bytes(arch, layout, config, recompute) + head_bytes(arch, layout, config)
+    return int(tokens * per_token + responses * (4 * w.vocab + 25) + tokens * (8 + 4 * w.head_dim))
+
+
+def in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
+    """Micro-batches whose activations a stage holds at once, as a number of whole stages. 1F1B holds one per stage still
+    to come; the interleaved schedule holds chunks of 1 / VPP of a stage."""
+    pp, vp = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
+    if vp == 1:
+        return min(pp - stage, micro_batches)
+    return min(2 * (pp - stage - 1) + (vp - 1) * pp + 1, micro_batches * vp) / vp
+
+
+def stage_activations(
+    arch: Architecture, layout: Layout, config: Config, stage: int, tokens: int, responses: int, micro_batches: int
+) -> Activations:
+    """The activations of a rank of pipeline ``stage`` with micro-batches of ``tokens``, ``responses`` of them scored."""
+    pp, vp = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
+    w, recompute = widths(arch, layout, config), config.parallel.recompute_granularity
+    b, flying = w.bytes, in_flight(layout, stage, micro_batches)
+    layers = arch.num_layers // pp
+    per_token = flying * layers * layer_bytes(arch, layout, config, recompute)
+    if pp > 1:
+        per_token += flying * vp * 2 * b * w.hidden  # what a chunk received and what it sent
+    last = stage == pp - 1
+    if last:
+        per_token += head_bytes(arch, layout, config)
+    # In the backward pass: the gradient of fc1's output and the three factors of it, and of the hidden states.
+    working = tokens * b * (5 * w.ffn + 3 * arch.hidden_size)
+    if recompute == "full":
+        working += int(tokens * layer_bytes(arch, layout, config, "none"))
+    elif recompute == "selective":
+        working += tokens * b * w.queries
+    return Activations(
+        layers=int(tokens * per_token),
+        logits=logits_bytes(w.vocab, tokens, responses, config) if last else 0,
+        working=int(working),
+        in_flight=flying,
+    )
+
+
+def logits_bytes(vocab: int, tokens: int, responses: int, config: Config) -> int:
+    """The logits of a micro-batch at their peak, in ``policy/logprobs.py``'s backward pass.
+
+    fp32 gradients of the selected rows and of all rows, and their sum with the gradient of the term that keeps a
+    micro-batch without response tokens attached to the graph; before that the selected rows, their gradient, and three
+    chunks of rows.
+    """
+    chunks = 3 * 4 * min(1 << 26, vocab * responses)
+    return max(vocab * (8 * responses) + chunks, vocab * (4 * responses + 8 * tokens))

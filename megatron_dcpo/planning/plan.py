@@ -1,0 +1,370 @@
+"""``dcpo plan``: memory of the largest rank, bytes moved, a step-time estimate and a verdict. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from megatron_dcpo.config import Config
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.objectives import build_objective
+from megatron_dcpo.planning.activations import Activations, stage_activations
+from megatron_dcpo.planning.state import ITEMSIZE, State, stage_state
+from megatron_dcpo.planning.traffic import Rates, Seconds, Traffic, Work, kv_bytes_per_token, step_seconds, step_traffic
+from megatron_dcpo.runtime import check_world_size
+from megatron_dcpo.weights.architecture import Architecture, read_architecture
+from megatron_dcpo.weights.planner import Layout, check_layout
+from megatron_dcpo.weights.table import hf_shapes
+
+MOST_GPUS = 4096
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What is not in the configuration. ``reserve_gb``: CUDA context, NCCL buffers, fragmentation; ``response_tokens``:
+    mean length of a response (0: the longest allowed)."""
+
+    gpus: int
+    gpu_memory_gb: float = 80.0
+    reserve_gb: float = 3.0
+    response_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Rollout engine of one rank, bytes: ``kind`` ``transformers``, ``vllm`` or ``server`` (on other devices)."""
+
+    kind: str
+    tensor_model_parallel_size: int
+    weights: int
+    kv_cache: int
+    kv_per_token: int
+    sampling: int
+    concurrent: int
+    responses: int
+    resident: int
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A pipeline stage's rank in the training phase, bytes."""
+
+    stage: int
+    state: State
+    activations: Activations
+    probe: int
+    reference: int
+    engine: int
+
+    @property
+    def total(self) -> int:
+        return self.resting + self.engine + self.probe + self.activations.total
+
+    @property
+    def resting(self) -> int:
+        """What stays allocated while the engine samples."""
+        return self.state.weights + self.state.gradients + self.state.main_params + self.state.moments + self.reference
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The whole plan of a run. ``stages`` in pipeline order; ``peak``: bytes of the largest rank in its worse phase,
+    reserve included."""
+
+    arch: Architecture
+    layout: Layout
+    config: Config
+    machine: Machine
+    rates: Rates
+    data_parallel: int
+    tokens_per_micro_batch: int
+    micro_batches: int
+    work: Work
+    engine: Engine
+    stages: tuple[Stage, ...]
+    traffic: Traffic
+    resharding: int
+    seconds: Seconds
+
+    @property
+    def largest(self) -> Stage:
+        return max(self.stages, key=lambda stage: stage.total)
+
+    @property
+    def rollout_bytes(self) -> int:
+        resting = max(stage.resting for stage in self.stages)
+        return resting + self.engine.weights + self.engine.kv_cache + self.engine.sampling
+
+    @property
+    def peak(self) -> int:
+        return int(max(self.largest.total, self.rollout_bytes) + self.machine.reserve_gb * GB)
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= self.machine.gpu_memory_gb * GB
+
+
+def make_plan(config: Config, machine: Machine, rates: Rates | None = None) -> Plan:
+    """Plan ``config`` on ``machine``. Raises :class:`UserError` when the layout does not divide the model or the GPUs."""
+    rates = rates or Rates()
+    arch, layout = read_architecture(config.model.path), _layout(config)
+    check_layout(arch, layout)
+    data_parallel = _check_gpus(layout, machine.gpus)
+    work, tokens, scored, per_update = _work(config, layout, machine, data_parallel)
+    engine = _engine(arch, config, machine)
+    objective = build_objective(config.objective)
+    reference = any(objective.options.kl_coef)
+    needs_old = config.training.updates_per_rollout > 1 or objective.method.needs_old_logprobs
+    work = replace(work, forward_passes=int(needs_old) + int(reference))
+    stages = tuple(
+        _stage(arch, layout, config, stage, data_parallel, (tokens, scored, per_update), engine, reference)
+        for stage in range(layout.pipeline_model_parallel_size)
+    )
+    traffic = step_traffic(arch, layout, config, data_parallel, max(stage.state.buffer_numel for stage in stages), work)
+    resharding = _resharding(arch, config, engine, min(stage.state.numel for stage in stages))
+    seconds = step_seconds(
+        arch,
+        layout,
+        config,
+        machine.gpus,
+        work,
+        traffic,
+        resharding,
+        engine.weights,
+        engine.kv_per_token,
+        engine.concurrent,
+        engine.responses,
+        rates,
+    )
+    return Plan(
+        arch=arch,
+        layout=layout,
+        config=config,
+        machine=machine,
+        rates=rates,
+        data_parallel=data_parallel,
+        tokens_per_micro_batch=tokens,
+        micro_batches=per_update,
+        work=work,
+        engine=engine,
+        stages=stages,
+        traffic=traffic,
+        resharding=resharding,
+        seconds=seconds,
+    )
+
+
+def _layout(config: Config) -> Layout:
+    """On GPUs ``auto`` means Transformer Engine, whatever this machine has."""
+    parallel = config.parallel
+    return Layout(
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.virtual_pipeline_model_parallel_size,
+        config.model.make_vocab_size_divisible_by,
+        config.model.transformer_impl != "local",
+    )
+
+
+def _check_gpus(layout: Layout, gpus: int) -> int:
+    """The data-parallel size."""
+    if not 1 <= gpus <= MOST_GPUS:
+        raise UserError(f"--gpus {gpus} is outside 1 ... {MOST_GPUS}")
+    tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
+    check_world_size(tp, pp, gpus)
+    return gpus // (tp * pp)
+
+
+def _work(config: Config, layout: Layout, machine: Machine, data_parallel: int) -> tuple[Work, int, int, int]:
+    """A step's work; tokens of the largest micro-batch, those of them that are scored, micro-batches of an update."""
+    training, parallel = config.training, config.parallel
+    prompt, longest = config.data.max_prompt_length, config.rollout.max_response_length
+    mean = machine.response_tokens or longest
+    if not 0 < mean <= longest:
+        raise UserError(f"--response-tokens {mean} is outside 1 ... rollout.max_response_length={longest}")
+    responses = config.data.prompts_per_step * config.rollout.group_size
+    per_rank = -(-responses // training.updates_per_rollout // data_parallel) or 1
+    sequence = prompt + longest
+    if parallel.sequence_packing:
+        tokens = min(max(training.max_tokens_per_micro_batch, sequence), per_rank * sequence)
+        together = max(1, training.max_tokens_per_micro_batch // (prompt + mean))
+    else:
+        together = min(training.micro_batch_size, per_rank)
+        tokens = together * sequence
+    multiple = layout.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    tokens = -(-tokens // multiple) * multiple
+    scored = math.ceil(tokens * longest / sequence)
+    rounds = layout.pipeline_model_parallel_size if layout.virtual_pipeline_model_parallel_size > 1 else 1
+    micro_batches = -(-per_rank // (together * rounds)) * rounds
+    work = Work(
+        tokens=responses * (prompt + mean),
+        length=prompt + mean,
+        response_length=mean,
+        micro_batches=micro_batches * training.updates_per_rollout,
+        forward_passes=0,
+        updates=training.updates_per_rollout,
+    )
+    return work, tokens, scored, micro_batches
+
+
+def _stage(
+    arch: Architecture,
+    layout: Layout,
+    config: Config,
+    stage: int,
+    data_parallel: int,
+    batch: tuple[int, int, int],
+    engine: Engine,
+    reference: bool,
+) -> Stage:
+    state = stage_state(arch, layout, config, stage, data_parallel)
+    # The probe keeps the first block's gradient, and a copy of what enters the norm, through the second backward pass.
+    probe = state.gradients + 4 * state.shard_numel if config.training.gradient_probe_interval else 0
+    return Stage(
+        stage=stage,
+        state=state,
+        activations=stage_activations(arch, layout, config, stage, *batch),
+        probe=probe,
+        reference=state.numel * ITEMSIZE[config.model.params_dtype] if reference else 0,
+        engine=engine.resident,
+    )
+
+
+def _engine(arch: Architecture, config: Config, machine: Machine) -> Engine:
+    rollout = config.rollout
+    kind: str = "vllm" if rollout.engine == "auto" else rollout.engine
+    size = int(getattr(rollout, "tensor_model_parallel_size", 1)) if kind == "vllm" else 1
+    if machine.gpus % size or arch.num_attention_heads % size or arch.ffn_hidden_size % size:
+        raise UserError(
+            f"rollout.tensor_model_parallel_size={size} does not divide the {machine.gpus} GPUs, the model's "
+            f"{arch.num_attention_heads} attention heads and its ffn_hidden_size {arch.ffn_hidden_size}"
+        )
+    itemsize = ITEMSIZE[config.model.params_dtype if rollout.dtype == "same" else rollout.dtype]
+    weights = sum(math.prod(shape) for shape in hf_shapes(arch).values()) * itemsize // size
+    kv = kv_bytes_per_token(arch, itemsize, size)
+    longest = config.data.max_prompt_length + rollout.max_response_length
+    group, prompts = rollout.group_size, -(-config.data.prompts_per_step * size // machine.gpus)
+    responses = prompts * group
+    if kind == "server":
+        return Engine(kind, 1, 0, 0, kv, 0, rollout.max_num_seqs, responses, 0)
+    if kind == "transformers":
+        at_once = min(responses, max(1, rollout.max_num_seqs // group) * group)
+        # sample_token: logits, scaled in fp32, log-probs, probabilities and their sums in fp64
+        sampling = at_once * arch.vocab_size * (itemsize + 4 + 4 + 8 + 8)
+        one_layer = at_once * longest * kv // arch.num_layers  # growing the cache copies a layer at a time
+        cache = at_once * longest * kv + one_layer
+        return Engine(kind, 1, weights, cache, kv, sampling, at_once, responses, weights)
+    wanted = int(getattr(rollout, "kv_cache_memory_bytes", 0))
+    share = float(getattr(rollout, "gpu_memory_utilization", 0.6))
+    cache = wanted or max(0, int(share * machine.gpu_memory_gb * GB) - weights)
+    mean = config.data.max_prompt_length + (machine.response_tokens or rollout.max_response_length)
+    concurrent = min(rollout.max_num_seqs, responses, cache // (kv * mean))
+    asleep = bool(getattr(rollout, "sleep", True))
+    return Engine(kind, size, weights, cache, kv, 0, concurrent, responses, 0 if asleep else weights + cache)
+
+
+def _resharding(arch: Architecture, config: Config, engine: Engine, held: int) -> int:
+    """Bytes that the rank receiving most gets in a weight synchronisation: its engine's part less what it holds."""
+    if engine.kind == "server":
+        return 0
+    itemsize = ITEMSIZE[config.model.params_dtype]
+    needed = sum(math.prod(shape) for shape in hf_shapes(arch).values()) // engine.tensor_model_parallel_size
+    return max(0, needed - held) * itemsize
+
+
+def advice(plan: Plan) -> list[str]:
+    """What to change, the cheapest first; empty when the plan fits."""
+    if plan.fits:
+        return []
+    parallel, largest, changes = plan.config.parallel, plan.largest, []
+    limit = (plan.machine.gpu_memory_gb - plan.machine.reserve_gb) * GB
+    if plan.rollout_bytes > limit:
+        changes += _engine_advice(plan, limit)
+    if largest.total > limit:
+        over = largest.total - limit
+        activations = largest.activations
+        if not parallel.use_distributed_optimizer and plan.data_parallel > 1:
+            changes.append("parallel.use_distributed_optimizer=true")
+        if activations.layers > over / 4 and parallel.recompute_granularity != "full":
+            changes.append("parallel.recompute_granularity=full")
+        if plan.layout.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
+            changes.append("parallel.sequence_parallel=true")
+        if activations.total > over / 4:
+            key = "max_tokens_per_micro_batch" if parallel.sequence_packing else "micro_batch_size"
+            changes.append(f"a smaller training.{key}")
+        if largest.probe:
+            changes.append(f"training.gradient_probe_interval=0 (its gradients: {largest.probe / GB:.1f} GB)")
+        if largest.engine:
+            changes.append("an engine that does not stay on the GPU while the policy trains (rollout.engine)")
+        changes.append("more tensor or pipeline parallelism, or more GPUs")
+    return changes
+
+
+def _engine_advice(plan: Plan, limit: float) -> list[str]:
+    engine, rollout = plan.engine, plan.config.rollout
+    room = limit - (plan.rollout_bytes - engine.kv_cache - engine.sampling)
+    if engine.kind == "vllm":
+        share = (room + engine.weights) / (plan.machine.gpu_memory_gb * GB)
+        fitting = math.floor(share * 100) / 100
+        if room > 0:
+            return [f"rollout.gpu_memory_utilization={fitting:.2f} (or lower)"]
+    elif room > 0:
+        one = (engine.kv_cache + engine.sampling) / engine.concurrent
+        rows = int(room // one) // rollout.group_size * rollout.group_size
+        if rows:
+            return [f"rollout.max_num_seqs={rows} (the embedded engine's keys and values), or the vLLM engine"]
+    return [
+        "the engine's weights do not fit beside the policy's state: a larger rollout.tensor_model_parallel_size (vLLM)"
+    ]
+
+
+def as_dict(plan: Plan) -> dict[str, Any]:
+    """The plan as plain data; sizes in bytes, times in seconds."""
+    stages = []
+    for stage in plan.stages:
+        acts = stage.activations
+        stages.append(
+            {
+                "stage": stage.stage,
+                **asdict(stage.state),
+                "activations": acts.layers,
+                "logits": acts.logits,
+                "working": acts.working,
+                "micro_batches_in_flight": acts.in_flight,
+                "gradient_probe": stage.probe,
+                "reference_policy": stage.reference,
+                "engine_resident": stage.engine,
+                "total": stage.total,
+            }
+        )
+    parallel = asdict(plan.layout) | {"data_parallel_size": plan.data_parallel}
+    return {
+        "model": plan.config.model.path,
+        "parameters": sum(math.prod(shape) for shape in hf_shapes(plan.arch).values()),
+        "gpus": plan.machine.gpus,
+        "layout": parallel,
+        "tokens_per_micro_batch": plan.tokens_per_micro_batch,
+        "micro_batches_per_update": plan.micro_batches,
+        "stages": stages,
+        "largest_stage": plan.largest.stage,
+        "engine": asdict(plan.engine),
+        "training_bytes": plan.largest.total,
+        "rollout_bytes": plan.rollout_bytes,
+        "peak_bytes": plan.peak,
+        "gpu_memory_bytes": int(plan.machine.gpu_memory_gb * GB),
+        "fits": plan.fits,
+        "change": advice(plan),
+        "bytes_sent_per_step": asdict(plan.traffic),
+        "resharding_bytes": plan.resharding,
+        "step_seconds": asdict(plan.seconds) | {"total": plan.seconds.total},
+        "assumptions": asdict(plan.rates)
+        | {
+            "reserve_gb": plan.machine.reserve_gb,
+            "response_tokens": plan.work.response_length,
+            "prompt_tokens": plan.config.data.max_prompt_length,
+            "layers": "transformer_engine" if plan.layout.transformer_engine else "local",
+            "engine": plan.engine.kind,
+        },
+    }

@@ -1,0 +1,112 @@
+"""A plan as tables for people."""
+
+from __future__ import annotations
+
+import math
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_dcpo.planning.plan import GB, Plan, advice
+from megatron_dcpo.weights.table import hf_shapes
+
+
+def print_plan(plan: Plan) -> None:
+    """Memory, traffic, time and verdict to stdout. GB are 1e9 bytes."""
+    console = Console(width=118, highlight=False)
+    layout, config = plan.layout, plan.config
+    parameters = sum(math.prod(shape) for shape in hf_shapes(plan.arch).values())
+    console.print(
+        f"{plan.arch.name}, {parameters / 1e9:.2f} billion parameters, on {plan.machine.gpus} GPUs: "
+        f"TP {layout.tensor_model_parallel_size} x PP {layout.pipeline_model_parallel_size} x DP {plan.data_parallel}"
+        + (f", VPP {v}" if (v := layout.virtual_pipeline_model_parallel_size) > 1 else "")
+        + (", sequence parallel" if config.parallel.sequence_parallel else "")
+        + (", distributed optimizer" if config.parallel.use_distributed_optimizer else "")
+        + f", recomputation {config.parallel.recompute_granularity}"
+    )
+    packed = "packed" if config.parallel.sequence_packing else "padded"
+    console.print(
+        f"{plan.work.updates} update(s) of {plan.micro_batches} micro-batches per rank, {packed}, "
+        f"{plan.tokens_per_micro_batch:,} tokens at most each"
+    )
+    console.print(_memory(plan))
+    console.print(_traffic(plan))
+    console.print(_assumptions(plan))
+    limit = f"{plan.machine.gpu_memory_gb:g} GB"
+    if plan.fits:
+        console.print(f"fits: {_gb(plan.peak)} GB of {limit}")
+    else:
+        console.print(f"does not fit: {_gb(plan.peak)} GB of {limit}. What to change: " + "; ".join(advice(plan)))
+
+
+def _memory(plan: Plan) -> Table:
+    stage, engine = plan.largest, plan.engine
+    state, acts = stage.state, stage.activations
+    resting = max(plan.stages, key=lambda one: one.resting)
+    table = Table(title=f"memory of a rank of the largest pipeline stage ({stage.stage}), GB", title_justify="left")
+    table.add_column("")
+    table.add_column("training", justify="right")
+    table.add_column("rollout", justify="right")
+    for name, training, rollout in (
+        (f"weights ({plan.config.model.params_dtype})", state.weights, resting.state.weights),
+        ("gradients (fp32)", state.gradients, resting.state.gradients),
+        ("optimizer: fp32 main parameters", state.main_params, resting.state.main_params),
+        ("optimizer: moments (fp32)", state.moments, resting.state.moments),
+        ("reference policy", stage.reference, resting.reference),
+        (f"activations of {acts.in_flight:g} micro-batch(es)", acts.layers, 0),
+        *(
+            [("logits and their gradients", acts.logits, 0)]
+            if acts.logits >= acts.working
+            else [("largest backward transient of a layer", acts.working, 0)]
+        ),
+        ("gradient probe", stage.probe, 0),
+        (f"engine weights ({engine.kind}, TP {engine.tensor_model_parallel_size})", 0, engine.weights),
+        ("engine, kept while training", stage.engine, 0),
+        (f"KV cache ({engine.concurrent} sequences at once)", 0, engine.kv_cache),
+        ("sampling", 0, engine.sampling),
+        ("reserve", int(plan.machine.reserve_gb * GB), int(plan.machine.reserve_gb * GB)),
+    ):
+        if training or rollout:
+            table.add_row(name, _gb(training), _gb(rollout))
+    reserve = plan.machine.reserve_gb * GB
+    table.add_section()
+    table.add_row("total", _gb(stage.total + reserve), _gb(plan.rollout_bytes + reserve))
+    return table
+
+
+def _traffic(plan: Plan) -> Table:
+    table = Table(title="one step", title_justify="left")
+    for column in ("", "GB sent by a rank", "seconds"):
+        table.add_column(column, justify="left" if not column else "right")
+    seconds, traffic = plan.seconds, plan.traffic
+    gradients = "reduce-scatter, all-gather" if plan.config.parallel.use_distributed_optimizer else "all-reduce"
+    activations = "gather, scatter" if plan.config.parallel.sequence_parallel else "all-reduce"
+    for name, nbytes, value in (
+        ("rollout", 0, seconds.rollout),
+        (f"log-probs of old and reference policy ({plan.work.forward_passes} pass(es))", 0, seconds.forward),
+        ("update: forward and backward", 0, seconds.update),
+        (f"tensor parallel ({activations})", traffic.tensor_parallel, seconds.tensor_parallel),
+        (f"data parallel ({gradients})", traffic.data_parallel, seconds.data_parallel),
+        ("pipeline (point to point)", traffic.pipeline, seconds.pipeline),
+        ("weights into the engine (received)", plan.resharding, seconds.resharding),
+    ):
+        if nbytes or value:
+            table.add_row(name, _gb(nbytes) if nbytes else "", f"{value:.2f}")
+    table.add_section()
+    table.add_row("total, nothing overlapped", "", f"{seconds.total:.1f}")
+    return table
+
+
+def _assumptions(plan: Plan) -> str:
+    rates = plan.rates
+    layers = "Transformer Engine" if plan.layout.transformer_engine else "the local spec"
+    return (
+        f"Assumed: {rates.peak_tflops:g} TFLOP/s at {rates.mfu:.0%}, {rates.hbm_gbps:g} GB/s of memory, "
+        f"{rates.nvlink_gbps:g} GB/s in a node of {rates.gpus_per_node}, {rates.link_gbps:g} GB/s between nodes; "
+        f"prompts of {plan.config.data.max_prompt_length} and responses of {plan.work.response_length} tokens; "
+        f"layers of {layers}; judging takes no time."
+    )
+
+
+def _gb(nbytes: float) -> str:
+    return f"{nbytes / GB:.2f}" if nbytes else ""

@@ -1,0 +1,147 @@
+"""Bytes that one rank sends in a step, the arithmetic of a step, and a step time from stated peak rates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_dcpo.config import Config
+from megatron_dcpo.planning.state import ITEMSIZE
+from megatron_dcpo.weights.architecture import Architecture
+from megatron_dcpo.weights.planner import Layout, padded_vocab_size
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What the estimate assumes of the machine: dense bf16 TFLOP/s and the share of it reached (``mfu``), GB/s of memory,
+    of a GPU's link within its node and to other nodes. The defaults are an H100's."""
+
+    peak_tflops: float = 989.0
+    mfu: float = 0.4
+    hbm_gbps: float = 3350.0
+    nvlink_gbps: float = 450.0
+    link_gbps: float = 50.0
+    gpus_per_node: int = 8
+
+
+@dataclass(frozen=True)
+class Work:
+    """One step's work. ``tokens``: prompt and response tokens of all responses; ``length``: of one;
+    ``micro_batches``: per rank and pass over the whole rollout; ``forward_passes``: without gradient, over all tokens."""
+
+    tokens: int
+    length: int
+    response_length: int
+    micro_batches: int
+    forward_passes: int
+    updates: int
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that the busiest rank sends per step."""
+
+    data_parallel: int
+    tensor_parallel: int
+    pipeline: int
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """A step's parts. Communication is counted in full, as if nothing overlapped."""
+
+    rollout: float
+    forward: float
+    update: float
+    tensor_parallel: float
+    data_parallel: float
+    pipeline: float
+    resharding: float
+
+    @property
+    def total(self) -> float:
+        return sum(vars(self).values())
+
+
+def step_traffic(
+    arch: Architecture, layout: Layout, config: Config, data_parallel: int, numel: int, work: Work
+) -> Traffic:
+    """Ring collectives: an all-gather or reduce-scatter of n bytes over r ranks sends (r - 1) / r * n, an all-reduce
+    twice that. ``numel``: length of the rank's gradient buffer. Gradients travel in fp32."""
+    tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
+    parallel, b = config.parallel, ITEMSIZE[config.model.params_dtype]
+    share = (data_parallel - 1) / data_parallel
+    per_update = share * numel * ((4 + b) if parallel.use_distributed_optimizer else 8)
+    tokens = work.tokens / data_parallel  # of a replica
+    hidden = tokens * arch.hidden_size * b
+    ring = (tp - 1) / tp * hidden
+    layers = arch.num_layers / pp
+    # Two linear pairs per layer. Each way an all-reduce, or an all-gather and a reduce-scatter: the same bytes; sequence
+    # parallelism gathers the two inputs once more for the gradient of the weights.
+    forward, backward = 4 * ring * layers, (6 if parallel.sequence_parallel else 4) * ring * layers
+    recomputed = forward if parallel.recompute_granularity == "full" else 0.0
+    ends = 2 * ring  # the embedding's output and the output layer's input gradient
+    passes = work.forward_passes
+    tensor = passes * (forward + ends) + forward + backward + recomputed + 2 * ends
+    boundary = hidden / (tp if parallel.sequence_parallel else 1) * layout.virtual_pipeline_model_parallel_size
+    pipeline = boundary * (passes + 2) if pp > 1 else 0.0
+    return Traffic(int(work.updates * per_update), int(tensor), int(pipeline))
+
+
+def forward_flops(arch: Architecture, layout: Layout, work: Work) -> float:
+    """Multiply-adds counted twice, of one forward pass over all tokens of a step; attention is causal."""
+    d = arch.kv_channels
+    q, k = arch.num_attention_heads * d, arch.num_query_groups * d
+    h, f = arch.hidden_size, arch.ffn_hidden_size
+    per_layer = (
+        2 * (h * (q + 2 * k) + q * h + 3 * h * f) + 2 * q * work.length
+    )  # scores and values over half the length
+    return work.tokens * (arch.num_layers * per_layer + 2 * h * padded_vocab_size(arch, layout))
+
+
+def kv_bytes_per_token(arch: Architecture, itemsize: int, tensor_model_parallel_size: int = 1) -> int:
+    """Keys and values of one token in all layers on one engine rank (heads are repeated when there are too few)."""
+    groups = -(-arch.num_query_groups // tensor_model_parallel_size)
+    return 2 * arch.num_layers * groups * arch.kv_channels * itemsize
+
+
+def step_seconds(
+    arch: Architecture,
+    layout: Layout,
+    config: Config,
+    gpus: int,
+    work: Work,
+    traffic: Traffic,
+    resharding: int,
+    engine_weights: int,
+    engine_kv: int,
+    concurrent: int,
+    responses_per_engine: int,
+    rates: Rates,
+) -> Seconds:
+    """The estimate. ``engine_weights``: bytes per engine rank; ``engine_kv``: bytes per token and rank; ``concurrent``:
+    sequences an engine decodes at once.
+
+    A rollout reads the engine's weights and the running sequences' keys and values once per token position; a training
+    pass computes at ``mfu`` of the peak and waits for the pipeline to fill, (PP - 1) / (micro-batches x VPP) of its time.
+    """
+    tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
+    per_second = gpus * rates.peak_tflops * 1e12 * rates.mfu
+    # micro_batches covers all updates of a step; the pipeline fills once for each.
+    bubble = 1 + (pp - 1) * work.updates / (work.micro_batches * layout.virtual_pipeline_model_parallel_size)
+    forward = forward_flops(arch, layout, work) / per_second * bubble
+    factor = {"none": 3.0, "selective": 3.1, "full": 4.0}[config.parallel.recompute_granularity]
+    rounds = -(-responses_per_engine // max(1, concurrent))
+    at_once = min(concurrent, responses_per_engine)
+    context = work.length - work.response_length / 2
+    read = rounds * work.response_length * (engine_weights + at_once * context * engine_kv)
+    within = rates.nvlink_gbps * 1e9
+    across = within if gpus <= rates.gpus_per_node else rates.link_gbps * 1e9
+    return Seconds(
+        rollout=read / (rates.hbm_gbps * 1e9) + forward_flops(arch, layout, work) / per_second,
+        forward=work.forward_passes * forward,
+        update=factor * forward,
+        tensor_parallel=traffic.tensor_parallel / (within if tp <= rates.gpus_per_node else across),
+        data_parallel=traffic.data_parallel / across,
+        pipeline=traffic.pipeline / across,
+        resharding=resharding / (within if tp * pp <= rates.gpus_per_node else across),
+    )

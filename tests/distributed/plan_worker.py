@@ -1,0 +1,118 @@
+"""One rank: what it really holds (weights, gradients, optimizer state, tensors saved for the backward pass), and what
+the plan says about it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from megatron.core.pipeline_parallel import schedules
+
+from megatron_dcpo.config import Config, DataConfig, ModelConfig, ParallelConfig
+from megatron_dcpo.planning.activations import saved_bytes
+from megatron_dcpo.planning.state import stage_state
+from megatron_dcpo.policy.batching import Sample
+from megatron_dcpo.policy.forward_backward import accumulate_gradients
+from megatron_dcpo.policy.model import build_policy
+from megatron_dcpo.policy.optimizer import build_optimizer, zero_gradients
+from megatron_dcpo.runtime.distributed import destroy, initialize
+
+
+def measured_state(policy, optimizer) -> dict[str, int]:
+    """Bytes of weights, gradient buffers, fp32 main parameters and moments, each storage once."""
+    buffers = [buffer for chunk in policy.chunks for buffer in chunk.buffers]
+    weights = storages(p.data for gpt in policy.gpt for p in gpt.parameters())
+    inner = [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
+    moments = [state[key] for one in inner for state in one.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    main = storages(p.data for one in inner for group in one.param_groups for p in group["params"])
+    return {
+        "weights": sum(weights.values()),
+        "gradients": sum(buffer.grad_data.untyped_storage().nbytes() for buffer in buffers),
+        "main_params": sum(nbytes for pointer, nbytes in main.items() if pointer not in weights),
+        "moments": sum(storages(moments).values()),
+    }
+
+
+def storages(tensors) -> dict[int, int]:
+    found = (tensor.untyped_storage() for tensor in tensors)
+    return {storage.data_ptr(): storage.nbytes() for storage in found if storage.nbytes()}
+
+
+def measured_activations(policy, samples, packing: bool) -> int:
+    """Bytes of the storages that the forward pass of one micro-batch keeps, parameters and buffers not counted."""
+    owned = storages([p.data for gpt in policy.gpt for p in gpt.parameters()])
+    owned |= storages([b for gpt in policy.gpt for b in gpt.buffers()])
+    kept, saved = {}, {}
+    whole_backward = schedules.backward_step
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in owned:
+            kept.setdefault(storage.data_ptr(), storage)  # held, so that no other gets its address
+        return tensor
+
+    def backward(*args, **kwargs):
+        saved["bytes"] = sum(storage.nbytes() for storage in kept.values())
+        return whole_backward(*args, **kwargs)
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with patch.object(schedules, "backward_step", backward), hooks:
+        accumulate_gradients(policy, samples, [list(range(len(samples)))], loss, temperature=1.0, packing=packing)
+    return saved["bytes"]
+
+
+def loss(batch, logprobs, entropy):
+    return -(logprobs + 0.01 * entropy).sum(), {}
+
+
+def main() -> None:
+    options = json.loads(sys.argv[1])
+    parallel = ParallelConfig(**options.get("parallel", {}))
+    topology = initialize(
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.virtual_pipeline_model_parallel_size,
+    )
+    results = []
+    for setting in options["settings"]:
+        config = Config(
+            run_dir="unused",
+            model=ModelConfig(
+                path=options["model"], params_dtype=setting.get("dtype", "bf16"), transformer_impl="local"
+            ),
+            data=DataConfig(path="unused"),
+            parallel=ParallelConfig(**{**options.get("parallel", {}), **setting.get("parallel", {})}),
+        )
+        policy = build_policy(config.model, config.parallel, topology)
+        optimizer, _ = build_optimizer(config, policy)
+        state = stage_state(policy.arch, policy.layout, config, topology.pp_rank, topology.dp_size)
+        result = {"predicted": {k: getattr(state, k) for k in ("weights", "gradients", "main_params", "moments")}}
+        prompt, response = options["prompt_tokens"], options["response_tokens"]
+        rng = np.random.default_rng(0)
+        ids = lambda n: rng.integers(1, policy.arch.vocab_size, n)  # noqa: E731, B023
+        samples = [Sample(ids(prompt), ids(response)) for _ in range(options.get("samples", 1))]
+        zero_gradients(policy, optimizer)
+        packing = config.parallel.sequence_packing
+        if options.get("activations"):
+            saved = measured_activations(policy, samples, packing)
+            tokens = len(samples) * (prompt + response)
+            result["activations"] = {
+                "predicted": saved_bytes(policy.arch, policy.layout, config, tokens, len(samples) * response),
+                "measured": saved,
+            }
+        else:
+            splits = [list(range(len(samples)))] * topology.pp_size
+            accumulate_gradients(policy, samples, splits, loss, temperature=1.0, packing=packing)
+        optimizer.step()
+        result["measured"] = measured_state(policy, optimizer)
+        results.append(result)
+    Path(options["out"], f"rank{topology.rank}.json").write_text(json.dumps(results))
+    destroy()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""The plan against real ranks: weights, gradients, optimizer state exactly, saved activations within 10 %."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launch import torchrun
+
+WORKER = Path(__file__).with_name("plan_worker.py")
+DISTRIBUTED = {"use_distributed_optimizer": True}
+OVERLAP = {**DISTRIBUTED, "overlap_grad_reduce": True}
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "parallel"),
+    [
+        ("qwen2", True, {"pipeline_model_parallel_size": 2}),
+        ("llama", False, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
+        ("qwen3", False, {}),  # two data-parallel ranks
+    ],
+)
+def test_state_of_every_rank_is_predicted(tiny_models, tmp_path, family, tied, parallel):
+    settings = [
+        {"dtype": "bf16"},
+        {"dtype": "fp32"},
+        {"dtype": "bf16", "parallel": OVERLAP},
+        {"dtype": "fp32", "parallel": DISTRIBUTED},
+    ]
+    options = {
+        "model": str(tiny_models(family, tied)),
+        "parallel": parallel,
+        "settings": settings,
+        "prompt_tokens": 5,
+        "response_tokens": 11,
+    }
+    ranks = torchrun(WORKER, 2, tmp_path, options)
+    for number, setting in enumerate(settings):
+        results = [rank[number] for rank in ranks]
+        for what in results[0]["measured"]:
+            measured = [result["measured"][what] for result in results]
+            predicted = [result["predicted"][what] for result in results]
+            if parallel:
+                assert predicted == measured, (setting, what)
+            else:  # one stage: the plan speaks of the rank with the largest shard
+                assert predicted[0] == max(measured), (setting, what)
+
+
+def test_activations_are_predicted(tiny_models, tmp_path):
+    settings = [
+        {"dtype": dtype, "parallel": {"recompute_granularity": recompute, "sequence_packing": True}}
+        for dtype, recompute in (("bf16", "none"), ("fp32", "none"), ("bf16", "selective"), ("bf16", "full"))
+    ]
+    options = {
+        "model": str(tiny_models("qwen3")),
+        "parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        "settings": settings,
+        "prompt_tokens": 32,
+        "response_tokens": 224,
+        "activations": True,
+    }
+    for rank in torchrun(WORKER, 2, tmp_path, options):
+        for setting, result in zip(settings, rank, strict=True):
+            activations = result["activations"]
+            assert activations["predicted"] == pytest.approx(activations["measured"], rel=0.1), setting
+            assert result["predicted"] == result["measured"], setting

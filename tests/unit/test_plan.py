@@ -1,0 +1,95 @@
+"""``dcpo plan``: known models by hand arithmetic, and every bad input named in one line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_dcpo.cli import main
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+LLAMA_70B = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 80,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000,
+}
+TP, PP, VPP = (f"parallel.{name}_model_parallel_size" for name in ("tensor", "pipeline", "virtual_pipeline"))
+
+
+@pytest.fixture
+def plan(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
+    config = str(EXAMPLES / "llama3.1_8b" / "math" / "dcpo.yaml")
+
+    def run(gpus, *arguments, json_output=True):
+        command = ["plan", "--config", config, "--gpus", str(gpus), f"model.path={tmp_path}"]
+        status = main([*command, *(["--json"] if json_output else []), *arguments])
+        out, err = capsys.readouterr()
+        return status, json.loads(out) if json_output and not status else out, err
+
+    return run
+
+
+def test_70b_by_hand(plan):
+    status, facts, _ = plan(64, f"{TP}=8", f"{PP}=4", "parallel.sequence_parallel=true")
+    assert status == 0
+    assert facts["parameters"] == 70_553_706_496
+    # 20 layers of a rank, and on the first stage the embedding
+    layer = (8192 * (64 + 2 * 8) * 128 + 8192 * 64 * 128 + 3 * 8192 * 28672) // 8 + 2 * 8192
+    assert facts["stages"][0]["numel"] == 20 * layer + 129024 // 8 * 8192
+    assert facts["stages"][1]["numel"] == 20 * layer
+    assert [stage["micro_batches_in_flight"] for stage in facts["stages"]] == [4, 3, 2, 1]
+    assert facts["stages"][0]["gradients"] == pytest.approx(4 * facts["stages"][0]["numel"], rel=1e-5)
+
+
+def test_optimizer_state_shrinks_with_data_parallelism_and_activations_with_recomputation(plan):
+    layout = (f"{TP}=8", f"{PP}=4", "parallel.sequence_parallel=true", "parallel.use_distributed_optimizer=true")
+    small, large = plan(64, *layout)[1], plan(4096, *layout)[1]
+    assert large["layout"]["data_parallel_size"] == 128
+    assert large["stages"][0]["moments"] == pytest.approx(small["stages"][0]["moments"] / 64, rel=0.01)
+    assert large["stages"][0]["weights"] == pytest.approx(small["stages"][0]["weights"], rel=1e-4)
+    kept = [
+        plan(64, *layout, f"parallel.recompute_granularity={granularity}")[1]["stages"][0]["activations"]
+        for granularity in ("none", "selective", "full")
+    ]
+    assert kept[0] > kept[1] > 2 * kept[2]
+
+
+def test_verdict_names_what_to_change(plan):
+    status, text, _ = plan(64, f"{TP}=8", f"{PP}=4", "parallel.sequence_parallel=false", json_output=False)
+    assert status == 0
+    assert "does not fit" in text
+    assert "parallel.sequence_parallel=true" in text
+    assert "Assumed: 989 TFLOP/s" in text
+    facts = plan(64, f"{TP}=8", f"{PP}=4", "--gpu-memory-gb", "100000")[1]
+    assert facts["fits"]
+    assert not facts["change"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "arguments", "message"),
+    [
+        (12, [f"{TP}=8"], "does not divide the 12 process(es)"),
+        (8192, [], "--gpus 8192 is outside 1 ... 4096"),
+        (48, [f"{TP}=6"], "does not divide the model's 64 attention heads"),
+        (64, [f"{TP}=16"], "does not divide the model's 8 query groups"),
+        (9, [f"{PP}=3"], "does not divide the model's 80 layers"),
+        (8, ["--response-tokens", "999999"], "--response-tokens 999999 is outside"),
+        (8, ["--mfu", "2"], "--mfu 2 is above 1"),
+        (8, ["--reserve-gb", "90"], "--reserve-gb 90 is outside"),
+        (8, ["model.path=/no/such/model"], "/no/such/model does not exist"),
+        (8, ["parallel.tensor=1"], "unknown key parallel.tensor"),
+    ],
+)
+def test_bad_input_is_one_line(plan, gpus, arguments, message):
+    status, _, err = plan(gpus, *arguments)
+    assert status == 2
+    assert message in err
+    assert err.count("\n") == 1
