@@ -63,7 +63,8 @@ def test_optimizer_state_shrinks_with_data_parallelism_and_activations_with_reco
 
 
 def test_verdict_names_what_to_change(plan):
-    status, text, _ = plan(64, f"{TP}=8", f"{PP}=4", "parallel.sequence_parallel=false", json_output=False)
+    greedy = ("parallel.sequence_parallel=false", "parallel.recompute_granularity=none", "rollout.gpu_memory_utilization=0.9")
+    status, text, _ = plan(64, f"{TP}=8", f"{PP}=4", *greedy, json_output=False)
     assert status == 0
     assert "does not fit" in text
     assert "parallel.sequence_parallel=true" in text
