@@ -198,7 +198,7 @@ def _squared_norm(x: Tensor) -> float:
 def _measure(run: Run, totals: dict[str, Moments], fisher: list[Tensor]) -> dict[str, Any]:
     groups = layer_groups(run.policy)
     conflicts = {
-        name: compare(run.optimizer, groups, totals[a].mean(fisher), totals[b].mean(fisher))
+        name: compare(run.policy, run.optimizer, totals[a].mean(fisher), totals[b].mean(fisher))
         for name, (a, b) in PAIRS.items()
     }
     noise = {part: _noise(run, totals[part]) for part in PARTS}

@@ -6,8 +6,8 @@ and compared with the other's: norms and cosine, under two metrics.
 * plain: <a, b> = sum_i a_i b_i;
 * fisher: <a, b> = sum_i a_i b_i / (F_i + damping), the direction in which a natural step would trade one block for the
   other. F is the empirical diagonal Fisher matrix as Adam keeps it, the bias-corrected running mean of squared gradients of
-  the step's loss (before the first step: the square of this step's gradient); the damping is ``DAMPING`` times the mean of
-  its positive entries, so that coordinates with hardly any gradient, whose quotients are rounding noise, do not decide.
+  the step's loss (before the first step: the sum of the two squares); the damping is ``DAMPING`` times the mean of
+  its entries, so that coordinates with hardly any gradient, whose quotients are rounding noise, do not decide.
 
 Every inner product counts a parameter once: shards are summed over tensor-parallel ranks (and over data-parallel ones
 with the distributed optimizer), replicated parameters count on one tensor-parallel rank, tied embeddings on the first
@@ -16,6 +16,7 @@ stage. These are the rules of Megatron's gradient norm (``get_main_grads_for_gra
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -27,11 +28,12 @@ from torch import Tensor
 from megatron_dcpo import runtime
 from megatron_dcpo.policy.model import Policy
 from megatron_dcpo.policy.optimizer import optimizer_group, optimizer_parts, zero_gradients
+from megatron_dcpo.weights.table import hf_shapes
 
 from megatron.core import tensor_parallel  # isort: skip
 from megatron.core.transformer.module import param_is_not_shared
 
-DAMPING = 1e-3
+DAMPING = 1e-2
 LAYER_GROUPS = 4  # the layers are reported in that many groups, first to last
 ALL = "all"
 PIECE = 2**22  # elements compared at a time
@@ -83,7 +85,7 @@ def probe_block_gradients(policy: Policy, optimizer: Any, backward: Callable[[st
     kept = [buffer.grad_data.clone() for buffer in _buffers(policy)]
     zero_gradients(policy, optimizer)
     second = backward("confidence")
-    found = compare(optimizer, layer_groups(policy), g_r, counted_gradients(policy, optimizer, copy=False))
+    found = compare(policy, optimizer, g_r, counted_gradients(policy, optimizer, copy=False))
     for buffer, gradient in zip(_buffers(policy), kept, strict=True):
         buffer.grad_data += gradient
     return (first, second), found
@@ -108,25 +110,26 @@ class Counted:
         for start in range(0, len(x), PIECE):
             a, b = x[start : start + PIECE].double(), y[start : start + PIECE].double()
             if square is None:
-                yield a, b, (a + b).square()
+                yield a, b, a.square() + b.square()
             else:
                 yield a, b, square[start : start + PIECE].double() / self.correction
 
 
-def compare(optimizer: Any, groups: list[str], a: list[Counted], b: list[Counted]) -> BlockGradients:
-    """Norms and cosines of gradients ``a`` and ``b`` (``counted_gradients`` of every rank), by ``groups`` and in all.
+def compare(policy: Policy, optimizer: Any, a: list[Counted], b: list[Counted]) -> BlockGradients:
+    """Norms and cosines of gradients ``a`` and ``b`` (``counted_gradients`` of every rank), by groups of layers and in all.
 
     Two all-reduces of a few numbers, in float64. The Fisher matrix is that of ``a``'s members.
     """
     device = runtime.device()  # a rank may hold nothing that counts
     group = optimizer_group(optimizer)
-    total = torch.zeros(2, dtype=torch.float64, device=device)
+    total = torch.zeros((), dtype=torch.float64, device=device)
     for first, second in zip(a, b, strict=True):
         for _, _, fisher in first.pieces(second):
-            # rows that pad the vocabulary never have a gradient, and how many there are depends on the layout
-            total += torch.stack([fisher.sum(), (fisher > 0).double().sum()])
+            total += fisher.sum()
     dist.all_reduce(total, group=group)
-    damping = max(float(DAMPING * total[0] / total[1].clamp(min=1)), 1e-30)
+    # the checkpoint's number of parameters: how many rows pad the vocabulary depends on the layout
+    parameters = sum(math.prod(shape) for shape in hf_shapes(policy.arch).values())
+    damping, groups = max(DAMPING * float(total) / parameters, 1e-30), layer_groups(policy)
     products = torch.zeros(len(groups), 2, 3, dtype=torch.float64, device=device)
     for first, second in zip(a, b, strict=True):
         row = products[groups.index(first.group)]
