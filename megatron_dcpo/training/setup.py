@@ -68,9 +68,9 @@ class Run:
 def build_run(config: Config) -> Run:
     """Build all parts, the cheap checks first. Collective. Raises :class:`UserError` on bad input."""
     objective = build_objective(config.objective)
+    check_model(config)
     check_processes(config, int(os.environ.get("WORLD_SIZE", "1")))
     check_wandb(config)
-    check_model(config)
     tokenizer = load_tokenizer(config.model.path)
     prompts = load_prompts(
         config.data.path,
