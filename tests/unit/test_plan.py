@@ -63,7 +63,11 @@ def test_optimizer_state_shrinks_with_data_parallelism_and_activations_with_reco
 
 
 def test_verdict_names_what_to_change(plan):
-    greedy = ("parallel.sequence_parallel=false", "parallel.recompute_granularity=none", "rollout.gpu_memory_utilization=0.9")
+    greedy = (
+        "parallel.sequence_parallel=false",
+        "parallel.recompute_granularity=none",
+        "rollout.gpu_memory_utilization=0.9",
+    )
     status, text, _ = plan(64, f"{TP}=8", f"{PP}=4", *greedy, json_output=False)
     assert status == 0
     assert "does not fit" in text
