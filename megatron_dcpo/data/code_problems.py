@@ -235,10 +235,16 @@ def _before_function(prompt: str, name: str) -> str:
 
 
 def _mbpp_plus(row: Row) -> CodeProblem:
-    """MBPP+ in MBPP's format: ``test`` runs at the top level and calls the function by its name."""
+    """MBPP+ in MBPP's format: ``test`` runs at the top level and calls the function by its name.
+
+    One input of problem 255 has 1.7 million combinations of 77 words as its result, gigabytes to compare: left out.
+    """
     entry = _ENTRY_OF_MBPP.findall(row["test"])[-1]
+    test = row["test"]
+    if row["task_id"] == 255:
+        test = test.replace("\nfor i, ", "\ninputs = [inp for inp in inputs if inp[1] < 70]\nfor i, ")
     code = (
-        f"SOURCE = {row['test']!r}\n\n\ndef check(candidate):\n"
+        f"SOURCE = {test!r}\n\n\ndef check(candidate):\n"
         f"    exec(compile(SOURCE, 'tests', 'exec'), {{'__name__': 'tests', {entry!r}: candidate}})\n"
     )
     statement = (
