@@ -9,9 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +20,7 @@ from megatron_dcpo.policy.model import build_policy
 from megatron_dcpo.policy.optimizer import build_optimizer
 from megatron_dcpo.runtime.distributed import all_gather_objects, destroy, initialize
 from megatron_dcpo.training.rollouts import Rollout
-from megatron_dcpo.training.setup import Run
+from megatron_dcpo.training.setup import Progress, Run
 from megatron_dcpo.training.update import Share, UpdateStatistics, _update_once
 from megatron_dcpo.types import Prompt, Response
 from tests.unit.objective_cases import GOLDEN_OPTIONS, NEW, OLD, golden_judgements
@@ -57,8 +55,10 @@ def main() -> None:
     result: dict[str, Any] = {"losses": {}, "norms": {}}
     for name, method in GOLDEN_OPTIONS.items():
         objective = build_objective(ObjectiveConfig(**method))
-        run = partial(Run, config, Path("unused"), topology, None, [], policy, optimizer, scheduler)
-        run = run(SimpleNamespace(weights_version=0), objective, None, None)
+        parts: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(Run))
+        parts |= {"config": config, "topology": topology, "policy": policy, "optimizer": optimizer}
+        parts |= {"scheduler": scheduler, "objective": objective, "progress": Progress()}
+        run = Run(**parts)  # what an update does not touch stays None
         share = Share.of(run, rollout).with_old_logprobs(run)
         assert share.old_logprobs is not None
         new = share.old_logprobs
