@@ -149,8 +149,9 @@ def test_what_cannot_be_judged_is_said_before_anything_is_built(
 
 def fake_run(judge: Any, generate: Any, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> Any:
     monkeypatch.setattr(rollouts, "all_gather_objects", lambda value: [value])
+    monkeypatch.setattr(rollouts, "recover_engines", lambda *_, **__: False)
     config = load_config(QUICKSTART / "dcpo.yaml", ["rollout.group_size=2", *overrides])
-    engine = SimpleNamespace(generate=generate, weights_version=0)
+    engine = SimpleNamespace(generate=generate, weights_version=0, tensor_model_parallel_size=1)
     return SimpleNamespace(config=config, topology=SimpleNamespace(rank=0, world_size=1), engine=engine, judge=judge)
 
 
@@ -229,9 +230,8 @@ def test_a_judge_that_fails_ends_the_rollout(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(UserError, match="no sandbox"):
         rollouts.gather_judged(run, prompts(7), rollouts.roll_out(run, prompts(7), 1, unwatched()))
     stale = fake_run(judged, lambda chunk, sampling, step: responses_to(chunk), monkeypatch)
-    stale.engine.weights_version = 3
     with pytest.raises(UserError, match="weights version 0, the policy is at 3"):
-        rollouts.gather_judged(stale, prompts(2), rollouts.roll_out(stale, prompts(2), 1, unwatched()))
+        rollouts.gather_judged(stale, prompts(2), rollouts.roll_out(stale, prompts(2), 4, unwatched()))
 
 
 # ------------------------------------------------------------------------------------------------ dead sandboxes
