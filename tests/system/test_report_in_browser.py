@@ -25,10 +25,9 @@ CHROMIUM = next(
 # Runs in a copy of the page once everything is loaded; what it finds is read from the dumped outer document.
 PROBE = """
 <script>
-addEventListener("load", async () => {
+addEventListener("load", () => {
   for (const fold of document.querySelectorAll("details")) fold.open = true;
   const images = [...document.querySelectorAll("img")];
-  await Promise.all(images.map(image => image.decode().catch(() => {})));
   const outside = element => {
     for (let e = element; e; e = e.parentElement) if (getComputedStyle(e).overflowX !== "visible") return false;
     return element.getBoundingClientRect().right > innerWidth + 1;
