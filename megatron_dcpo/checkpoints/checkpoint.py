@@ -20,6 +20,7 @@ from torch.distributed.checkpoint import CheckpointException
 from megatron_dcpo.checkpoints.integrity import damage, iteration_dir, iterations, latest_iteration, listed_files
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.policy.model import Policy
+from megatron_dcpo.policy.optimizer import optimizer_parts
 from megatron_dcpo.runtime.distributed import Topology, all_gather_objects, broadcast_object
 
 from megatron.core import dist_checkpointing, tensor_parallel  # isort: skip
@@ -114,8 +115,7 @@ def _check_parts(path: Path, optimizer: Any) -> None:
 
 
 def _is_distributed(optimizer: Any) -> bool:
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    return any(isinstance(part, DistributedOptimizer) for part in parts)
+    return any(isinstance(part, DistributedOptimizer) for part in optimizer_parts(optimizer))
 
 
 def gather_rng_states(topology: Topology) -> dict[str, Any]:
@@ -131,18 +131,16 @@ def gather_rng_states(topology: Topology) -> dict[str, Any]:
             for name, state in tensor_parallel.get_cuda_rng_tracker().get_states().items()
         },
     }
-    place = f"tp{topology.tp_rank}of{topology.tp_size}_pp{topology.pp_rank}of{topology.pp_size}"
-    everyone = all_gather_objects((place, own) if topology.dp_rank == 0 else None)
+    everyone = all_gather_objects((_place(topology), own) if topology.dp_rank == 0 else None)
     return dict(entry for entry in everyone if entry is not None)
 
 
 def _restore_rng_states(topology: Topology, states: dict[str, Any]) -> None:
-    place = f"tp{topology.tp_rank}of{topology.tp_size}_pp{topology.pp_rank}of{topology.pp_size}"
-    if place not in states:
+    own = states.get(_place(topology))
+    if own is None:
         if topology.rank == 0:
             logger.info("saved at another parallel layout: random generators start from the seed")
         return
-    own = states[place]
     version, internal, gauss = own["random_rng_state"]
     random.setstate((version, tuple(internal), gauss))
     keys, *rest = own["np_rng_state"]
@@ -150,6 +148,11 @@ def _restore_rng_states(topology: Topology, states: dict[str, Any]) -> None:
     torch.set_rng_state(own["torch_rng_state"])
     torch.cuda.set_rng_state(own["cuda_rng_state"])
     tensor_parallel.get_cuda_rng_tracker().set_states(own["rng_tracker_states"])
+
+
+def _place(topology: Topology) -> str:
+    """The tensor- and pipeline-parallel rank in its layout."""
+    return f"tp{topology.tp_rank}of{topology.tp_size}_pp{topology.pp_rank}of{topology.pp_size}"
 
 
 def _check(path: Path, iteration: int, topology: Topology) -> str | None:

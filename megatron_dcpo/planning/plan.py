@@ -13,6 +13,7 @@ from megatron_dcpo.planning.activations import Activations, stage_activations
 from megatron_dcpo.planning.state import ITEMSIZE, State, stage_state
 from megatron_dcpo.planning.traffic import Rates, Seconds, Traffic, Work, kv_bytes_per_token, step_seconds, step_traffic
 from megatron_dcpo.runtime import check_world_size
+from megatron_dcpo.training.preflight import layout_of
 from megatron_dcpo.weights.architecture import Architecture, read_architecture
 from megatron_dcpo.weights.planner import Layout, check_layout
 from megatron_dcpo.weights.table import hf_shapes
@@ -109,7 +110,9 @@ class Plan:
 def make_plan(config: Config, machine: Machine, rates: Rates | None = None) -> Plan:
     """Plan ``config`` on ``machine``. Raises :class:`UserError` when the layout does not divide the model or the GPUs."""
     rates = rates or Rates()
-    arch, layout = read_architecture(config.model.path), _layout(config)
+    arch = read_architecture(config.model.path)
+    # on GPUs ``auto`` means Transformer Engine, whatever this machine has
+    layout = layout_of(config, transformer_engine=config.model.transformer_impl != "local")
     check_layout(arch, layout)
     data_parallel = _check_gpus(layout, machine.gpus)
     work, tokens, scored, per_update = _work(config, layout, machine, data_parallel)
@@ -153,18 +156,6 @@ def make_plan(config: Config, machine: Machine, rates: Rates | None = None) -> P
         traffic=traffic,
         resharding=resharding,
         seconds=seconds,
-    )
-
-
-def _layout(config: Config) -> Layout:
-    """On GPUs ``auto`` means Transformer Engine, whatever this machine has."""
-    parallel = config.parallel
-    return Layout(
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        parallel.virtual_pipeline_model_parallel_size,
-        config.model.make_vocab_size_divisible_by,
-        config.model.transformer_impl != "local",
     )
 
 
@@ -235,7 +226,7 @@ def _stage(
 def _engine(arch: Architecture, config: Config, machine: Machine) -> Engine:
     rollout = config.rollout
     kind: str = "vllm" if rollout.engine == "auto" else rollout.engine
-    size = int(getattr(rollout, "tensor_model_parallel_size", 1)) if kind == "vllm" else 1
+    size = rollout.tensor_model_parallel_size if kind == "vllm" else 1
     if machine.gpus % size or arch.num_attention_heads % size or arch.ffn_hidden_size % size:
         raise UserError(
             f"rollout.tensor_model_parallel_size={size} does not divide the {machine.gpus} GPUs, the model's "
@@ -256,13 +247,11 @@ def _engine(arch: Architecture, config: Config, machine: Machine) -> Engine:
         one_layer = at_once * longest * kv // arch.num_layers  # growing the cache copies a layer at a time
         cache = at_once * longest * kv + one_layer
         return Engine(kind, 1, weights, cache, kv, sampling, at_once, responses, weights)
-    wanted = int(getattr(rollout, "kv_cache_memory_bytes", 0))
-    share = float(getattr(rollout, "gpu_memory_utilization", 0.6))
-    cache = wanted or max(0, int(share * machine.gpu_memory_gb * GB) - weights)
+    share = int(rollout.gpu_memory_utilization * machine.gpu_memory_gb * GB)
+    cache = rollout.kv_cache_memory_bytes or max(0, share - weights)
     mean = config.data.max_prompt_length + (machine.response_tokens or rollout.max_response_length)
     concurrent = min(rollout.max_num_seqs, responses, cache // (kv * mean))
-    asleep = bool(getattr(rollout, "sleep", True))
-    return Engine(kind, size, weights, cache, kv, 0, concurrent, responses, 0 if asleep else weights + cache)
+    return Engine(kind, size, weights, cache, kv, 0, concurrent, responses, 0 if rollout.sleep else weights + cache)
 
 
 def _resharding(arch: Architecture, config: Config, engine: Engine, held: int) -> int:
