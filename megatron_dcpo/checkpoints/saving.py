@@ -151,12 +151,18 @@ class Saver:
         if self.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         barrier()
-        last = broadcast_object(latest_iteration(self.directory))
-        kept = f"the last complete checkpoint is iteration {last}" if last is not None else "there is no earlier one"
         raise UserError(
-            f"cannot write checkpoint {iteration_dir(self.directory, iteration)} ({error}); {kept}. "
-            "Free space or change run_dir, and continue with --resume auto"
+            f"cannot write checkpoint {iteration_dir(self.directory, iteration)} ({error}); "
+            f"{last_complete(self.directory)}. Free space or change run_dir, and continue with --resume auto"
         )
+
+
+def last_complete(directory: Path) -> str:
+    """What the first rank finds there, in words. Collective."""
+    last = broadcast_object(latest_iteration(directory))
+    return (
+        f"the last complete checkpoint is iteration {last}" if last is not None else "there is no complete checkpoint"
+    )
 
 
 def remove_leftovers(directory: Path) -> None:

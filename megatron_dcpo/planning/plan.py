@@ -16,7 +16,7 @@ from megatron_dcpo.runtime import check_world_size
 from megatron_dcpo.training.preflight import layout_of
 from megatron_dcpo.weights.architecture import Architecture, read_architecture
 from megatron_dcpo.weights.planner import Layout, check_layout
-from megatron_dcpo.weights.table import hf_shapes
+from megatron_dcpo.weights.table import number_of_parameters
 
 MOST_GPUS = 4096
 GB = 1e9
@@ -233,7 +233,7 @@ def _engine(arch: Architecture, config: Config, machine: Machine) -> Engine:
             f"{arch.num_attention_heads} attention heads and its ffn_hidden_size {arch.ffn_hidden_size}"
         )
     itemsize = ITEMSIZE[config.model.params_dtype if rollout.dtype == "same" else rollout.dtype]
-    weights = sum(math.prod(shape) for shape in hf_shapes(arch).values()) * itemsize // size
+    weights = number_of_parameters(arch) * itemsize // size
     kv = kv_bytes_per_token(arch, itemsize, size)
     longest = config.data.max_prompt_length + rollout.max_response_length
     group, prompts = rollout.group_size, -(-config.data.prompts_per_step * size // machine.gpus)
@@ -259,7 +259,7 @@ def _resharding(arch: Architecture, config: Config, engine: Engine, held: int) -
     if engine.kind == "server":
         return 0
     itemsize = ITEMSIZE[config.model.params_dtype]
-    needed = sum(math.prod(shape) for shape in hf_shapes(arch).values()) // engine.tensor_model_parallel_size
+    needed = number_of_parameters(arch) // engine.tensor_model_parallel_size
     return max(0, needed - held) * itemsize
 
 
@@ -331,7 +331,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
     parallel = asdict(plan.layout) | {"data_parallel_size": plan.data_parallel}
     return {
         "model": plan.config.model.path,
-        "parameters": sum(math.prod(shape) for shape in hf_shapes(plan.arch).values()),
+        "parameters": number_of_parameters(plan.arch),
         "gpus": plan.machine.gpus,
         "layout": parallel,
         "tokens_per_micro_batch": plan.tokens_per_micro_batch,

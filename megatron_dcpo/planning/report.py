@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import math
-
 from rich.console import Console
 from rich.table import Table
 
 from megatron_dcpo.planning.plan import GB, Plan, advice
-from megatron_dcpo.weights.table import hf_shapes
+from megatron_dcpo.weights.table import number_of_parameters
 
 
 def print_plan(plan: Plan) -> None:
     """Memory, traffic, time and verdict to stdout. GB are 1e9 bytes."""
     console = Console(width=118, highlight=False)
     layout, config = plan.layout, plan.config
-    parameters = sum(math.prod(shape) for shape in hf_shapes(plan.arch).values())
+    parameters = number_of_parameters(plan.arch)
     console.print(
         f"{plan.arch.name}, {parameters / 1e9:.2f} billion parameters, on {plan.machine.gpus} GPUs: "
         f"TP {layout.tensor_model_parallel_size} x PP {layout.pipeline_model_parallel_size} x DP {plan.data_parallel}"

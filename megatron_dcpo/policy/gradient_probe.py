@@ -16,7 +16,6 @@ stage. These are the rules of Megatron's gradient norm (``get_main_grads_for_gra
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +27,7 @@ from torch import Tensor
 from megatron_dcpo import runtime
 from megatron_dcpo.policy.model import Policy
 from megatron_dcpo.policy.optimizer import optimizer_group, optimizer_parts, zero_gradients
-from megatron_dcpo.weights.table import hf_shapes
+from megatron_dcpo.weights.table import number_of_parameters
 
 from megatron.core import tensor_parallel  # isort: skip
 from megatron.core.transformer.module import param_is_not_shared
@@ -128,7 +127,7 @@ def compare(policy: Policy, optimizer: Any, a: list[Counted], b: list[Counted]) 
             total += fisher.sum()
     dist.all_reduce(total, group=group)
     # the checkpoint's number of parameters: how many rows pad the vocabulary depends on the layout
-    parameters = sum(math.prod(shape) for shape in hf_shapes(policy.arch).values())
+    parameters = number_of_parameters(policy.arch)
     damping, groups = max(DAMPING * float(total) / parameters, 1e-30), layer_groups(policy)
     products = torch.zeros(len(groups), 2, 3, dtype=torch.float64, device=device)
     for first, second in zip(a, b, strict=True):

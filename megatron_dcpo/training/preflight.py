@@ -12,7 +12,7 @@ from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime import check_world_size
 from megatron_dcpo.weights.architecture import Architecture, read_architecture
 from megatron_dcpo.weights.planner import Layout, check_layout
-from megatron_dcpo.weights.table import hf_shapes
+from megatron_dcpo.weights.table import number_of_parameters
 
 
 def layout_of(config: Config, transformer_engine: bool = False) -> Layout:
@@ -71,7 +71,7 @@ def describe(config: Config) -> dict[str, Any]:
     responses = config.data.prompts_per_step * config.rollout.group_size
     if os.path.exists(config.model.path):
         arch = check_model(config)
-        parameters = sum(_product(shape) for shape in hf_shapes(arch).values())
+        parameters = number_of_parameters(arch)
         model = f"{config.model.path}: {arch.name}, {parameters:,} parameters"
     elif config.model.path.startswith((".", "/")):
         raise UserError(f"model directory {config.model.path} does not exist; pass a Hugging Face checkpoint directory")
@@ -90,10 +90,3 @@ def describe(config: Config) -> dict[str, Any]:
         "steps": training.steps,
         "run_dir": config.run_dir,
     }
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    result = 1
-    for size in shape:
-        result *= size
-    return result

@@ -16,7 +16,10 @@ from typing import Any
 import numpy as np
 
 from megatron_dcpo.calibration import json_ready, summarize
+from megatron_dcpo.checkpoints.saving import last_complete
 from megatron_dcpo.config import to_yaml
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.runtime.distributed import broadcast_object
 from megatron_dcpo.training.preflight import check_wandb
 from megatron_dcpo.training.rollouts import Rollout
 from megatron_dcpo.training.setup import Run
@@ -40,12 +43,17 @@ class Recorder:
         self.progress: Any = None
         if not self.writes:
             return
-        run.directory.mkdir(parents=True, exist_ok=True)
-        (run.directory / "config.yaml").write_text(to_yaml(run.config))
         self.metrics_path = run.directory / "metrics.jsonl"
         self.mismatch_path = run.directory / "mismatch.jsonl"
-        for path in (self.metrics_path, self.mismatch_path):
-            _keep_steps_before(path, first_step)
+        try:
+            run.directory.mkdir(parents=True, exist_ok=True)
+            (run.directory / "config.yaml").write_text(to_yaml(run.config))
+            for path in (self.metrics_path, self.mismatch_path):
+                _keep_steps_before(path, first_step)
+        except OSError as refused:
+            raise UserError(
+                f"cannot write in run_dir {run.directory} ({_why(refused)}); free space or change run_dir"
+            ) from None
         if run.config.logging.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -74,12 +82,25 @@ class Recorder:
         timers: Timers,
         traffic: Mapping[str, float] | None = None,
     ) -> None:
-        """Record one step and clear the timers. ``traffic``: what the weight synchronisation behind it counted."""
+        """Record one step and clear the timers. Collective. ``traffic``: what the weight synchronisation behind it counted.
+
+        Raises :class:`UserError` on every rank when the disk refuses, after the checkpoint on its way is complete.
+        """
+        refused: str | None = None
         if self.writes:
             metrics = {"step": step, **step_metrics(rollout, statistics, timers), **(traffic or {})}
-            self._log(step, rollout, metrics, sum(timers.seconds.values()))
-            self._write_mismatch(step, mismatch_histogram(statistics.sums))
+            try:
+                self._log(step, rollout, metrics, sum(timers.seconds.values()))
+                self._write_mismatch(step, mismatch_histogram(statistics.sums))
+            except OSError as error:
+                refused = _why(error)
         timers.clear()
+        if (refused := broadcast_object(refused)) is not None:
+            self.run.saver.wait()  # says so itself if that one was refused too
+            raise UserError(
+                f"cannot write the records of step {step} in {self.run.directory} ({refused}); "
+                f"{last_complete(self.run.checkpoints)}. Free space, and continue with --resume auto"
+            )
 
     def _log(self, step: int, rollout: Rollout, metrics: Mapping[str, Any], seconds: float) -> None:
         with self.metrics_path.open("a") as file:
@@ -136,6 +157,10 @@ class Recorder:
                     "finish_reason": response.finish_reason,
                 }
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+def _why(error: OSError) -> str:
+    return f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
 
 
 def _wandb_run(run: Run) -> Any:

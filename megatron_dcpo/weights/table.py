@@ -6,7 +6,11 @@ local to the pipeline stage in Megatron's.
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 from megatron_dcpo.weights.architecture import Architecture
@@ -69,8 +73,9 @@ def output_row(arch: Architecture) -> Row:
     return Row("output_layer.weight", (_EMBEDDING if arch.tied_embeddings else "lm_head.weight",), "vocab")
 
 
-def hf_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
-    """Every Hugging Face tensor of the architecture with its shape, in checkpoint order."""
+@functools.lru_cache(maxsize=64)
+def hf_shapes(arch: Architecture) -> Mapping[str, tuple[int, ...]]:
+    """Every Hugging Face tensor of the architecture with its shape, in checkpoint order. Made once: plans ask per tensor."""
     h, f, d = arch.hidden_size, arch.ffn_hidden_size, arch.kv_channels
     q, kv = arch.num_attention_heads * d, arch.num_query_groups * d
     shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (arch.vocab_size, h)}
@@ -94,4 +99,9 @@ def hf_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
     shapes["model.norm.weight"] = (h,)
     if not arch.tied_embeddings:
         shapes["lm_head.weight"] = (arch.vocab_size, h)
-    return shapes
+    return MappingProxyType(shapes)
+
+
+def number_of_parameters(arch: Architecture) -> int:
+    """Of the whole model: tied embeddings once, no padding."""
+    return sum(math.prod(shape) for shape in hf_shapes(arch).values())

@@ -173,8 +173,8 @@ def test_full_disk_leaves_the_last_checkpoint_usable(tmp_path, processes, backgr
     with small_disk(tmp_path / "disk", 5):
         done = run(*COMMON, f"run_dir={run_dir}", "training.save_interval=1", *options, processes=processes)
         assert done.returncode == (2 if processes == 1 else 1), done.stderr[-3000:]  # torchrun says 1
-        lines = [line for line in done.stderr.splitlines() if "cannot write checkpoint" in line]
-        assert lines
+        lines = [line for line in done.stderr.splitlines() if "dcpo train: error: cannot write" in line]
+        assert lines, done.stderr
         assert "No space left on device" in lines[0]
         assert "the last complete checkpoint is iteration 2" in lines[0]
         assert not list((run_dir / "checkpoints").glob("*.tmp")), "the torn checkpoint does not keep the disk full"
