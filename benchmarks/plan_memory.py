@@ -31,7 +31,7 @@ def make_checkpoint(path: Path, family: str) -> Path:
             vocab_size=8000,
             hidden_size=512,
             intermediate_size=1536,
-            num_hidden_layers=8,
+            num_hidden_layers=4,
             num_attention_heads=8,
             num_key_value_heads=4,
             head_dim=64,
