@@ -156,12 +156,10 @@ def stage_activations(
     w, recompute = widths(arch, layout, config), config.parallel.recompute_granularity
     b, flying = w.bytes, in_flight(layout, stage, micro_batches)
     last = stage == layout.pipeline_model_parallel_size - 1
-    # In the backward pass: the gradient of fc1's output and the three factors of it, and of the hidden states.
-    working = tokens * b * (5 * w.ffn + 3 * arch.hidden_size)
+    # Where a layer's backward pass begins: gradients of its output, of fc2's input and of fc2's weight.
+    working = tokens * (b * w.ffn + 8 * arch.hidden_size) + b * w.ffn * arch.hidden_size
     if recompute == "full":
         working += int(tokens * layer_bytes(arch, layout, config, "none"))
-    elif recompute == "selective":
-        working += tokens * b * w.queries
     return Activations(
         layers=int(tokens * kept_per_token(arch, layout, config, stage, flying)),
         logits=logits_bytes(w.vocab, tokens, responses) if last else 0,

@@ -81,7 +81,8 @@ def measured_peak(policy, samples, splits, packing: bool) -> int:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         accumulate_gradients(policy, samples, splits, loss, temperature=1.0, packing=packing)
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    return max(itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+    live = list(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
+    return max(live)
 
 
 def loss(batch, logprobs, entropy):
