@@ -76,13 +76,14 @@ def measured_activations(policy, samples, splits, packing: bool) -> int:
     return saved["bytes"]
 
 
-def measured_peak(policy, samples, splits, packing: bool) -> int:
-    """Most bytes that one forward-backward has allocated at a time, as torch's CPU allocator counts them."""
+def measured_peak(policy, samples, splits, packing: bool) -> tuple[int, int]:
+    """Most bytes that one forward-backward has allocated at a time, as torch's CPU allocator counts them, and how many of
+    them may have been free already: gloo's threads release what they sent, and the profiler does not see it."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         accumulate_gradients(policy, samples, splits, loss, temperature=1.0, packing=packing)
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     live = list(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
-    return max(live)
+    return max(live), max(0, live[-1])
 
 
 def loss(batch, logprobs, entropy):
@@ -116,8 +117,8 @@ def main() -> None:
         ids = lambda n: rng.integers(1, policy.arch.vocab_size, n)  # noqa: E731, B023
         samples = [Sample(ids(prompt), ids(response)) for _ in range(options.get("samples", 1))]
         packing, stages = config.parallel.sequence_packing, topology.pp_size
-        # as many micro-batches as the schedule holds at most, all of the same samples
-        micro_batches = 2 * stages
+        # as many micro-batches as the schedules hold at most, all of the same samples
+        micro_batches = stages * parallel.virtual_pipeline_model_parallel_size
         splits = [list(range(len(samples)))] * micro_batches
         zero_gradients(policy, optimizer)
         if options.get("activations"):
@@ -127,10 +128,8 @@ def main() -> None:
                 "predicted": saved_bytes(*at),
                 "measured": measured_activations(policy, samples, splits, packing),
             }
-            result["peak"] = {
-                "predicted": stage_activations(*at).total,
-                "measured": measured_peak(policy, samples, splits, packing),
-            }
+            measured, unseen = measured_peak(policy, samples, splits, packing)
+            result["peak"] = {"predicted": stage_activations(*at).total, "measured": measured, "unseen": unseen}
         else:
             accumulate_gradients(policy, samples, splits, loss, temperature=1.0, packing=packing)
         optimizer.step()
