@@ -1,8 +1,8 @@
 """What ``dcpo plan`` predicts against what a rank really holds, on the CPU: ``python benchmarks/plan_memory.py``.
 
-Random checkpoints of 4 layers, hidden 512, vocabulary 8,000; micro-batches of 2,048 tokens. Prints predicted and measured bytes
-and their ratio for every rank: exact for weights, gradients and optimizer state; ``activations`` are the tensors kept when
-the first backward pass begins, ``peak`` the most that torch's allocator had given out in a forward-backward. A peak is
+Random checkpoints of 4 layers, hidden 512, vocabulary 8,000; micro-batches of 2,048 tokens. Prints predicted and measured
+bytes and their ratio for every rank: exact for weights, gradients and optimizer state; ``activations`` are the tensors kept
+when the first backward pass begins, ``peak`` the most that torch's allocator had given out in a forward-backward. A peak is
 followed by the part of it that may have been free (gloo's threads release unseen) and the ratio without that part.
 """
 
@@ -78,9 +78,8 @@ def main() -> None:
             }
             for rank, results in enumerate(torchrun(WORKER, processes, Path(scratch, "out"), options, timeout=3000)):
                 for (dtype, recompute, packing), result in zip(SETTINGS, results, strict=True):
-                    print(
-                        f"{family}, {name}, rank {rank}, {dtype}, recompute {recompute}, {'packed' if packing else 'padded'}"
-                    )
+                    how = f"{dtype}, recompute {recompute}, {'packed' if packing else 'padded'}"
+                    print(f"{family}, {name}, rank {rank}, {how}")
                     show(result)
 
 
