@@ -75,6 +75,7 @@ def main() -> None:
                 "response_tokens": 936,
                 "samples": 2,
                 "activations": True,
+                "peak": True,
             }
             for rank, results in enumerate(torchrun(WORKER, processes, Path(scratch, "out"), options, timeout=3000)):
                 for (dtype, recompute, packing), result in zip(SETTINGS, results, strict=True):

@@ -121,15 +121,14 @@ def main() -> None:
         micro_batches = stages * parallel.virtual_pipeline_model_parallel_size
         splits = [list(range(len(samples)))] * micro_batches
         zero_gradients(policy, optimizer)
-        if options.get("activations"):
-            batch = len(samples) * (prompt + response), len(samples) * response, micro_batches
-            at = policy.arch, policy.layout, config, topology.pp_rank, *batch
-            result["activations"] = {
-                "predicted": saved_bytes(*at),
-                "measured": measured_activations(policy, samples, splits, packing),
-            }
+        batch = len(samples) * (prompt + response), len(samples) * response, micro_batches
+        at = policy.arch, policy.layout, config, topology.pp_rank, *batch
+        if options.get("peak"):  # only where the model is large enough for the formula's terms to be all there is
             measured, unseen = measured_peak(policy, samples, splits, packing)
             result["peak"] = {"predicted": stage_activations(*at).total, "measured": measured, "unseen": unseen}
+        if options.get("activations"):
+            measured = measured_activations(policy, samples, splits, packing)
+            result["activations"] = {"predicted": saved_bytes(*at), "measured": measured}
         else:
             accumulate_gradients(policy, samples, splits, loss, temperature=1.0, packing=packing)
         optimizer.step()

@@ -69,8 +69,6 @@ def test_activations_are_predicted(tiny_models, tmp_path, parallel):
     }
     for rank in torchrun(WORKER, 2, tmp_path, options):
         for setting, result in zip(settings, rank, strict=True):
-            activations, peak = result["activations"], result["peak"]
+            activations = result["activations"]
             assert activations["predicted"] == pytest.approx(activations["measured"], rel=0.1), setting
-            # gloo's threads release unseen: the true peak is one of these two or between them
-            assert 0.85 * (peak["measured"] - peak["unseen"]) < peak["predicted"] < 1.15 * peak["measured"], setting
             assert result["predicted"] == result["measured"], setting

@@ -49,7 +49,7 @@ def wait_for(condition, log, seconds):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, log.read_text()[-3000:] if log.exists() else "no log"
-        time.sleep(0.2)
+        time.sleep(0.5)
 
 
 def finish(cluster, job, log, seconds=420):
