@@ -105,7 +105,9 @@ def test_killed_node_is_requeued_when_it_is_back(cluster, tmp_path):
     cluster.call("slurmd", node=1)
     facts = finish(cluster, job, log)
     said = log.read_text()
-    assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), said[-3000:]
+    # Slurm's order to end the first run may reach a node that is back within a minute, and ends the second run with it
+    assert facts["JobState"] == "COMPLETED", said[-3000:]
+    assert facts["Restarts"] in ("1", "2"), said[-3000:]
     assert [record["step"] for record in metrics(run_dir)] == list(range(1, STEPS + 1))
 
 
