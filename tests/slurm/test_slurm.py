@@ -130,31 +130,31 @@ def submit_instead(cluster, folder, launcher, *header, number_of_nodes=1, **envi
     return cluster.call("sbatch", *words, SCRIPT, "config.yaml", environment=environment, cwd=folder).strip()
 
 
-WARNED = "trap 'exit {}' USR1; touch started; while :; do sleep 0.1; done"
+WARNED = "trap 'exit {}' USR1; touch started$SLURM_NODEID; while :; do sleep 0.1; done"
+ONCE = "[ $SLURM_RESTART_COUNT ] || {{ {}; }}"
+ENDS = {  # what the launcher does on each of so many nodes, and how the job ends: state, restarts, status
+    "bad_input_after_a_warning": (WARNED.format(2), 1, "FAILED 0 2:0"),  # a disk that the last save finds full
+    "the_same_on_one_of_two_nodes": (WARNED.format("$((SLURM_NODEID ? 2 : 99))"), 2, "FAILED 0 2:0"),
+    "warned": (ONCE.format(WARNED.format(99)), 1, "COMPLETED 1 0:0"),
+    "no_such_command": ("exit 127", 1, "FAILED 0 127:0"),
+    "exception": ("exit 1", 2, "FAILED 0 1:0"),
+    "lost_each_time": ("exit 98", 1, "FAILED 1 98:0"),  # DCPO_MAX_CRASHES=2
+    "killed_each_time": ("kill -9 $$", 1, "FAILED 1 137:0"),
+    "lost_once": (ONCE.format("exit 98"), 1, "COMPLETED 1 0:0"),
+}
 
 
-@pytest.mark.parametrize(
-    ("launcher", "number_of_nodes", "ends"),
-    [
-        (WARNED.format(2), 1, "FAILED 0 2:0"),  # a full disk, noticed by the save after the warning
-        (WARNED.format("$((99 - 97 * ($SLURM_NODEID == 1)))"), 2, "FAILED 0 2:0"),  # the same on one of two nodes
-        ("[ $SLURM_RESTART_COUNT ] || { " + WARNED.format(99) + "; }", 1, "COMPLETED 1 0:0"),
-        ("exit 127", 1, "FAILED 0 127:0"),  # no such command
-        ("exit 1", 2, "FAILED 0 1:0"),
-        ("exit 98", 1, "FAILED 1 98:0"),  # DCPO_MAX_CRASHES=2
-        ("kill -9 $$", 1, "FAILED 1 137:0"),
-        ("[ $SLURM_RESTART_COUNT ] || exit 98", 1, "COMPLETED 1 0:0"),
-    ],
-)
-def test_what_is_requeued(cluster, tmp_path, launcher, number_of_nodes, ends):
+@pytest.mark.parametrize("what", ENDS)
+def test_what_is_requeued(cluster, tmp_path, what):
+    launcher, number_of_nodes, ends = ENDS[what]
     log = tmp_path / "job.log"
     job = submit_instead(cluster, tmp_path, launcher, number_of_nodes=number_of_nodes, DCPO_MAX_CRASHES="2")
     if "started" in launcher:
-        wait_for((tmp_path / "started").exists, log, 60)
+        wait_for(lambda: len(list(tmp_path.glob("started*"))) == number_of_nodes, log, 60)
         cluster.call("scancel", "--signal=USR1", "--batch", job)
-    facts = finish(cluster, job, log, 120)
-    assert " ".join((facts["JobState"], facts["Restarts"], facts["ExitCode"])) == ends, log.read_text()
-    assert ("crashed too often" in log.read_text()) == (ends.startswith("FAILED 1"))
+    facts, said = finish(cluster, job, log, 120), log.read_text()
+    assert " ".join((facts["JobState"], facts["Restarts"], facts["ExitCode"])) == ends, said
+    assert ("crashed too often" in said) == ends.startswith("FAILED 1")
 
 
 def test_job_that_may_not_requeue_itself_is_requeued_by_its_status(cluster, tmp_path):
