@@ -45,7 +45,7 @@ test: setup
 
 # every combination of the invariance grid (about 1,300 settings on up to 8 processes; the suite covers every pair)
 test-grid: setup
-	OMP_NUM_THREADS=1 DCPO_GRID=full $(BIN)/python -m pytest tests/distributed/test_grid.py
+	OMP_NUM_THREADS=1 DCPO_GRID=full $(BIN)/python -m pytest -s tests/distributed/test_grid.py
 
 # 20 SIGKILLs at random moments, half of them in the middle of a save (the suite makes 4)
 test-resilience: setup

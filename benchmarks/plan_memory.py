@@ -1,7 +1,9 @@
 """What ``dcpo plan`` predicts against what a rank really holds, on the CPU: ``python benchmarks/plan_memory.py``.
 
-Random checkpoints of 8 layers, hidden 512, vocabulary 8,000; micro-batches of about a thousand tokens. Prints predicted and
-measured bytes and their ratio; exact for weights, gradients and optimizer state, within 10 % for saved activations.
+Random checkpoints of 4 layers, hidden 512, vocabulary 8,000; micro-batches of 2,048 tokens. Prints predicted and measured
+bytes and their ratio for every rank: exact for weights, gradients and optimizer state; ``activations`` are the tensors kept
+when the first backward pass begins, ``peak`` the most that torch's allocator had given out in a forward-backward. A peak is
+followed by the part of it that may have been free (gloo's threads release unseen) and the ratio without that part.
 """
 
 from __future__ import annotations
@@ -15,11 +17,23 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.distributed.launch import torchrun
 
 WORKER = Path(__file__).parents[1] / "tests" / "distributed" / "plan_worker.py"
-LAYOUTS = {
-    "one process": (1, {}),
-    "TP 2": (2, {"tensor_model_parallel_size": 2}),
-    "TP 2, sequence parallel": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
-}
+PP2 = {"pipeline_model_parallel_size": 2}
+RUNS = (
+    ("qwen3", "one process", 1, {}),
+    ("llama", "one process", 1, {}),
+    ("qwen3", "TP 2", 2, {"tensor_model_parallel_size": 2}),
+    ("qwen3", "TP 2, sequence parallel", 2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    ("qwen3", "PP 2", 2, PP2),
+    ("qwen3", "PP 2, virtual 2", 2, PP2 | {"virtual_pipeline_model_parallel_size": 2}),
+)
+SETTINGS = (
+    ("bf16", "none", True),
+    ("bf16", "none", False),
+    ("bf16", "selective", True),
+    ("bf16", "full", True),
+    ("fp32", "none", True),
+    ("fp32", "full", True),
+)
 
 
 def make_checkpoint(path: Path, family: str) -> Path:
@@ -31,7 +45,7 @@ def make_checkpoint(path: Path, family: str) -> Path:
             vocab_size=8000,
             hidden_size=512,
             intermediate_size=1536,
-            num_hidden_layers=8,
+            num_hidden_layers=4,
             num_attention_heads=8,
             num_key_value_heads=4,
             head_dim=64,
@@ -46,37 +60,38 @@ def make_checkpoint(path: Path, family: str) -> Path:
 def main() -> None:
     settings = [
         {"dtype": dtype, "parallel": {"recompute_granularity": recompute, "sequence_packing": packing}}
-        for dtype in ("bf16", "fp32")
-        for recompute in ("none", "selective", "full")
-        for packing in (True, False)
+        for dtype, recompute, packing in SETTINGS
     ]
-    print(f"{'model':6} {'layout':24} {'dtype':5} {'recompute':10} {'packed':6} {'what':12}", end=" ")
-    print(f"{'predicted':>13} {'measured':>13} {'ratio':>7}")
     with tempfile.TemporaryDirectory() as scratch:
-        for family in ("qwen3", "llama"):
-            checkpoint = make_checkpoint(Path(scratch, family), family)
-            for name, (processes, parallel) in LAYOUTS.items():
-                options = {
-                    "model": str(checkpoint),
-                    "parallel": parallel,
-                    "settings": settings,
-                    "prompt_tokens": 56,
-                    "response_tokens": 456,
-                    "samples": 2,
-                    "activations": True,
-                }
-                for setting, result in zip(
-                    settings, torchrun(WORKER, processes, Path(scratch, "out"), options)[0], strict=True
-                ):
-                    rows = {what: (result["predicted"][what], n) for what, n in result["measured"].items()}
-                    rows["activations"] = (result["activations"]["predicted"], result["activations"]["measured"])
-                    for what, (predicted, measured) in rows.items():
-                        kind = setting["parallel"]
-                        ratio = f"{predicted / measured:7.4f}" if measured else "      -"
-                        print(
-                            f"{family:6} {name:24} {setting['dtype']:5} {kind['recompute_granularity']:10} "
-                            f"{kind['sequence_packing']!s:6} {what:12} {predicted:13,} {measured:13,} {ratio}"
-                        )
+        for family, name, processes, parallel in RUNS:
+            checkpoint = Path(scratch, family)
+            if not checkpoint.exists():
+                make_checkpoint(checkpoint, family)
+            options = {
+                "model": str(checkpoint),
+                "parallel": parallel,
+                "settings": settings,
+                "prompt_tokens": 88,
+                "response_tokens": 936,
+                "samples": 2,
+                "activations": True,
+                "peak": True,
+            }
+            for rank, results in enumerate(torchrun(WORKER, processes, Path(scratch, "out"), options, timeout=3000)):
+                for (dtype, recompute, packing), result in zip(SETTINGS, results, strict=True):
+                    how = f"{dtype}, recompute {recompute}, {'packed' if packing else 'padded'}"
+                    print(f"{family}, {name}, rank {rank}, {how}")
+                    show(result)
+
+
+def show(result: dict) -> None:
+    rows = {what: (result["predicted"][what], n, 0) for what, n in result["measured"].items()}
+    rows["activations"] = (result["activations"]["predicted"], result["activations"]["measured"], 0)
+    rows["peak"] = tuple(result["peak"][key] for key in ("predicted", "measured", "unseen"))
+    for what, (predicted, measured, unseen) in rows.items():
+        ratio = f"{predicted / measured:7.4f}" if measured else "      -"
+        without = f" {unseen:13,} {predicted / (measured - unseen):7.4f}" if unseen else ""
+        print(f"    {what:12} {predicted:13,} {measured:13,} {ratio}{without}", flush=True)
 
 
 if __name__ == "__main__":

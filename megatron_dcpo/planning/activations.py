@@ -112,14 +112,6 @@ def head_bytes(arch: Architecture, layout: Layout, config: Config) -> float:
     )
 
 
-def saved_bytes(arch: Architecture, layout: Layout, config: Config, tokens: int, responses: int) -> int:
-    """Everything that one micro-batch keeps on a rank with the whole model (no pipeline): what a measurement of the
-    saved tensors sees. ``responses``: its response tokens."""
-    w, recompute = widths(arch, layout, config), config.parallel.recompute_granularity
-    per_token = arch.num_layers * layer_bytes(arch, layout, config, recompute) + head_bytes(arch, layout, config)
-    return int(tokens * per_token + responses * (4 * w.vocab + 25) + tokens * (8 + 4 * w.head_dim))
-
-
 def in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
     """Micro-batches whose activations a stage holds at once, as a number of whole stages. 1F1B holds one per stage still
     to come; the interleaved schedule holds chunks of 1 / VPP of a stage."""
@@ -129,40 +121,61 @@ def in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
     return min(2 * (pp - stage - 1) + (vp - 1) * pp + 1, micro_batches * vp) / vp
 
 
+def kept_per_token(arch: Architecture, layout: Layout, config: Config, stage: int, flying: float) -> float:
+    """Bytes per token that a rank of pipeline ``stage`` keeps of ``flying`` micro-batches, the logits not counted."""
+    pp, vp = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
+    w, recompute = widths(arch, layout, config), config.parallel.recompute_granularity
+    kept = flying * (arch.num_layers // pp) * layer_bytes(arch, layout, config, recompute)
+    if pp > 1:
+        # A chunk's output stays until its backward pass; its input only as the first layer's, except that the local
+        # bf16 norm keeps a copy in fp32. The first chunk receives nothing, the last sends nothing.
+        between = w.bytes * w.hidden * flying
+        copied = not layout.transformer_engine and w.bytes == 2 and recompute != "full"
+        kept += between * (vp - (stage == pp - 1))
+        kept += between * (vp - (stage == 0)) * copied
+    if stage == pp - 1:
+        kept += head_bytes(arch, layout, config)
+    return kept
+
+
+def saved_bytes(
+    arch: Architecture, layout: Layout, config: Config, stage: int, tokens: int, responses: int, micro_batches: int
+) -> int:
+    """What a measurement sees on a rank of ``stage`` when its first backward pass begins: saved tensors, tensors between
+    the stages, the logits of one micro-batch. ``responses``: its response tokens."""
+    w, flying = widths(arch, layout, config), in_flight(layout, stage, micro_batches)
+    per_token = kept_per_token(arch, layout, config, stage, flying) + 8 + 4 * w.head_dim  # ids, angles
+    scored = responses * (4 * w.vocab + 25) if stage == layout.pipeline_model_parallel_size - 1 else 0
+    return int(tokens * per_token) + scored
+
+
 def stage_activations(
     arch: Architecture, layout: Layout, config: Config, stage: int, tokens: int, responses: int, micro_batches: int
 ) -> Activations:
     """The activations of a rank of pipeline ``stage`` with micro-batches of ``tokens``, ``responses`` of them scored."""
-    pp, vp = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
     w, recompute = widths(arch, layout, config), config.parallel.recompute_granularity
     b, flying = w.bytes, in_flight(layout, stage, micro_batches)
-    layers = arch.num_layers // pp
-    per_token = flying * layers * layer_bytes(arch, layout, config, recompute)
-    if pp > 1:
-        per_token += flying * vp * 2 * b * w.hidden  # what a chunk received and what it sent
-    last = stage == pp - 1
-    if last:
-        per_token += head_bytes(arch, layout, config)
-    # In the backward pass: the gradient of fc1's output and the three factors of it, and of the hidden states.
-    working = tokens * b * (5 * w.ffn + 3 * arch.hidden_size)
+    last = stage == layout.pipeline_model_parallel_size - 1
+    # Where a layer's backward pass begins: gradients of its output, of fc2's input and of fc2's weight.
+    working = tokens * (b * w.ffn + 8 * arch.hidden_size) + b * w.ffn * arch.hidden_size
     if recompute == "full":
         working += int(tokens * layer_bytes(arch, layout, config, "none"))
-    elif recompute == "selective":
-        working += tokens * b * w.queries
     return Activations(
-        layers=int(tokens * per_token),
-        logits=logits_bytes(w.vocab, tokens, responses, config) if last else 0,
+        layers=int(tokens * kept_per_token(arch, layout, config, stage, flying)),
+        logits=logits_bytes(w.vocab, tokens, responses) if last else 0,
         working=int(working),
         in_flight=flying,
     )
 
 
-def logits_bytes(vocab: int, tokens: int, responses: int, config: Config) -> int:
-    """The logits of a micro-batch at their peak, in ``policy/logprobs.py``'s backward pass.
+def logits_bytes(vocab: int, tokens: int, responses: int) -> int:
+    """The logits of a micro-batch at their peak, fp32.
 
-    fp32 gradients of the selected rows and of all rows, and their sum with the gradient of the term that keeps a
-    micro-batch without response tokens attached to the graph; before that the selected rows, their gradient, and three
-    chunks of rows.
+    The largest of: all rows, the selected ones and two chunks of them (``policy/logprobs.py``'s forward pass); the
+    selected rows, their gradient and three chunks (its backward pass); the gradients of the selected rows and of all, and
+    their sum with the gradient of the term that keeps a micro-batch without response tokens attached to the graph.
     """
-    chunks = 3 * 4 * min(1 << 26, vocab * responses)
-    return max(vocab * (8 * responses) + chunks, vocab * (4 * responses + 8 * tokens))
+    chunk = min(1 << 26, vocab * responses)
+    forward = vocab * (tokens + responses) + 2 * chunk
+    backward = 2 * vocab * responses + 3 * chunk
+    return 4 * max(forward, backward, vocab * (responses + 2 * tokens))

@@ -15,7 +15,9 @@ from megatron_dcpo.planning.traffic import Rates, Seconds, Traffic, Work, kv_byt
 from megatron_dcpo.runtime import check_world_size
 from megatron_dcpo.training.preflight import layout_of
 from megatron_dcpo.weights.architecture import Architecture, read_architecture
+from megatron_dcpo.weights.engine_slices import check_engine
 from megatron_dcpo.weights.planner import Layout, check_layout
+from megatron_dcpo.weights.reshard_plan import most_received
 from megatron_dcpo.weights.table import number_of_parameters
 
 MOST_GPUS = 4096
@@ -126,7 +128,7 @@ def make_plan(config: Config, machine: Machine, rates: Rates | None = None) -> P
         for stage in range(layout.pipeline_model_parallel_size)
     )
     traffic = step_traffic(arch, layout, config, data_parallel, max(stage.state.buffer_numel for stage in stages), work)
-    resharding = _resharding(arch, config, engine, min(stage.state.numel for stage in stages))
+    resharding = _resharding(arch, layout, config, engine, data_parallel)
     seconds = step_seconds(
         arch,
         layout,
@@ -227,11 +229,9 @@ def _engine(arch: Architecture, config: Config, machine: Machine) -> Engine:
     rollout = config.rollout
     kind: str = "vllm" if rollout.engine == "auto" else rollout.engine
     size = rollout.tensor_model_parallel_size if kind == "vllm" else 1
-    if machine.gpus % size or arch.num_attention_heads % size or arch.ffn_hidden_size % size:
-        raise UserError(
-            f"rollout.tensor_model_parallel_size={size} does not divide the {machine.gpus} GPUs, the model's "
-            f"{arch.num_attention_heads} attention heads and its ffn_hidden_size {arch.ffn_hidden_size}"
-        )
+    if machine.gpus % size:
+        raise UserError(f"rollout.tensor_model_parallel_size={size} does not divide the {machine.gpus} GPUs")
+    check_engine(arch, size)
     itemsize = ITEMSIZE[config.model.params_dtype if rollout.dtype == "same" else rollout.dtype]
     weights = number_of_parameters(arch) * itemsize // size
     kv = kv_bytes_per_token(arch, itemsize, size)
@@ -254,13 +254,12 @@ def _engine(arch: Architecture, config: Config, machine: Machine) -> Engine:
     return Engine(kind, size, weights, cache, kv, 0, concurrent, responses, 0 if rollout.sleep else weights + cache)
 
 
-def _resharding(arch: Architecture, config: Config, engine: Engine, held: int) -> int:
-    """Bytes that the rank receiving most gets in a weight synchronisation: its engine's part less what it holds."""
+def _resharding(arch: Architecture, layout: Layout, config: Config, engine: Engine, data_parallel: int) -> int:
+    """Bytes that the rank receiving most gets in a weight synchronisation: its engine's part less what it holds of it."""
     if engine.kind == "server":
         return 0
     itemsize = ITEMSIZE[config.model.params_dtype]
-    needed = number_of_parameters(arch) // engine.tensor_model_parallel_size
-    return max(0, needed - held) * itemsize
+    return most_received(arch, layout, engine.tensor_model_parallel_size, data_parallel, itemsize)
 
 
 def advice(plan: Plan) -> list[str]:

@@ -46,12 +46,13 @@ class _VocabParallel(torch.autograd.Function):
         # rows: sum of exp, target logit, sum of exp * z; shifted by the maximum
         sums = torch.zeros(3, n, dtype=torch.float32, device=logits.device)
         for rows in _chunks(n, width):
-            z = logits[rows, :width].float() / temperature - maximum[rows, None]
+            z = (logits[rows, :width].float() / temperature).sub_(maximum[rows, None])
             exp = z.exp()
             sums[0, rows] = exp.sum(-1)
             sums[1, rows] = torch.where(mine[rows], z.gather(-1, index[rows, None]).squeeze(-1), 0.0)
             if with_entropy:
-                sums[2, rows] = (exp * z).sum(-1)
+                sums[2, rows] = z.mul_(exp).sum(-1)
+            del z, exp
         _all_reduce(sums, dist.ReduceOp.SUM, group)
         lse = sums[0].log()
         logprobs = sums[1] - lse
@@ -68,16 +69,18 @@ class _VocabParallel(torch.autograd.Function):
         width, temperature = ctx.width, ctx.temperature
         grad = torch.zeros_like(logits)
         for rows in _chunks(logits.shape[0], width):
-            logp = logits[rows, :width].float() / temperature - lse[rows, None]
+            logp = (logits[rows, :width].float() / temperature).sub_(lse[rows, None])
             p = logp.exp()
             # d log p(y) / dz_v = [v = y] - p_v ;  d H / dz_v = -p_v (log p_v + H)
-            g = torch.zeros_like(p)
-            if grad_logprob is not None:
-                g = -p * grad_logprob[rows, None]
+            if grad_logprob is None:
+                g = torch.zeros_like(p)
+            else:
+                g = p * -grad_logprob[rows, None]
                 g.scatter_add_(-1, index[rows, None], (grad_logprob[rows] * mine[rows])[:, None])
             if grad_entropy is not None:
-                g -= p * (logp + entropy[rows, None]) * grad_entropy[rows, None]
-            grad[rows, :width] = (g / temperature).to(grad.dtype)
+                g -= logp.add_(entropy[rows, None]).mul_(p).mul_(grad_entropy[rows, None])
+            grad[rows, :width] = g.div_(temperature)  # copied into the type of grad
+            del logp, p, g  # three chunks at a time, not four
         return grad, None, None, None, None, None, None
 
 

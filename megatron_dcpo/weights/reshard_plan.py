@@ -156,6 +156,20 @@ def reshard_plan(
     )
 
 
+def most_received(
+    arch: Architecture, layout: Layout, engine_tensor_model_parallel_size: int, replicas: int, itemsize: int
+) -> int:
+    """Bytes that the rank receiving most gets in a synchronisation, over all replicas; without planning the messages."""
+    engine_tp = engine_tensor_model_parallel_size
+    check_engine(arch, engine_tp)
+    held = _held(arch, layout, list(hf_shapes(arch)))
+    most = 0
+    for at in {tuple(_engine_ranks(layout, engine_tp, replicas, replica)) for replica in range(replicas)}:
+        slices = {name: tuple(engine_slice(arch, name, engine_tp, rank) for rank in at) for name in held}
+        most = max(most, *_least(arch, held, slices, itemsize))
+    return most
+
+
 def _engine_ranks(layout: Layout, engine_tp: int, replicas: int, replica: int) -> list[int]:
     """The engine's tensor-parallel rank on each rank of a replica. Engines are blocks of consecutive ranks; Megatron
     counts tensor before data before pipeline ranks."""

@@ -3,6 +3,7 @@ the plan says about it."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 
 from megatron_dcpo.config import Config, DataConfig, ModelConfig, ParallelConfig
-from megatron_dcpo.planning.activations import saved_bytes
+from megatron_dcpo.planning.activations import saved_bytes, stage_activations
 from megatron_dcpo.planning.state import stage_state
 from megatron_dcpo.policy.batching import Sample
 from megatron_dcpo.policy.forward_backward import accumulate_gradients
@@ -42,27 +43,47 @@ def storages(tensors) -> dict[int, int]:
     return {storage.data_ptr(): storage.nbytes() for storage in found if storage.nbytes()}
 
 
-def measured_activations(policy, samples, packing: bool) -> int:
-    """Bytes of the storages that the forward pass of one micro-batch keeps, parameters and buffers not counted."""
+def measured_activations(policy, samples, splits, packing: bool) -> int:
+    """Bytes of the storages that this rank keeps when its first backward pass begins: saved tensors and what travels
+    between the stages. Parameters and buffers are not counted."""
     owned = storages([p.data for gpt in policy.gpt for p in gpt.parameters()])
     owned |= storages([b for gpt in policy.gpt for b in gpt.buffers()])
     kept, saved = {}, {}
-    whole_backward = schedules.backward_step
+    whole_forward, whole_backward = schedules.forward_step, schedules.backward_step
 
     def keep(tensor):
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in owned:
+        if storage.data_ptr() not in owned and not saved:
             kept.setdefault(storage.data_ptr(), storage)  # held, so that no other gets its address
         return tensor
 
+    def forward(*args, **kwargs):
+        output, tokens = whole_forward(*args, **kwargs)
+        inputs = args[4] if isinstance(args[4], list) else [args[4]]
+        for tensor in [*inputs, *(output if isinstance(output, list) else [output])]:
+            if tensor is not None:
+                keep(tensor)
+        return output, tokens
+
     def backward(*args, **kwargs):
-        saved["bytes"] = sum(storage.nbytes() for storage in kept.values())
+        saved.setdefault("bytes", sum(storage.nbytes() for storage in kept.values()))
+        kept.clear()
         return whole_backward(*args, **kwargs)
 
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-    with patch.object(schedules, "backward_step", backward), hooks:
-        accumulate_gradients(policy, samples, [list(range(len(samples)))], loss, temperature=1.0, packing=packing)
+    with patch.object(schedules, "forward_step", forward), patch.object(schedules, "backward_step", backward), hooks:
+        accumulate_gradients(policy, samples, splits, loss, temperature=1.0, packing=packing)
     return saved["bytes"]
+
+
+def measured_peak(policy, samples, splits, packing: bool) -> tuple[int, int]:
+    """Most bytes that one forward-backward has allocated at a time, as torch's CPU allocator counts them, and how many of
+    them may have been free already: gloo's threads release what they sent, and the profiler does not see it."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        accumulate_gradients(policy, samples, splits, loss, temperature=1.0, packing=packing)
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    live = list(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
+    return max(live), max(0, live[-1])
 
 
 def loss(batch, logprobs, entropy):
@@ -95,17 +116,20 @@ def main() -> None:
         rng = np.random.default_rng(0)
         ids = lambda n: rng.integers(1, policy.arch.vocab_size, n)  # noqa: E731, B023
         samples = [Sample(ids(prompt), ids(response)) for _ in range(options.get("samples", 1))]
+        packing, stages = config.parallel.sequence_packing, topology.pp_size
+        # as many micro-batches as the schedules hold at most, all of the same samples
+        micro_batches = stages * parallel.virtual_pipeline_model_parallel_size
+        splits = [list(range(len(samples)))] * micro_batches
         zero_gradients(policy, optimizer)
-        packing = config.parallel.sequence_packing
+        batch = len(samples) * (prompt + response), len(samples) * response, micro_batches
+        at = policy.arch, policy.layout, config, topology.pp_rank, *batch
+        if options.get("peak"):  # only where the model is large enough for the formula's terms to be all there is
+            measured, unseen = measured_peak(policy, samples, splits, packing)
+            result["peak"] = {"predicted": stage_activations(*at).total, "measured": measured, "unseen": unseen}
         if options.get("activations"):
-            saved = measured_activations(policy, samples, packing)
-            tokens = len(samples) * (prompt + response)
-            result["activations"] = {
-                "predicted": saved_bytes(policy.arch, policy.layout, config, tokens, len(samples) * response),
-                "measured": saved,
-            }
+            measured = measured_activations(policy, samples, splits, packing)
+            result["activations"] = {"predicted": saved_bytes(*at), "measured": measured}
         else:
-            splits = [list(range(len(samples)))] * topology.pp_size
             accumulate_gradients(policy, samples, splits, loss, temperature=1.0, packing=packing)
         optimizer.step()
         result["measured"] = measured_state(policy, optimizer)

@@ -101,10 +101,12 @@ def expected(tiny_models, tmp_path_factory):
 def test_same_loss_and_gradient_norm(tiny_models, expected, tmp_path, layout):
     points = POINTS[layout]
     options = {"model": str(tiny_models("qwen3", True)), "settings": [setting(point) for point in points]}
-    processes = layout[0] * layout[1] * layout[4]
+    processes, worst = layout[0] * layout[1] * layout[4], 0.0
     for rank in torchrun(WORKER, processes, tmp_path, options, timeout=3000):
         for point, result in zip(points, rank, strict=True):
             np.testing.assert_allclose(result["measured"], expected, rtol=1e-5, err_msg=str(point))
+            worst = max(worst, float(np.max(np.abs(np.divide(result["measured"], expected) - 1))))
+    print(f"{len(points)} settings on {processes} processes, worst relative deviation {worst:.1e}")
 
 
 def test_the_subset_covers_every_pair():

@@ -45,14 +45,23 @@ def test_state_of_every_rank_is_predicted(tiny_models, tmp_path, family, tied, p
                 assert predicted[0] == max(measured), (setting, what)
 
 
-def test_activations_are_predicted(tiny_models, tmp_path):
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        {"pipeline_model_parallel_size": 2},
+        {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+    ],
+    ids=["tensor", "pipeline", "interleaved"],
+)
+def test_activations_are_predicted(tiny_models, tmp_path, parallel):
     settings = [
         {"dtype": dtype, "parallel": {"recompute_granularity": recompute, "sequence_packing": True}}
         for dtype, recompute in (("bf16", "none"), ("fp32", "none"), ("bf16", "selective"), ("bf16", "full"))
     ]
     options = {
         "model": str(tiny_models("qwen3")),
-        "parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        "parallel": parallel,
         "settings": settings,
         "prompt_tokens": 32,
         "response_tokens": 224,

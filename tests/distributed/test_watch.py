@@ -43,7 +43,7 @@ def ranks(scenario, directory, count=3):
 def test_lost_rank_is_named_by_all_others(scenario, tmp_path):
     with ranks(scenario, tmp_path) as started:
         for rank in (0, 2):
-            _, said = started[rank].communicate(timeout=60)
+            _, said = started[rank].communicate(timeout=180)
             assert started[rank].returncode == EXIT_PEER_LOST, said
             assert f"rank {rank} ends: lost rank 1 (" in said
             assert f"pid {started[1].pid}), in train of step 7 at watch_worker.py:" in said
@@ -53,7 +53,7 @@ def test_lost_rank_is_named_by_all_others(scenario, tmp_path):
 
 def test_failed_rank_shows_its_own_error(tmp_path):
     with ranks("broken", tmp_path) as started:
-        outcomes = [process.communicate(timeout=60)[1] for process in started]
+        outcomes = [process.communicate(timeout=180)[1] for process in started]
         assert "a mistake in the program" in outcomes[1]
         assert "rank 1 fails while all ranks are alive: rank 0" in outcomes[1]
         assert [process.returncode for process in started] == [EXIT_PEER_LOST, 1, EXIT_PEER_LOST]
@@ -62,7 +62,7 @@ def test_failed_rank_shows_its_own_error(tmp_path):
 
 def test_slow_phase_says_who_waits_where_and_goes_on(tmp_path):
     with ranks("slow", tmp_path) as started:
-        outcomes = [process.communicate(timeout=60) for process in started]
+        outcomes = [process.communicate(timeout=180) for process in started]
     assert all("ended well" in out for out, _ in outcomes)
     warning = outcomes[0][1]
     assert "train of step 7 has taken" in warning
@@ -76,5 +76,5 @@ def test_slow_phase_says_who_waits_where_and_goes_on(tmp_path):
 @pytest.mark.parametrize("scenario", ["signalled", "late"])
 def test_signal_of_one_rank_reaches_all_and_early_ends_are_not_missed(scenario, tmp_path):
     with ranks(scenario, tmp_path) as started:
-        outcomes = [process.communicate(timeout=60) for process in started]
+        outcomes = [process.communicate(timeout=180) for process in started]
         assert all("ended well" in out for out, _ in outcomes)

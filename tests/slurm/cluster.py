@@ -36,6 +36,7 @@ SelectTypeParameters=CR_CPU
 SchedulerParameters=sched_interval=5,bf_interval=5
 GresTypes=gpu
 ReturnToService=2
+RequeueExit=99
 KillWait=5
 SlurmctldTimeout=30
 SlurmdTimeout=30

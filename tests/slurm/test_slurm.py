@@ -1,4 +1,5 @@
-"""The shipped batch script on a real Slurm of two nodes: warned, requeued, resumed, finished; bad input is not requeued.
+"""The shipped batch script on a real Slurm of two nodes: warned, requeued, resumed, finished; a rank, a node killed; what
+will fail again is not requeued.
 
 ``make test-slurm`` installs Slurm and runs this; the ordinary suite skips it.
 """
@@ -17,6 +18,7 @@ from tests.system.test_training import QUICKSTART, REPOSITORY, SMALL, metrics, r
 if os.environ.get("DCPO_TEST_SLURM") != "1":
     pytest.skip("starts a Slurm of two nodes: make test-slurm", allow_module_level=True)
 
+SCRIPT = REPOSITORY / "examples" / "slurm" / "train.sbatch"
 STEPS = 40
 FINISHED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
 
@@ -29,7 +31,7 @@ def cluster():
         yield running
 
 
-def submit(cluster, run_dir, *overrides):
+def submit(cluster, run_dir, *overrides, number_of_nodes=2):
     logs = run_dir.parent / "logs"
     environment = {
         "GLOO_SOCKET_IFNAME": nodes.LINK,
@@ -39,16 +41,15 @@ def submit(cluster, run_dir, *overrides):
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
     words = [QUICKSTART / "dcpo.yaml", f"run_dir={run_dir}", *SMALL, "training.export_hf=false", *overrides]
-    header = ["--parsable", "--nodes=2", "--gpus-per-node=1", f"--output={run_dir.parent}/job.log"]
-    script = REPOSITORY / "examples" / "slurm" / "train.sbatch"
-    return cluster.call("sbatch", *header, script, *words, environment=environment, cwd=REPOSITORY).strip(), logs
+    header = ["--parsable", f"--nodes={number_of_nodes}", "--gpus-per-node=1", f"--output={run_dir.parent}/job.log"]
+    return cluster.call("sbatch", *header, SCRIPT, *words, environment=environment, cwd=REPOSITORY).strip(), logs
 
 
 def wait_for(condition, log, seconds):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, log.read_text()[-3000:] if log.exists() else "no log"
-        time.sleep(0.2)
+        time.sleep(0.5)
 
 
 def finish(cluster, job, log, seconds=420):
@@ -94,11 +95,74 @@ def test_killed_rank_is_requeued_from_the_last_checkpoint(cluster, tmp_path):
     assert [record["step"] for record in metrics(run_dir)] == list(range(1, STEPS + 1))
 
 
-def test_bad_input_is_not_requeued(cluster, tmp_path):
-    job, _ = submit(cluster, tmp_path / "run", "data.path=/nowhere.jsonl")
+def test_killed_node_is_requeued_when_it_is_back(cluster, tmp_path):
+    run_dir, log = tmp_path / "run", tmp_path / "job.log"
+    job, _ = submit(cluster, run_dir, f"training.steps={STEPS}", "training.save_interval=2")
+    wait_for(lambda: log.exists() and "step 5/" in log.read_text(), log, 300)
+    cluster.nodes[1].kill()  # slurmd and all that it started
+    # 30 s until Slurm or we count it as lost, 15 s until the launcher of the other node leaves
+    wait_for(lambda: cluster.job(job)["JobState"] != "RUNNING", log, 90)
+    cluster.call("slurmd", node=1)
+    facts = finish(cluster, job, log)
+    said = log.read_text()
+    # Slurm's order to end the first run may reach a node that is back within a minute, and ends the second run with it
+    assert facts["JobState"] == "COMPLETED", said[-3000:]
+    assert facts["Restarts"] in ("1", "2"), said[-3000:]
+    assert [record["step"] for record in metrics(run_dir)] == list(range(1, STEPS + 1))
+
+
+@pytest.mark.parametrize("number_of_nodes", [1, 2])
+def test_bad_input_is_not_requeued(cluster, tmp_path, number_of_nodes):
+    job, _ = submit(cluster, tmp_path / "run", "data.path=/nowhere.jsonl", number_of_nodes=number_of_nodes)
     facts = finish(cluster, job, tmp_path / "job.log")
     assert (facts["JobState"], facts["Restarts"], facts["ExitCode"]) == ("FAILED", "0", "2:0")
     assert "/nowhere.jsonl" in (tmp_path / "job.log").read_text()
+
+
+def submit_instead(cluster, folder, launcher, *header, number_of_nodes=1, **environment):
+    """The batch script with ``launcher`` (bash) in the place of ``python -m megatron_dcpo launch``."""
+    stand_in = folder / "bin" / "python"
+    stand_in.parent.mkdir()
+    stand_in.write_text(f"#!/bin/bash\n{launcher}\n")
+    stand_in.chmod(0o755)
+    environment |= {"DCPO_LOGS": str(folder / "logs"), "PATH": f"{stand_in.parent}:{os.environ['PATH']}"}
+    words = ["--parsable", f"--nodes={number_of_nodes}", "--gpus-per-node=1", f"--output={folder}/job.log", *header]
+    return cluster.call("sbatch", *words, SCRIPT, "config.yaml", environment=environment, cwd=folder).strip()
+
+
+WARNED = "trap 'exit {}' USR1; touch started$SLURM_NODEID; while :; do sleep 0.1; done"
+ONCE = "[ $SLURM_RESTART_COUNT ] || {{ {}; }}"
+ENDS = {  # what the launcher does on each of so many nodes, and how the job ends: state, restarts, status
+    "bad_input_after_a_warning": (WARNED.format(2), 1, "FAILED 0 2:0"),  # a disk that the last save finds full
+    "the_same_on_one_of_two_nodes": (WARNED.format("$((SLURM_NODEID ? 2 : 99))"), 2, "FAILED 0 2:0"),
+    "warned": (ONCE.format(WARNED.format(99)), 1, "COMPLETED 1 0:0"),
+    "no_such_command": ("exit 127", 1, "FAILED 0 127:0"),
+    "exception": ("exit 1", 2, "FAILED 0 1:0"),
+    "lost_each_time": ("exit 98", 1, "FAILED 1 98:0"),  # DCPO_MAX_CRASHES=2
+    "killed_each_time": ("kill -9 $$", 1, "FAILED 1 137:0"),
+    "lost_once": (ONCE.format("exit 98"), 1, "COMPLETED 1 0:0"),
+}
+
+
+@pytest.mark.parametrize("what", ENDS)
+def test_what_is_requeued(cluster, tmp_path, what):
+    launcher, number_of_nodes, ends = ENDS[what]
+    log = tmp_path / "job.log"
+    job = submit_instead(cluster, tmp_path, launcher, number_of_nodes=number_of_nodes, DCPO_MAX_CRASHES="2")
+    if "started" in launcher:
+        wait_for(lambda: len(list(tmp_path.glob("started*"))) == number_of_nodes, log, 60)
+        cluster.call("scancel", "--signal=USR1", "--batch", job)
+    facts, said = finish(cluster, job, log, 120), log.read_text()
+    assert " ".join((facts["JobState"], facts["Restarts"], facts["ExitCode"])) == ends, said
+    assert ("crashed too often" in said) == ends.startswith("FAILED 1")
+
+
+def test_job_that_may_not_requeue_itself_is_requeued_by_its_status(cluster, tmp_path):
+    """``RequeueExit=99`` in slurm.conf."""
+    job = submit_instead(cluster, tmp_path, "[ $SLURM_RESTART_COUNT ] || exit 99", "--no-requeue")
+    facts, said = finish(cluster, job, tmp_path / "job.log", 120), (tmp_path / "job.log").read_text()
+    assert (facts["JobState"], facts["Restarts"], facts["ExitCode"]) == ("COMPLETED", "1", "0:0"), said
+    assert "disabled" in said, "scontrol requeue was refused"
 
 
 def is_worker(pid):

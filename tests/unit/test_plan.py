@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 
 from megatron_dcpo.cli import main
+from megatron_dcpo.weights.architecture import parse_architecture
+from megatron_dcpo.weights.planner import Layout
+from megatron_dcpo.weights.reshard_plan import reshard_plan
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LLAMA_70B = {
@@ -60,6 +63,26 @@ def test_optimizer_state_shrinks_with_data_parallelism_and_activations_with_reco
         for granularity in ("none", "selective", "full")
     ]
     assert kept[0] > kept[1] > 2 * kept[2]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "arguments", "engine", "replicas"),
+    [
+        (64, (f"{TP}=8", f"{PP}=4"), 8, 2),
+        (8, (f"{TP}=4",), 2, 2),
+        (16, (f"{TP}=2", f"{PP}=2", f"{VPP}=2"), 8, 4),  # engines over several replicas
+        (8, (f"{TP}=1", "parallel.sequence_parallel=false"), 4, 8),  # every rank has all
+    ],
+)
+def test_resharding_is_what_the_synchronisation_moves(plan, gpus, arguments, engine, replicas):
+    shape = ("rollout.engine=vllm", f"rollout.tensor_model_parallel_size={engine}", "model.params_dtype=bf16")
+    status, facts, err = plan(gpus, *arguments, *shape)
+    assert status == 0, err
+    layout = Layout(**{k: v for k, v in facts["layout"].items() if k != "data_parallel_size"})
+    assert facts["layout"]["data_parallel_size"] == replicas
+    arch = parse_architecture(LLAMA_70B)
+    made = [reshard_plan(arch, layout, engine, replicas, itemsize=2, replica=i) for i in range(replicas)]
+    assert facts["resharding_bytes"] == max(max(one.received) for one in made)
 
 
 def test_verdict_names_what_to_change(plan):
