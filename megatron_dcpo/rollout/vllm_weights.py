@@ -207,7 +207,9 @@ class InProcessTransfer(WeightTransferEngine[_Init, _Update]):
 def _check_unquantised(layer: _Layer) -> None:
     method = getattr(layer.module, "quant_method", None)
     if method is not None and not isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod):
-        raise RuntimeError(f"{layer.name} is quantised ({type(method).__name__}); training wants the weights as they are")
+        raise RuntimeError(
+            f"{layer.name} is quantised ({type(method).__name__}); training wants the weights as they are"
+        )
 
 
 def register() -> str:

@@ -137,7 +137,9 @@ def reshard_plan(
     for filled in _fill(_chunks(arch, held, slices, capacity), capacity):
         messages = _messages([part for chunk in filled for part in chunk.parts], message)
         buckets.append(Bucket(tuple(chunk.chunk for chunk in filled), tuple(messages)))
-        assembled = max(assembled, *(sum(needs) for needs in zip(*(chunk.to_assemble for chunk in filled), strict=True)))
+        assembled = max(
+            assembled, *(sum(needs) for needs in zip(*(chunk.to_assemble for chunk in filled), strict=True))
+        )
     sent = [message for bucket in buckets for message in bucket.messages]
     return ReshardPlan(
         bucket_bytes=bucket_bytes,

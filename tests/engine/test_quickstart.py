@@ -26,6 +26,9 @@ def test_quickstart_on_vllm(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads((tmp_path / "out" / "summary.json").read_text())
     base, grpo, dcpo, proper = (found[name] for name in ("base", "grpo", "dcpo", "dcpo_proper"))
+    print({name: {key: round(value, 3) for key, value in row.items()} for name, row in found.items()})
+    assert grpo["accuracy"] >= base["accuracy"] + 0.10
+    assert grpo["mean_confidence"] - grpo["accuracy"] >= 0.08, "GRPO stays over-confident"
     assert dcpo["ece"] <= 0.35 * base["ece"]
     assert dcpo["ece"] <= 0.6 * grpo["ece"]
     assert dcpo["auroc"] >= 0.85

@@ -95,8 +95,8 @@ def test_peak_is_one_bucket(bucket_bytes, layout, engine_tp):
                 assert before[2] == start
                 before[2] = stop
         for name, found in arrived.items():
-            engine_rank = (rank % layout.tensor_model_parallel_size + rank // layout.tensor_model_parallel_size * 2
-                           * layout.tensor_model_parallel_size) % engine_tp  # fmt: skip
+            tensor, pipeline = rank % layout.tensor_model_parallel_size, rank // layout.tensor_model_parallel_size
+            engine_rank = (tensor + layout.tensor_model_parallel_size * 2 * pipeline) % engine_tp  # of replica 0 of 2
             assert tuple(found) == engine_slice(arch, name, engine_tp, engine_rank)
     if bucket_bytes == 4000 and layout == Layout(2, 1) and engine_tp == 1:
         assert sum(chunk.hf == "model.embed_tokens.weight" for b in made.buckets for chunk in b.chunks) > 50
@@ -104,7 +104,9 @@ def test_peak_is_one_bucket(bucket_bytes, layout, engine_tp):
 
 def test_a_bucket_smaller_than_a_row_is_refused():
     wide = architecture(intermediate_size=96, hidden_size=512)  # a row of the embedding has 2048 bytes in fp32
-    with pytest.raises(UserError, match=r"rollout.bucket_bytes=4000 is too small for this model; it needs 4096 at least"):
+    with pytest.raises(
+        UserError, match=r"rollout.bucket_bytes=4000 is too small for this model; it needs 4096 at least"
+    ):
         reshard_plan(wide, Layout(2, 1), 1, 1, 4000, 4)
     assert reshard_plan(wide, Layout(2, 1), 1, 1, 4096, 4).peak_bytes <= 4096
 
