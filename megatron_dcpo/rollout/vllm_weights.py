@@ -106,12 +106,16 @@ class _Layer:
             return
         self.opened = True
         info = get_layerwise_info(self.module)
-        if hasattr(self.module, "cpu_linear"):
-            self.module.cpu_linear = None
-        live = self.module._parameters
-        if any(live[name].shape != parameter.shape for name, parameter in info.restore_metadata[0].items()):
-            restore_layer_on_meta(self.module, info)
-            materialize_layer(self.module, info)
+        packed = self.module.__dict__.pop("cpu_linear", None) is not None
+        live = dict(self.module.named_parameters(recurse=False))
+        if all(live[name].shape == loaded.shape for name, loaded in info.restore_metadata[0].items()):
+            return
+        if not packed:
+            raise RuntimeError(
+                f"vLLM keeps {self.name} in another form than its loaders fill; this version is not supported"
+            )
+        restore_layer_on_meta(self.module, info)
+        materialize_layer(self.module, info)
 
     def close(self) -> None:
         """Complete: let vLLM prepare it for its kernels, as after loading. Nothing to do on a GPU."""

@@ -59,6 +59,13 @@ def memory_peak(reset: bool = False) -> int:
     return int(line.split()[1]) * 1024
 
 
+def extra_memory_of_transport(policy: Any, plan: Any) -> int:
+    before = memory_peak(reset=True)
+    for _ in export_buckets(policy, plan):
+        pass
+    return memory_peak() - before
+
+
 def trainer_logprobs(policy: Any, prompts: list[Prompt], responses: list[Any]) -> list[np.ndarray]:
     by_id = {p.prompt_id: p for p in prompts}
     samples = [Sample(np.array(by_id[r.prompt_id].token_ids), r.token_ids) for r in responses]
@@ -95,6 +102,7 @@ def check_model(model: str, options: dict[str, Any], topology: Any) -> dict[str,
         differences.append(float(gaps.max()))
         mean.append(float(gaps.mean()))
         memory.append(runtime.memory_gb()["rss"])
+    transport = [extra_memory_of_transport(policy, plan), extra_memory_of_transport(policy, plan_for(policy, size))]
     greedy = engine.generate(prompts, SamplingConfig(top_k=1, max_tokens=24), 0)
     out = Path(options["out"], Path(model).name + "_exported")
     writer = topology.rank == 0
@@ -106,6 +114,7 @@ def check_model(model: str, options: dict[str, Any], topology: Any) -> dict[str,
         "mean": mean,
         "memory": memory,
         "extra": extra,
+        "transport": transport,
         "greedy": [r.token_ids.tolist() for r in greedy],
         "exported": str(out),
         "received": plan.received[rank],

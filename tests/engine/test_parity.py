@@ -107,6 +107,10 @@ def test_memory_of_a_synchronisation(tmp_path: Path, tp: int, pp: int, engine_tp
         assert max(rank["large"]["differences"]) <= 1e-4
         print("extra memory of an update, in buckets:", [round(extra / bucket, 3) for extra in rank["large"]["extra"]])
         assert max(rank["large"]["extra"][1:]) <= 1.05 * bucket
+        small, large = rank["large"]["transport"]  # alone, with the small and the default bucket
+        assert small <= 1.05 * bucket
+        if (tp, engine_tp) == (2, 1):
+            assert large >= 100 << 20, "the measure sees an embedding that is put together whole"
 
 
 def large_vocabulary(path: Path) -> Path:
