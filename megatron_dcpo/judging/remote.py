@@ -23,30 +23,33 @@ from typing import Any
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.inside import wire
-from megatron_dcpo.judging.sandbox import CodeLimits, Level, SandboxDied, Server, choose, in_memory, receive, remaining
+from megatron_dcpo.judging.sandbox import (
+    DEFINE_SOURCES,
+    CodeLimits,
+    Level,
+    SandboxDied,
+    Server,
+    choose,
+    in_memory,
+    receive,
+    remaining,
+)
 from megatron_dcpo.judging.stdout import same_output
 from megatron_dcpo.judging.verdict import EXITS, Category, CodeVerdict
 
 ATTEMPTS = 3  # of a request
 _HTTP_SECONDS = 30.0  # beyond the program's own time
-_SCRIPT = """
+_SCRIPT = f"""
 import base64, json, os, sys, types
 order = json.loads(base64.b64decode(ORDER))
-for name in ("megatron_dcpo", "megatron_dcpo.judging", "megatron_dcpo.judging.inside"):
-    sys.modules[name] = types.ModuleType(name); sys.modules[name].__path__ = []
-for name, source in order["sources"].items():
-    module = types.ModuleType("megatron_dcpo.judging.inside." + name)
-    sys.modules[module.__name__] = module
-    setattr(sys.modules["megatron_dcpo.judging.inside"], name, module)
-    exec(compile(source, name + ".py", "exec"), module.__dict__)
-calls = json.loads(sys.stdin.read())
+{DEFINE_SOURCES}calls = json.loads(sys.stdin.read())
 output = os.dup(1)
 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 program = sys.modules["megatron_dcpo.judging.inside.program"]
 try:
     program.answer_calls(order["job"], calls, output, order["message_bytes"])
 except Exception as error:
-    sys.stderr.write(f"{type(error).__name__}: {error}"[:1000])
+    sys.stderr.write((type(error).__name__ + ": " + str(error))[:1000])
     os._exit(program.category_code(error))
 """
 

@@ -40,22 +40,25 @@ _SOURCES = ("wire", "confine", "program", "checker", "server")
 _START_SECONDS = 60.0
 _GRACE_SECONDS = 5.0  # beyond a wall time that the supervisor keeps itself
 
-_BOOT = """
+# The modules of inside/ from their sources in ``order``, where this package is not installed.
+DEFINE_SOURCES = """
+for name in ("megatron_dcpo", "megatron_dcpo.judging", "megatron_dcpo.judging.inside"):
+    sys.modules[name] = types.ModuleType(name); sys.modules[name].__path__ = []
+for name, source in order["sources"].items():
+    module = types.ModuleType("megatron_dcpo.judging.inside." + name)
+    sys.modules[module.__name__] = module
+    setattr(sys.modules["megatron_dcpo.judging.inside"], name, module)
+    exec(compile(source, name + ".py", "exec"), module.__dict__)
+"""
+_BOOT = f"""
 import json, sys, types, socket
 pipe = socket.socket(fileno=4)
 data = b""
 while chunk := pipe.recv(1 << 20): data += chunk
 pipe.close()
 order = json.loads(data)
-for name in ("megatron_dcpo", "megatron_dcpo.judging", "megatron_dcpo.judging.inside"):
-    sys.modules[name] = types.ModuleType(name); sys.modules[name].__path__ = []
 sys.path.extend(order["path"])
-for name, source in order["sources"].items():
-    module = types.ModuleType("megatron_dcpo.judging.inside." + name)
-    sys.modules[module.__name__] = module
-    setattr(sys.modules["megatron_dcpo.judging.inside"], name, module)
-    exec(compile(source, name + ".py", "exec"), module.__dict__)
-settings = order["settings"]
+{DEFINE_SOURCES}settings = order["settings"]
 del pipe, data, chunk, order, source
 sys.modules["megatron_dcpo.judging.inside.server"].serve(settings)
 """
