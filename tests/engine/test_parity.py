@@ -117,7 +117,7 @@ def large_vocabulary(path: Path) -> Path:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
-        vocab_size=204_800, hidden_size=256, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4,
+        vocab_size=204_800, hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=32, tie_word_embeddings=True, eos_token_id=0, max_position_embeddings=512,
     )  # fmt: skip
     torch.manual_seed(0)
