@@ -42,7 +42,7 @@ setup(
         # without a GPU: nothing beyond the base; the name is there so that `.[cpu,dev]` says what is meant
         "cpu": [],
         "gpu": ["transformer-engine[pytorch]>=2.0"],
-        "vllm": ["vllm>=0.28"],
+        "vllm": ["vllm>=0.32"],
         "hub": ["datasets>=3.0"],
         "wandb": ["wandb>=0.17"],
         "dev": [

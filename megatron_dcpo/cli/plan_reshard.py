@@ -33,7 +33,6 @@ def reshard_facts(config: Any, gpus: int | None = None) -> dict[str, Any]:
         "messages": sum(len(bucket.messages) for bucket in plan.buckets),
         "bucket_bytes": plan.bucket_bytes,
         "peak_bytes": plan.peak_bytes,
-        "larger_than_a_bucket": list(plan.oversize),
         "checksum": plan.checksum,
         "ranks": [
             {
@@ -55,12 +54,6 @@ def reshard_lines(facts: dict[str, Any]) -> list[str]:
         f"{facts['buckets']} buckets of at most {_size(facts['bucket_bytes'])}, {facts['messages']} messages, "
         f"peak extra memory {_size(facts['peak_bytes'])}, plan {facts['checksum']}",
     ]
-    if facts["larger_than_a_bucket"]:
-        names = facts["larger_than_a_bucket"]
-        lines.append(
-            f"larger than a bucket: {', '.join(names[:4])}{' ...' if len(names) > 4 else ''}. They travel in messages, but "
-            "the engine's loader takes a module in one piece: the peak is theirs"
-        )
     lines.append(f"{'rank of replica':>15} {'received':>12} {'least':>12} {'if whole tensors':>17}")
     for row in facts["ranks"]:
         sizes = (_size(row[key]) for key in ("received", "least", "least_whole_tensors"))

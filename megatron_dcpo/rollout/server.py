@@ -8,6 +8,7 @@ all, on a disk that both see; all ranks send their prompts to the one server.
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import logging
 import time
@@ -19,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.torch import save_file
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.rollout.engine import EngineError, SamplingConfig, read_eos_token_ids, request_seed
@@ -29,7 +29,8 @@ from megatron_dcpo.types import Prompt, Response
 from megatron_dcpo.weights.architecture import read_architecture
 from megatron_dcpo.weights.directory import new_directory
 from megatron_dcpo.weights.piece import Piece
-from megatron_dcpo.weights.safetensors_io import INDEX, copy_side_files
+from megatron_dcpo.weights.safetensors_io import copy_side_files, tensors_on_disk
+from megatron_dcpo.weights.table import hf_shapes
 
 logger = logging.getLogger(__name__)
 
@@ -140,17 +141,19 @@ class ServerEngine:
 
     def _write(self, buckets: Iterable[Sequence[Piece]], directory: Path) -> None:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        weight_map: dict[str, str] = {}
+        pieces = (piece for bucket in buckets for piece in bucket)
         with new_directory(directory, overwrite=True) as temporary:
-            for number, bucket in enumerate(buckets):
-                tensors = {piece.name: piece.values.contiguous().cpu() for piece in bucket}
-                if self.arch.tied_embeddings and "model.embed_tokens.weight" in tensors:
-                    # vLLM's output layer may keep a packed copy, which the embedding alone does not refresh.
-                    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-                file = f"model-{number:05d}.safetensors"
-                save_file(tensors, temporary / file, metadata={"format": "pt"})
-                weight_map |= dict.fromkeys(tensors, file)
-            (temporary / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+            first = next(pieces)
+            dtype = str(first.values.dtype).removeprefix("torch.")
+            specs = {name: (shape, dtype) for name, shape in hf_shapes(self.arch).items()}
+            if self.arch.tied_embeddings:
+                # vLLM's output layer may keep a packed copy, which the embedding alone does not refresh.
+                specs["lm_head.weight"] = specs["model.embed_tokens.weight"]
+            with tensors_on_disk(temporary, specs) as tensors:
+                for piece in itertools.chain([first], pieces):
+                    piece.write_into(tensors[piece.name])
+                    if self.arch.tied_embeddings and piece.name == "model.embed_tokens.weight":
+                        piece.write_into(tensors["lm_head.weight"])
             copy_side_files(self.model_dir, temporary)
 
     def _remove_older(self, kept: Path) -> None:

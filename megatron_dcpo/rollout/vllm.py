@@ -32,7 +32,6 @@ from megatron_dcpo.types import Prompt, Response
 from megatron_dcpo.weights.architecture import read_architecture
 from megatron_dcpo.weights.engine_slices import check_engine
 from megatron_dcpo.weights.piece import Piece
-from megatron_dcpo.weights.table import hf_shapes
 
 logger = logging.getLogger(__name__)
 
@@ -175,12 +174,10 @@ class VllmEngine:
     def update_weights(self, buckets: Iterable[Sequence[Piece]], version: int) -> None:
         """Through vLLM's weight-transfer API; a sleeping engine gets its weights' memory back first, its KV cache last."""
         self._wake("weights")
-        shapes = hf_shapes(self.arch)
         self.llm.start_weight_update()
         for bucket in buckets:
-            info = {"pieces": bucket, "shapes": shapes, "tied_embeddings": self.arch.tied_embeddings}
             try:
-                self.llm.update_weights({"update_info": info})
+                self.llm.update_weights({"update_info": {"pieces": bucket, "arch": self.arch}})
             except Exception as error:
                 raise EngineError(f"vLLM refused a bucket of weights: {type(error).__name__}: {error}") from error
         try:

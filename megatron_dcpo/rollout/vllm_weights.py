@@ -1,67 +1,127 @@
 """How weights enter a vLLM engine of this process: a backend of vLLM's own weight-transfer API. Imports vLLM.
 
-The trainer's ranks run the engine in their own process, so nothing is left to transport here: a bucket's slices are given
-to the model's loaders inside vLLM's layerwise reload, which repacks each layer into the form its kernels want.
+The trainer's ranks run the engine in their own process, so nothing is left to transport here: the slices of a bucket are
+given to the model's loaders, which write them to their place in the live parameters. On a GPU these are what the kernels
+read, and no second copy of anything is made. The CPU build packs most layers for its kernels and drops what the loader
+filled: such a layer gets its plain parameters back while its slices arrive, then vLLM packs it anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.model_loader.reload import (
-    finalize_layerwise_reload,
-    initialize_layerwise_reload,
-)
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import materialize_layer, restore_layer_on_meta
 
 from megatron_dcpo import runtime
+from megatron_dcpo.weights.architecture import Architecture
+from megatron_dcpo.weights.engine_slices import engine_slice
 from megatron_dcpo.weights.piece import Piece
+from megatron_dcpo.weights.table import hf_shapes
 
 BACKEND = "megatron_dcpo"
 
 
-class EngineSlice(Tensor):
-    """A tensor of which only ``piece`` is here, in the shape of the whole: what a tensor-parallel loader is given.
+class SliceOfWhole(Tensor):
+    """What a loader is given: a tensor in the shape of the whole, of which only ``piece`` is here.
 
-    vLLM's loaders take whole tensors and narrow them to the slice of their rank. Narrowing this one inside the slice gives
-    the values; reading anything else raises RuntimeError, so that no number is ever made up.
+    vLLM's loaders take whole tensors, narrow them to the slice that their rank keeps, and copy that to its place. From this
+    one they copy what ``piece`` has of it; the rest comes with other pieces. Anything else a loader does with it, a slice
+    other than ``keeps`` (dimension, start, stop) too, raises RuntimeError, so that no number is ever made up.
     """
 
     piece: Piece
+    keeps: tuple[int, int, int]
+    window: tuple[int, int]  # what this is of the whole tensor, along the dimension of ``keeps``
+    copied: list[int]  # numbers copied so far; shared with the tensors narrowed from this one
 
     @staticmethod
-    def __new__(cls, piece: Piece, shape: Sequence[int]) -> EngineSlice:
-        made = torch.Tensor._make_wrapper_subclass(
-            cls, tuple(shape), dtype=piece.values.dtype, device=piece.values.device
-        )
-        made.piece = piece
+    def __new__(cls, piece: Piece, shape: Sequence[int], keeps: tuple[int, int, int]) -> SliceOfWhole:
+        values = piece.values
+        made = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=values.dtype, device=values.device)
+        made.piece, made.keeps, made.window, made.copied = piece, keeps, (0, shape[piece.dim]), [0]
         return made
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.detach.default:
-            return args[0]
-        piece = args[0].piece
+            return args[0]._narrowed()
         if func is torch.ops.aten.slice.Tensor:
-            dim, start, stop = (*args[1:4], None, None, None)[:3]
-            dim, start = dim or 0, start or 0
-            stop = min(args[0].shape[dim] if stop is None else stop, args[0].shape[dim])
-            if dim == piece.dim and piece.start <= start and stop <= piece.start + piece.values.shape[dim]:
-                return piece.values.narrow(dim, start - piece.start, stop - start)
-        raise RuntimeError(
-            f"vLLM's loader asked for more of {piece.name} than the slice of its rank ({func}{tuple(args[1:])}); "
-            "this version of vLLM cuts the model in another way than megatron_dcpo/weights/engine_slices.py says"
+            return args[0]._narrowed(*args[1:])
+        if func is torch.ops.aten.copy_.default and isinstance(args[1], cls) and not isinstance(args[0], cls):
+            return args[1]._copy_to(args[0])
+        raise next(value for value in args if isinstance(value, cls))._misread(f"called {func}")
+
+    def _narrowed(self, dim: int = 0, start: int | None = None, stop: int | None = None, step: int = 1) -> SliceOfWhole:
+        start, stop = start or 0, min(self.shape[dim] if stop is None else stop, self.shape[dim])
+        if (start, stop) != (0, self.shape[dim]) and (dim != self.piece.dim or step != 1):
+            raise self._misread(f"narrowed dimension {dim}")
+        made = SliceOfWhole(self.piece, [stop - start if d == dim else n for d, n in enumerate(self.shape)], self.keeps)
+        begin = self.window[0] + (start if dim == self.piece.dim else 0)
+        made.window, made.copied = (begin, begin + made.shape[self.piece.dim]), self.copied
+        return made
+
+    def _copy_to(self, target: Tensor) -> Tensor:
+        dim, start, stop = self.keeps
+        if self.window != (start, stop) or target.shape != self.shape:
+            raise self._misread(f"copied {self.window} to {tuple(target.shape)}")
+        values = self.piece.values
+        target.narrow(dim, self.piece.start - start, values.shape[dim]).copy_(values)
+        self.copied[0] += values.numel()
+        return target
+
+    def _misread(self, what: str) -> RuntimeError:
+        return RuntimeError(
+            f"vLLM's loader {what} of {self.piece.name}, of which this rank keeps {self.keeps}; this version of vLLM cuts "
+            "the model in another way than megatron_dcpo/weights/engine_slices.py says"
         )
+
+
+@dataclass
+class _Layer:
+    """A module of vLLM's model during an update. ``missing``: numbers that have not come yet."""
+
+    name: str
+    module: nn.Module
+    missing: int = 0
+    opened: bool = False
+
+    def open(self) -> None:
+        """Have its parameters as the loaders fill them. Only the CPU build packs them in another form, which is dropped."""
+        if self.opened:
+            return
+        self.opened = True
+        info = get_layerwise_info(self.module)
+        packed = self.module.__dict__.pop("cpu_linear", None) is not None
+        live = dict(self.module.named_parameters(recurse=False))
+        if all(live[name].shape == loaded.shape for name, loaded in info.restore_metadata[0].items()):
+            return
+        if not packed:
+            raise RuntimeError(
+                f"vLLM keeps {self.name} in another form than its loaders fill; this version is not supported"
+            )
+        restore_layer_on_meta(self.module, info)
+        materialize_layer(self.module, info)
+
+    def close(self) -> None:
+        """Complete: let vLLM prepare it for its kernels, as after loading. Nothing to do on a GPU."""
+        method = getattr(self.module, "quant_method", None)
+        if method is not None:
+            method.process_weights_after_loading(self.module)
 
 
 @dataclass
@@ -71,11 +131,18 @@ class _Init(WeightTransferInitInfo):
 
 @dataclass
 class _Update(WeightTransferUpdateInfo):
-    """(name, tensor) pairs of whole modules, and their full shapes. They stay the caller's."""
+    """Slices of a bucket; they stay the caller's."""
 
     pieces: Sequence[Piece]
-    shapes: dict[str, tuple[int, ...]]
-    tied_embeddings: bool
+    arch: Architecture
+
+
+@dataclass
+class _Expected:
+    """Of every tensor the slice this rank keeps, and the layers it goes to: two for a tied embedding."""
+
+    slices: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    layers: dict[str, list[_Layer]] = field(default_factory=dict)
 
 
 class InProcessTransfer(WeightTransferEngine[_Init, _Update]):
@@ -88,51 +155,65 @@ class InProcessTransfer(WeightTransferEngine[_Init, _Update]):
         """Nothing to set up."""
 
     def start_weight_update(self) -> None:
-        self._kept: set[int] = set()
-        initialize_layerwise_reload(self.model)
+        self._expected: _Expected | None = None
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.receive_weights(self.parse_update_info(update_info))
         runtime.synchronize()  # the bucket may be overwritten as soon as this returns
 
     def receive_weights(self, update_info: _Update) -> None:
-        named = []
-        for piece in update_info.pieces:
-            shape = update_info.shapes[piece.name]
-            whole = tuple(piece.values.shape) == tuple(shape)
-            tensor = piece.values if whole else EngineSlice(piece, shape)
-            named.append((piece.name, tensor))
-            if update_info.tied_embeddings and piece.name == "model.embed_tokens.weight":
-                # On the CPU the output layer keeps a packed copy of its own, which the embedding does not refresh.
-                named.append(("lm_head.weight", tensor))
-        self.model.load_weights(iter(named))
-        self._keep_what_waits()
-
-    def _keep_what_waits(self) -> None:
-        """Copy what vLLM has put off until the end of the update, for the bucket will be overwritten.
-
-        It waits for modules to be complete, and by its count those with padding (a vocabulary that is no multiple of 64)
-        or with a shared tensor (tied embeddings) never are.
-        """
-        for layer in self.model.modules():
-            for _, arguments in get_layerwise_info(layer).loaded_weights:
-                for key, value in arguments.arguments.items():
-                    if isinstance(value, Tensor) and not value.is_meta and id(value) not in self._kept:
-                        arguments.arguments[key] = copy = _copied(value)
-                        self._kept.add(id(copy))
+        if self._expected is None:
+            self._expected = self._expect(update_info.arch)
+        self.model.load_weights(self._one_by_one(update_info, self._expected))
 
     def finish_weight_update(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)
+        layers = [layer for layers in self._expected.layers.values() for layer in layers] if self._expected else []
+        incomplete = sorted({layer.name for layer in layers if layer.missing})
+        if incomplete or not layers:
+            raise RuntimeError(f"the weights of {', '.join(incomplete[:4]) or 'all layers'} did not come completely")
+        self._expected = None
 
     def shutdown(self) -> None:
         """Nothing to release."""
 
+    def _expect(self, arch: Architecture) -> _Expected:
+        size, rank = self.parallel_config.tensor_parallel_size, get_tensor_model_parallel_rank()
+        expected, layers_of = _Expected(), dict[nn.Parameter, list[_Layer]]()
+        for path, module in self.model.named_modules():
+            layer = _Layer(path, module)
+            for parameter in module.parameters(recurse=False):
+                layers_of.setdefault(parameter, []).append(layer)
+        for name, shape in hf_shapes(arch).items():
+            dim, start, stop = expected.slices[name] = engine_slice(arch, name, size, rank)
+            expected.layers[name] = layers_of[self.model.get_parameter(self.model.hf_to_vllm_mapper.map_name(name))]
+            for layer in expected.layers[name]:
+                layer.missing += math.prod(shape) // shape[dim] * (stop - start)
+                _check_unquantised(layer)
+        return expected
 
-def _copied(tensor: Tensor) -> Tensor:
-    if not isinstance(tensor, EngineSlice):
-        return tensor.clone()
-    piece = tensor.piece
-    return EngineSlice(Piece(piece.name, piece.dim, piece.start, piece.values.clone()), tensor.shape)
+    def _one_by_one(self, update: _Update, expected: _Expected) -> Iterator[tuple[str, Tensor]]:
+        """The loader asks for the next tensor when it has copied the one before."""
+        shapes = hf_shapes(update.arch)
+        for piece in update.pieces:
+            layers = expected.layers[piece.name]
+            for layer in layers:
+                layer.open()
+            tensor = SliceOfWhole(piece, shapes[piece.name], expected.slices[piece.name])
+            yield piece.name, tensor
+            if tensor.copied != [piece.values.numel()]:
+                raise RuntimeError(f"vLLM's loader copied {tensor.copied[0]} of {piece.values.numel()} of {piece.name}")
+            for layer in layers:
+                layer.missing -= piece.values.numel()
+                if not layer.missing:
+                    layer.close()
+
+
+def _check_unquantised(layer: _Layer) -> None:
+    method = getattr(layer.module, "quant_method", None)
+    if method is not None and not isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod):
+        raise RuntimeError(
+            f"{layer.name} is quantised ({type(method).__name__}); training wants the weights as they are"
+        )
 
 
 def register() -> str:

@@ -105,6 +105,11 @@ class Watch:
             with contextlib.suppress(RuntimeError):
                 self._store.set(f"beat/{self.rank}", self._note())
 
+    def give_up(self, message: str) -> None:
+        """End the job on every rank with ``message``: for what a rank cannot get out of otherwise."""
+        self._store.set("lost", message)
+        self._end_process(message)
+
     def __enter__(self) -> Watch:
         return self
 

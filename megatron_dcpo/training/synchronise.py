@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+import time
 from contextlib import closing
+
+import torch.distributed as dist
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.rollout import EngineError
 from megatron_dcpo.runtime.distributed import all_gather_objects
+from megatron_dcpo.runtime.watch import LOST_AFTER_SECONDS
 from megatron_dcpo.training.setup import Run
 from megatron_dcpo.weights.reshard import SynchronisationError, Traffic, export_buckets, not_finite, plan_for
 from megatron_dcpo.weights.reshard_plan import ReshardPlan
@@ -45,14 +49,39 @@ def recover_engines(run: Run, failure: str, version: int, restarts: int) -> bool
 
     Returns whether one did. Raises :class:`UserError` after ``MAX_RESTARTS``.
     """
+    size = run.engine.tensor_model_parallel_size
+    if size > 1:
+        _wait_for_the_engine(run, failure, f"{version}/{restarts}")
     failures = _gather_failures(run, failure, restarts, "a rollout")
     if not failures:
         return False
-    size = run.engine.tensor_model_parallel_size
     if run.topology.rank // size in {rank // size for rank in failures}:
         run.engine.restart()
     synchronise_engine(run, version)
     return True
+
+
+def _wait_for_the_engine(run: Run, failure: str, rollout: str) -> None:
+    """Every rank of a tensor-parallel engine says in the job's store that it came out of ``rollout``.
+
+    Where it failed on this rank and others do not come, they wait for this one in a collective of vLLM's, which nothing
+    interrupts: the job ends on all ranks with a line that says so.
+    """
+    rank, size = run.topology.rank, run.engine.tensor_model_parallel_size
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"engine/{rollout}/{rank}", failure)
+    mates = range(rank - rank % size, rank - rank % size + size)
+    deadline = time.monotonic() + LOST_AFTER_SECONDS
+    while failure:
+        waiting = [mate for mate in mates if not store.check([f"engine/{rollout}/{mate}"])]
+        if not waiting:
+            return
+        if time.monotonic() > deadline:
+            run.watch.give_up(
+                f"the engine of ranks {mates[0]}-{mates[-1]} failed on rank {rank} alone: {failure}; rank(s) "
+                f"{', '.join(map(str, waiting))} cannot go on without it. --resume auto continues after the last checkpoint"
+            )
+        time.sleep(0.2)
 
 
 def check_plan(run: Run) -> None:

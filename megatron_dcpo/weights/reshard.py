@@ -21,7 +21,7 @@ from megatron_dcpo.runtime.distributed import Progress, Topology
 from megatron_dcpo.weights.architecture import Architecture
 from megatron_dcpo.weights.piece import Piece
 from megatron_dcpo.weights.planner import Copy, Layout
-from megatron_dcpo.weights.reshard_plan import BUCKET_BYTES, Message, ReshardPlan, reshard_plan
+from megatron_dcpo.weights.reshard_plan import BUCKET_BYTES, Chunk, Message, ReshardPlan, reshard_plan
 from megatron_dcpo.weights.table import hf_shapes
 
 
@@ -76,13 +76,14 @@ def plan_for(
 def export_buckets(
     policy: Shards, plan: ReshardPlan, traffic: Traffic | None = None
 ) -> Generator[list[Piece], None, None]:
-    """The slices this rank's engine keeps, bucket by bucket. Collective over the replica.
+    """The slices this rank's engine keeps, bucket by bucket; large ones come in several pieces, one after the other.
+    Collective over the replica.
 
     A bucket's values are valid until the next one is asked for. Close the generator when a bucket cannot be taken (as
     ``contextlib.closing`` does): the other ranks then stop as well. Raises :class:`SynchronisationError` when another
     rank did, or does not answer.
     """
-    local, traffic = _Local(policy, plan), traffic if traffic is not None else Traffic()
+    local, traffic = _Local(policy), traffic if traffic is not None else Traffic()
     dtype, device = local.dtype, runtime.device()
     space = torch.empty(plan.assembled // plan.itemsize, dtype=dtype, device=device)
     mail = torch.empty(plan.message // plan.itemsize, dtype=dtype, device=device)
@@ -91,14 +92,14 @@ def export_buckets(
     for number, bucket in enumerate(plan.buckets, 1):
         where = f"weight synchronisation, bucket {number} of {len(plan.buckets)}"
         try:
-            targets = local.targets(bucket.tensors, space)
+            targets = local.targets(bucket.chunks, space)
             for message in bucket.messages:
                 traffic.received += _deliver(policy, local, message, targets, mail)
         except RuntimeError as error:
             raise SynchronisationError(f"{where}: {progress.who_is_behind(number)} ({_short(error)})") from error
         accepted = False
         try:
-            yield [targets[name] for name in bucket.tensors]
+            yield [targets[chunk.hf] for chunk in bucket.chunks]
             accepted = True
         finally:
             refused = progress.acknowledge(number, accepted)
@@ -110,7 +111,8 @@ def export_buckets(
 def export_pieces(
     policy: Shards, wanted: tuple[str, ...] | None = None, bucket_bytes: int = BUCKET_BYTES
 ) -> Iterator[Piece]:
-    """The whole tensors named in ``wanted`` (default: all), on every rank of the replica. Collective over the replica."""
+    """The whole tensors named in ``wanted`` (default: all), large ones in several pieces, on every rank of the replica.
+    Collective over the replica."""
     for bucket in export_buckets(policy, plan_for(policy, 1, bucket_bytes, wanted)):
         yield from bucket
 
@@ -142,10 +144,10 @@ def _finite_slice(parameter: Tensor, copy: Copy) -> bool:
 class _Local:
     """What this rank holds, by Hugging Face tensor."""
 
-    def __init__(self, policy: Shards, plan: ReshardPlan) -> None:
+    def __init__(self, policy: Shards) -> None:
         topology = policy.topology
         self.rank = topology.pp_rank * topology.tp_size + topology.tp_rank
-        self.plan, self.shapes = plan, hf_shapes(policy.arch)
+        self.shapes = hf_shapes(policy.arch)
         self._held: dict[str, list[tuple[Copy, Tensor]]] = {}
         for chunk, copies in enumerate(policy.copies):
             parameters = policy.parameters(chunk)
@@ -153,12 +155,12 @@ class _Local:
                 self._held.setdefault(copy.hf, []).append((copy, parameters[copy.megatron]))
         self.dtype = next(iter(policy.parameters(0).values())).dtype
 
-    def targets(self, names: Sequence[str], space: Tensor) -> dict[str, Piece]:
+    def targets(self, chunks: Sequence[Chunk], space: Tensor) -> dict[str, Piece]:
         """Where the slices of a bucket are or will be: the parameter itself where it has all of one, else ``space``,
         filled with what is here."""
         targets, used = {}, 0
-        for name in names:
-            dim, start, stop = self.plan.slices[name][self.rank]
+        for chunk in chunks:
+            name, (dim, start, stop) = chunk.hf, chunk.slices[self.rank]
             values = self._as_it_is(name, dim, start, stop)
             if values is None:
                 shape = _sliced(self.shapes[name], dim, stop - start)

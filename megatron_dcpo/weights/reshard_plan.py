@@ -2,8 +2,7 @@
 
 Every engine rank gets, of every Hugging Face tensor, the slice it keeps (the whole tensor with an engine of one rank).
 What it holds already as a trainer rank does not travel; the rest travels once from its owner, so the bytes a rank
-receives are the least possible. vLLM's loader keeps *references* to what it is given until every tensor of an engine
-module (query, key and value; gate and up) has come: a bucket therefore holds whole modules.
+receives are the least possible. A tensor that is larger than a bucket is cut into chunks.
 """
 
 from __future__ import annotations
@@ -12,9 +11,10 @@ import functools
 import hashlib
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from megatron_dcpo.errors import UserError
 from megatron_dcpo.weights.architecture import Architecture
 from megatron_dcpo.weights.engine_slices import check_engine, engine_slice
 from megatron_dcpo.weights.planner import Coordinates, Copy, Layout, plan
@@ -55,10 +55,19 @@ class Message:
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """Whole modules handed to the engine in one call, and the messages that bring what a rank misses of them."""
+class Chunk:
+    """Tensor ``hf``, or as much of it as a bucket holds. ``slices``: (dimension, start, stop) of it on every rank."""
 
-    tensors: tuple[str, ...]
+    hf: str
+    slices: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Chunks handed to the engine in one call, of every tensor at most one; and the messages that bring what a rank
+    misses of them."""
+
+    chunks: tuple[Chunk, ...]
     messages: tuple[Message, ...]
 
 
@@ -67,9 +76,8 @@ class ReshardPlan:
     """What one synchronisation moves within a replica. Bytes; tuples are indexed by the rank within the replica.
 
     ``received``: by the messages; ``least``: what a rank needs less what it holds, computed apart from them;
-    ``least_whole``: the same if every rank were given whole tensors. ``slices``: (dimension, start, stop) of every
-    tensor on every rank. ``assembled``: the largest buffer in which a rank puts slices together; ``message``: the
-    largest message. ``oversize``: tensors of modules that are larger than a bucket and make the peak larger too.
+    ``least_whole``: the same if every rank were given whole tensors. ``assembled``: the largest buffer in which a rank
+    puts slices together; ``message``: the largest message.
     """
 
     bucket_bytes: int
@@ -77,17 +85,15 @@ class ReshardPlan:
     replicas: int
     engine_tensor_model_parallel_size: int
     buckets: tuple[Bucket, ...]
-    slices: dict[str, tuple[tuple[int, int, int], ...]]
     received: tuple[int, ...]
     least: tuple[int, ...]
     least_whole: tuple[int, ...]
     assembled: int
     message: int
-    oversize: tuple[str, ...]
 
     @property
     def peak_bytes(self) -> int:
-        """Extra memory of a rank during the synchronisation, the engine's own loader not counted."""
+        """Extra memory of a rank during the synchronisation; at most ``bucket_bytes``."""
         return self.assembled + self.message
 
     @functools.cached_property
@@ -116,43 +122,36 @@ def reshard_plan(
         itemsize: bytes per number of the trainer's parameters.
         wanted: only these tensors (export of one file); all by default.
 
-    Raises :class:`UserError` when the engine's tensor-parallel size does not divide the model.
+    Raises :class:`UserError` when the engine's tensor-parallel size does not divide the model, and when a bucket cannot
+    even hold a row of one of its tensors.
     """
     check_engine(arch, engine_tensor_model_parallel_size)
     names = [name for name in hf_shapes(arch) if wanted is None or name in wanted]
     ranks = layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size
     at = _engine_ranks(layout, engine_tensor_model_parallel_size, replicas, replica)
     slices = {n: tuple(engine_slice(arch, n, engine_tensor_model_parallel_size, rank) for rank in at) for n in names}
-    held = _held(arch, layout, names)
-    parts = {name: list(_parts(arch, held[name], slices[name], name)) for name in names}
-    message_bytes = max(itemsize, bucket_bytes // MESSAGE_SHARE) if ranks > 1 else 0
-    capacity = bucket_bytes - message_bytes
-    to_assemble = {
-        name: tuple(_to_assemble(parts[name], slices[name], rank) for rank in range(ranks)) for name in names
-    }
-    buckets, oversize, assembled = [], [], 0
-    for modules in _fill(_modules(names), to_assemble, capacity // itemsize):
-        tensors = tuple(name for module in modules for name in module)
-        need = itemsize * max(sum(to_assemble[name][rank] for name in tensors) for rank in range(ranks))
-        oversize += [*tensors] if need > capacity else []
-        assembled = max(assembled, need)
-        messages = _messages([part for name in tensors for part in parts[name]], message_bytes // itemsize)
-        buckets.append(Bucket(tensors, tuple(messages)))
-    sent = [message for bucket in buckets for message in bucket.messages]
     whole = {name: tuple(engine_slice(arch, name, 1, 0) for _ in at) for name in names}
+    held = _held(arch, layout, names)
+    message, capacity = _share_of_a_bucket(arch, names, ranks, bucket_bytes, itemsize)
+    buckets, assembled = [], 0
+    for filled in _fill(_chunks(arch, held, slices, capacity), capacity):
+        messages = _messages([part for chunk in filled for part in chunk.parts], message)
+        buckets.append(Bucket(tuple(chunk.chunk for chunk in filled), tuple(messages)))
+        assembled = max(
+            assembled, *(sum(needs) for needs in zip(*(chunk.to_assemble for chunk in filled), strict=True))
+        )
+    sent = [message for bucket in buckets for message in bucket.messages]
     return ReshardPlan(
         bucket_bytes=bucket_bytes,
         itemsize=itemsize,
         replicas=replicas,
         engine_tensor_model_parallel_size=engine_tensor_model_parallel_size,
         buckets=tuple(buckets),
-        slices=slices,
         received=tuple(itemsize * sum(m.numel for m in sent if rank in m.readers) for rank in range(ranks)),
         least=_least(arch, held, slices, itemsize),
         least_whole=_least(arch, held, whole, itemsize),
-        assembled=assembled,
+        assembled=itemsize * assembled,
         message=itemsize * max((m.numel for m in sent), default=0),
-        oversize=tuple(oversize),
     )
 
 
@@ -168,6 +167,25 @@ def most_received(
         slices = {name: tuple(engine_slice(arch, name, engine_tp, rank) for rank in at) for name in held}
         most = max(most, *_least(arch, held, slices, itemsize))
     return most
+
+
+def _share_of_a_bucket(
+    arch: Architecture, names: Sequence[str], ranks: int, bucket_bytes: int, itemsize: int
+) -> tuple[int, int]:
+    """Numbers that a message and the buffer of what has arrived may hold; a row of the widest tensor at least."""
+    widest = max((_row(arch, name) for name in names), default=1)
+    message = max(widest, bucket_bytes // MESSAGE_SHARE // itemsize) if ranks > 1 else 0
+    capacity = bucket_bytes // itemsize - message
+    if capacity < widest:
+        least = widest * itemsize * (2 if ranks > 1 else 1)
+        raise UserError(f"rollout.bucket_bytes={bucket_bytes} is too small for this model; it needs {least} at least")
+    return message, capacity
+
+
+def _row(arch: Architecture, name: str) -> int:
+    """Numbers in one row (one column, where the tensor is cut along columns)."""
+    shape, (dim, _, _) = hf_shapes(arch)[name], engine_slice(arch, name, 1, 0)
+    return math.prod(shape) // shape[dim]
 
 
 def _engine_ranks(layout: Layout, engine_tp: int, replicas: int, replica: int) -> list[int]:
@@ -267,17 +285,41 @@ def _least(
     return tuple(least)
 
 
-def _modules(names: Sequence[str]) -> list[tuple[str, ...]]:
-    """Tensors that an engine loads into one module, together: attention's q, k, v with biases; the MLP's gate and up."""
-    modules: dict[str, list[str]] = {}
-    for name in names:
-        key = name
-        for fused, members in (("qkv", ("q_proj", "k_proj", "v_proj")), ("gate_up", ("gate_proj", "up_proj"))):
-            for member in members:
-                if f".{member}." in name:
-                    key = f"{name.split(member)[0]}{fused}"
-        modules.setdefault(key, []).append(name)
-    return [tuple(module) for module in modules.values()]
+@dataclass(frozen=True)
+class _PlannedChunk:
+    """``to_assemble``: numbers that each rank has to put together in a buffer."""
+
+    chunk: Chunk
+    parts: tuple[Part, ...]
+    to_assemble: tuple[int, ...]
+
+
+def _chunks(
+    arch: Architecture,
+    held: dict[str, list[_Held]],
+    slices: dict[str, tuple[tuple[int, int, int], ...]],
+    capacity: int,
+) -> Iterator[_PlannedChunk]:
+    """Every tensor whole where ``capacity`` numbers are enough on every rank, else each rank's slice in equal parts."""
+    for name, wanted in slices.items():
+        whole = _planned(arch, held[name], Chunk(name, wanted))
+        if max(whole.to_assemble) <= capacity:
+            yield whole
+            continue
+        length = max(stop - start for _, start, stop in wanted)
+        number = -(-length // (capacity // _row(arch, name)))
+        step = -(-length // number)
+        for offset in range(0, length, step):
+            part = tuple(
+                (dim, min(start + offset, stop), min(start + offset + step, stop)) for dim, start, stop in wanted
+            )
+            yield _planned(arch, held[name], Chunk(name, part))
+
+
+def _planned(arch: Architecture, held: Sequence[_Held], chunk: Chunk) -> _PlannedChunk:
+    parts = tuple(_parts(arch, held, chunk.slices, chunk.hf))
+    needs = tuple(_to_assemble(parts, chunk.slices, rank) for rank in range(len(chunk.slices)))
+    return _PlannedChunk(chunk, parts, needs)
 
 
 def _to_assemble(parts: Sequence[Part], slices: Sequence[tuple[int, int, int]], rank: int) -> int:
@@ -287,19 +329,16 @@ def _to_assemble(parts: Sequence[Part], slices: Sequence[tuple[int, int, int]], 
     return 0 if whole and len({part.holders for part in mine}) == 1 else sum(part.numel for part in mine)
 
 
-def _fill(
-    modules: Sequence[tuple[str, ...]], to_assemble: dict[str, tuple[int, ...]], capacity: int
-) -> Iterator[list[tuple[str, ...]]]:
-    """Modules in order, as many per bucket as fit on every rank; one at least."""
-    bucket: list[tuple[str, ...]] = []
+def _fill(chunks: Iterable[_PlannedChunk], capacity: int) -> Iterator[list[_PlannedChunk]]:
+    """Chunks in order, as many per bucket as fit on every rank."""
+    bucket: list[_PlannedChunk] = []
     used: list[int] = []
-    for module in modules:
-        need = [sum(numbers) for numbers in zip(*(to_assemble[name] for name in module), strict=True)]
-        total = [a + b for a, b in zip(used, need, strict=True)] if bucket else need
-        if bucket and max(total) > capacity:
+    for chunk in chunks:
+        total = [a + b for a, b in zip(used or [0] * len(chunk.to_assemble), chunk.to_assemble, strict=True)]
+        if bucket and (max(total) > capacity or bucket[-1].chunk.hf == chunk.chunk.hf):
             yield bucket
-            bucket, total = [], need
-        bucket.append(module)
+            bucket, total = [], list(chunk.to_assemble)
+        bucket.append(chunk)
         used = total
     if bucket:
         yield bucket

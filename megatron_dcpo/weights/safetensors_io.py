@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
+import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -226,6 +229,30 @@ def write_checkpoint(
                     file.write(tensors[key].to(dtype).contiguous().reshape(-1).view(torch.uint8).numpy().data)
         write_index(temporary, shards)
         copy_side_files(source_dir, temporary, name)
+
+
+@contextmanager
+def tensors_on_disk(out: Path, specs: Specs, max_bytes: int = SHARD_BYTES) -> Iterator[dict[str, torch.Tensor]]:
+    """The files of a checkpoint in ``out``, and every tensor mapped to its place in them, to be filled slice by slice.
+
+    Raises :class:`OSError` when the disk has no room for them. On the disk when the block ends.
+    """
+    shards = plan_shards(specs, assign_files(specs, max_bytes))
+    tensors, maps = {}, []
+    for shard in shards:
+        with (out / shard.file).open("w+b") as file:
+            file.write(shard.header)
+            file.flush()
+            os.posix_fallocate(file.fileno(), 0, shard.nbytes)  # writing to a map of a full disk would kill the process
+            maps.append(mmap.mmap(file.fileno(), shard.nbytes))
+        for name, offset in shard.offsets.items():
+            shape, dtype = specs[name]
+            flat = torch.frombuffer(maps[-1], dtype=getattr(torch, dtype), offset=offset, count=math.prod(shape))
+            tensors[name] = flat.view(shape)
+    yield tensors
+    for mapped in maps:
+        mapped.flush()
+    write_index(out, shards)
 
 
 def write_index(out: Path, shards: list[Shard]) -> None:

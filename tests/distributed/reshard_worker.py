@@ -23,6 +23,7 @@ from megatron_dcpo.weights.safetensors_io import HFReader
 def receive(policy, plan, traffic, mode, engine_tp):
     """Take all buckets as an engine would; returns whether every slice equals the checkpoint's, bit for bit."""
     rank, reader, same = dist.get_rank(), HFReader(os.environ["MODEL"]), True
+    arrived: dict[str, tuple[int, int]] = {}
     with closing(export_buckets(policy, plan, traffic)) as buckets:
         for number, bucket in enumerate(buckets, 1):
             if mode == "slow" and rank == 1:
@@ -32,10 +33,15 @@ def receive(policy, plan, traffic, mode, engine_tp):
             if mode == "refuses" and rank == 1 and number == 3:
                 raise ValueError("the engine says no")
             for piece in bucket:
-                dim, start, stop = engine_slice(policy.arch, piece.name, engine_tp, rank % engine_tp)
+                length = piece.values.shape[piece.dim]
                 whole = reader.slice(piece.name)[:]
-                same &= torch.equal(piece.values.float(), whole.narrow(dim, start, stop - start).float())
-    return same
+                same &= torch.equal(piece.values.float(), whole.narrow(piece.dim, piece.start, length).float())
+                first, stop = arrived.get(piece.name, (piece.start, piece.start))
+                same &= stop == piece.start  # large ones come in pieces, one after the other
+                arrived[piece.name] = (first, stop + length)
+    return same and all(
+        arrived[name] == engine_slice(policy.arch, name, engine_tp, rank % engine_tp)[1:] for name in reader.names()
+    )
 
 
 def main() -> None:

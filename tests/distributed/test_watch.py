@@ -60,6 +60,14 @@ def test_failed_rank_shows_its_own_error(tmp_path):
         assert "lost rank 1" in outcomes[0]
 
 
+def test_an_engine_that_fails_on_one_of_its_ranks_ends_all_by_name(tmp_path):
+    with ranks("engine", tmp_path, count=2) as started:
+        for rank, process in enumerate(started):
+            _, said = process.communicate(timeout=120)
+            assert process.returncode == EXIT_PEER_LOST, said
+            assert f"rank {rank} ends: the engine of ranks 0-1 failed on rank 1 alone: out of memory; rank(s) 0" in said
+
+
 def test_slow_phase_says_who_waits_where_and_goes_on(tmp_path):
     with ranks("slow", tmp_path) as started:
         outcomes = [process.communicate(timeout=180) for process in started]

@@ -7,6 +7,8 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch.distributed as dist
 
@@ -35,6 +37,8 @@ def main() -> None:
                 raise RuntimeError("a mistake in the program")
             if scenario == "signalled":
                 os.kill(os.getpid(), signal.SIGUSR1)
+        if scenario == "engine":
+            fail_alone(watching, rank)
         if scenario == "signalled":
             while not signals.stop_requested():
                 time.sleep(0.1)
@@ -43,6 +47,19 @@ def main() -> None:
             time.sleep(8)  # the others have ended long before, and nobody misses them
     print("ended well", flush=True)
     dist.destroy_process_group()
+
+
+def fail_alone(watching: Watch, rank: int) -> None:
+    """The engine of both ranks fails on one; the other waits where no signal and no exception reaches it."""
+    from megatron_dcpo.training import synchronise
+
+    synchronise.LOST_AFTER_SECONDS = 3.0
+    run: Any = SimpleNamespace(
+        topology=SimpleNamespace(rank=rank), engine=SimpleNamespace(tensor_model_parallel_size=2), watch=watching
+    )
+    if rank == 0:
+        time.sleep(600)
+    synchronise.recover_engines(run, "out of memory", version=6, restarts=0)
 
 
 def dawdle() -> None:

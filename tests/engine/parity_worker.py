@@ -51,6 +51,21 @@ def move_weights(policy: Any, update: int) -> None:
             here.mul_(wave.view(-1, *([1] * (here.dim() - 1))) if copy.dim == 0 else wave).clamp_(-3, 3)
 
 
+def memory_peak(reset: bool = False) -> int:
+    """Peak memory of this process in bytes; ``reset``: begin anew, from what it holds now."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:")]
+    return int(line.split()[1]) * 1024
+
+
+def extra_memory_of_transport(policy: Any, plan: Any) -> int:
+    before = memory_peak(reset=True)
+    for _ in export_buckets(policy, plan):
+        pass
+    return memory_peak() - before
+
+
 def trainer_logprobs(policy: Any, prompts: list[Prompt], responses: list[Any]) -> list[np.ndarray]:
     by_id = {p.prompt_id: p for p in prompts}
     samples = [Sample(np.array(by_id[r.prompt_id].token_ids), r.token_ids) for r in responses]
@@ -71,13 +86,15 @@ def check_model(model: str, options: dict[str, Any], topology: Any) -> dict[str,
     plan = plan_for(policy, size, options["bucket_bytes"])
     rank = topology.pp_rank * topology.tp_size + topology.tp_rank
     sampling = SamplingConfig(n=3, temperature=TEMPERATURE, max_tokens=24, seed=5)
-    differences, memory, mean = [], [], []
+    differences, memory, mean, extra = [], [], [], []
     for update in range(1, options["updates"] + 1):
         move_weights(policy, update)
         traffic = Traffic()
+        before = memory_peak(reset=True)
         engine.update_weights(export_buckets(policy, plan, traffic), update)
+        extra.append(memory_peak() - before)
         assert traffic.received == plan.received[rank] == plan.least[rank], (traffic, plan.received, plan.least)
-        assert traffic.peak <= plan.peak_bytes
+        assert traffic.peak <= plan.peak_bytes <= options["bucket_bytes"]
         responses = engine.generate(prompts, sampling, update)
         assert {r.weights_version for r in responses} == {update}
         ours = trainer_logprobs(policy, prompts, responses)
@@ -85,6 +102,7 @@ def check_model(model: str, options: dict[str, Any], topology: Any) -> dict[str,
         differences.append(float(gaps.max()))
         mean.append(float(gaps.mean()))
         memory.append(runtime.memory_gb()["rss"])
+    transport = [extra_memory_of_transport(policy, plan), extra_memory_of_transport(policy, plan_for(policy, size))]
     greedy = engine.generate(prompts, SamplingConfig(top_k=1, max_tokens=24), 0)
     out = Path(options["out"], Path(model).name + "_exported")
     writer = topology.rank == 0
@@ -95,6 +113,8 @@ def check_model(model: str, options: dict[str, Any], topology: Any) -> dict[str,
         "differences": differences,
         "mean": mean,
         "memory": memory,
+        "extra": extra,
+        "transport": transport,
         "greedy": [r.token_ids.tolist() for r in greedy],
         "exported": str(out),
         "received": plan.received[rank],

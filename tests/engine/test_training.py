@@ -82,6 +82,34 @@ def test_two_ranks_sample_the_same(alone, tmp_path: Path, option: str, engine_tp
 
 
 @at_length
+def test_one_rank_of_an_engine_fails_alone(alone, tmp_path: Path) -> None:
+    """The other waits for it in a collective of vLLM's. Both end, by name, and the run continues as if nothing had been."""
+    options = [*ENGINE, "rollout.tensor_model_parallel_size=2", "training.save_interval=1", "--resume", "auto"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    worker = str(Path(__file__).with_name("failing_rank_worker.py"))
+    run_dir = tmp_path / "run"
+    started = time.monotonic()
+    done = subprocess.run(
+        [*launcher, worker, "train", "--config", str(CONFIG), f"run_dir={run_dir}", *options],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    print(f"ended after {time.monotonic() - started:.0f} s")
+    assert done.returncode != 0
+    for rank in (0, 1):
+        assert f"dcpo: rank {rank} ends: the engine of ranks 0-1 failed on rank 1 alone: " in done.stderr
+    assert "out of memory, on this rank alone; rank(s) 0 cannot go on without it" in done.stderr
+    assert len(metrics(run_dir)) == 1
+    records = train(run_dir, *options, processes=2)
+    for ours, single in zip(records, alone, strict=True):
+        assert ours["engine/logprob_diff_max"] <= 1e-4
+        assert ours["reward/accuracy"] == single["reward/accuracy"]
+
+
+@at_length
 def test_a_server_that_is_killed_comes_back(alone, tmp_path: Path) -> None:
     """Weights through files into ``vllm serve``; it dies in a rollout, is started again, and the run goes on as before."""
     server = Server(tmp_path / "serve.log", "--logprobs-mode", "processed_logprobs", VLLM_SERVER_DEV_MODE="1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,6 +41,10 @@ class Failures:
             if self.mode == "update" and self.updated == 2:
                 next(iter(buckets))
                 raise EngineError("lost in the middle of an update")
+            if self.mode == "slow" and self.updated == 2:
+                time.sleep(4)
+            if self.mode == "corrupt" and self.updated == 2:
+                buckets = _with_a_corrupted_bucket(buckets)
             update(engine, buckets, version)
 
         def restart(engine):
@@ -56,6 +61,17 @@ class Failures:
 def _poisoned(policy):
     policy.parameters(0)["decoder.layers.1.mlp.linear_fc2.weight"][0, 0] = float("nan")
     return policy
+
+
+def _with_a_corrupted_bucket(buckets):
+    """One column of the first tensor arrives wrong."""
+    for number, bucket in enumerate(buckets):
+        if number == 0:
+            first = bucket[0]
+            values = first.values.clone()
+            values[:, 0] += 1.0
+            bucket = [replace(first, values=values), *bucket[1:]]
+        yield bucket
 
 
 def main() -> int:

@@ -82,6 +82,21 @@ def test_alarm_threshold(tmp_path, undisturbed):
     assert without_clocks(metrics(tmp_path / "warn")) == without_clocks(undisturbed)
 
 
+def test_a_corrupted_bucket_raises_the_alarm(tmp_path):
+    """The first update is right; after the second the engine is not the trainer, which the next step finds out."""
+    done = train(tmp_path / "run", "corrupt", "rollout.logprob_diff_alarm=1e-3", "rollout.logprob_diff_action=stop")
+    assert done.returncode == 2
+    assert "step 2: engine and trainer differ by up to" in done.stderr
+    assert len(metrics(tmp_path / "run")) == 1
+
+
+def test_a_slow_synchronisation_is_reported(tmp_path, undisturbed):
+    done = train(tmp_path / "run", "slow", "training.phase_warning_seconds=1")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "reshard of step 1 has taken" in done.stderr
+    assert without_clocks(metrics(tmp_path / "run")) == without_clocks(undisturbed)
+
+
 def test_truncated_sampling_wants_a_correction(tmp_path):
     done = train(tmp_path / "run", "none", "rollout.top_p=0.9")
     assert done.returncode == 2

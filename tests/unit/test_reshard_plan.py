@@ -66,36 +66,61 @@ def test_every_missing_byte_arrives_once(kind, tied, layout, replicas, engine_tp
         assert made.least[rank] == 4 * lacking
 
 
-def test_owners_hold_what_they_send_and_every_tensor_is_in_one_bucket():
+def test_owners_hold_what_they_send_and_buckets_are_in_order():
     arch, layout = architecture(tied=True), Layout(2, 2)
     made = reshard_plan(arch, layout, 1, 1, 4000, 4)
-    assert [name for bucket in made.buckets for name in bucket.tensors] == list(hf_shapes(arch))
+    names = [chunk.hf for bucket in made.buckets for chunk in bucket.chunks]
+    assert list(dict.fromkeys(names)) == list(hf_shapes(arch))
     for message in itertools.chain.from_iterable(bucket.messages for bucket in made.buckets):
         for part in message.parts:
             assert cells(part.hf, part.dim, part.start, part.stop) <= held_by(arch, layout, message.owner)
 
 
-def test_modules_of_the_engine_are_never_torn():
-    """vLLM keeps references until a module is complete: q, k, v and their biases together, gate and up together."""
-    made = reshard_plan(architecture("qwen2"), Layout(2, 2), 1, 1, 2000, 4)
-    where = {name: number for number, bucket in enumerate(made.buckets) for name in bucket.tensors}
-    for layer in range(4):
-        prefix = f"model.layers.{layer}."
-        attention = [f"{prefix}self_attn.{p}_proj.{kind}" for p in "qkv" for kind in ("weight", "bias")]
-        assert len({where[name] for name in attention}) == 1
-        assert where[f"{prefix}mlp.gate_proj.weight"] == where[f"{prefix}mlp.up_proj.weight"]
+@pytest.mark.parametrize("engine_tp", [1, 2, 8])
+@pytest.mark.parametrize("layout", [Layout(1, 1), Layout(2, 1), Layout(1, 2), Layout(2, 2)])
+@pytest.mark.parametrize("bucket_bytes", [1100, 4000, 2**16, 2**20])
+def test_peak_is_one_bucket(bucket_bytes, layout, engine_tp):
+    """Whatever is larger comes in chunks: neighbours in order, one of a tensor per bucket, together the rank's slice."""
+    arch = architecture(vocab_size=1000)
+    made = reshard_plan(arch, layout, engine_tp, 2, bucket_bytes, 4)
+    assert made.peak_bytes <= bucket_bytes
+    ranks = layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size
+    for rank in range(ranks):
+        arrived = {}
+        for bucket in made.buckets:
+            assert len({chunk.hf for chunk in bucket.chunks}) == len(bucket.chunks)
+            for chunk in bucket.chunks:
+                dim, start, stop = chunk.slices[rank]
+                before = arrived.setdefault(chunk.hf, [dim, start, start])
+                assert before[2] == start
+                before[2] = stop
+        for name, found in arrived.items():
+            tensor, pipeline = rank % layout.tensor_model_parallel_size, rank // layout.tensor_model_parallel_size
+            engine_rank = (tensor + layout.tensor_model_parallel_size * 2 * pipeline) % engine_tp  # of replica 0 of 2
+            assert tuple(found) == engine_slice(arch, name, engine_tp, engine_rank)
+    if bucket_bytes == 4000 and layout == Layout(2, 1) and engine_tp == 1:
+        assert sum(chunk.hf == "model.embed_tokens.weight" for b in made.buckets for chunk in b.chunks) > 50
 
 
-@pytest.mark.parametrize("bucket_bytes", [2**12, 2**16, 2**20])
-def test_peak_is_a_bucket_unless_a_module_is_larger(bucket_bytes):
-    made = reshard_plan(architecture(vocab_size=640), Layout(2, 2), 1, 1, bucket_bytes, 4)
-    assert made.message <= bucket_bytes // 8
-    if made.oversize:
-        shapes = hf_shapes(architecture(vocab_size=640))
-        assert all("embed" in n or "lm_head" in n or "_proj" in n for n in made.oversize)
-        assert made.assembled <= 4 * 2 * max(math.prod(shape) for shape in shapes.values())
-    else:
-        assert made.peak_bytes <= bucket_bytes
+def test_a_bucket_smaller_than_a_row_is_refused():
+    wide = architecture(intermediate_size=96, hidden_size=512)  # a row of the embedding has 2048 bytes in fp32
+    with pytest.raises(
+        UserError, match=r"rollout.bucket_bytes=4000 is too small for this model; it needs 4096 at least"
+    ):
+        reshard_plan(wide, Layout(2, 1), 1, 1, 4000, 4)
+    assert reshard_plan(wide, Layout(2, 1), 1, 1, 4096, 4).peak_bytes <= 4096
+
+
+def test_the_embedding_of_a_large_model_stays_in_the_bucket():
+    """Qwen3-8B, TP 2 to TP 1: the embedding has 1187 MiB, the bucket 512."""
+    arch = architecture(
+        num_attention_heads=32, num_hidden_layers=36, hidden_size=4096, intermediate_size=12288, num_key_value_heads=8,
+        head_dim=128, vocab_size=151936,
+    )  # fmt: skip
+    made = reshard_plan(arch, Layout(2, 1), 1)
+    assert made.peak_bytes <= 512 * 2**20
+    assert sum(chunk.hf == "model.embed_tokens.weight" for b in made.buckets for chunk in b.chunks) == 3
+    assert made.received == made.least
 
 
 def test_nothing_travels_when_layouts_nest():

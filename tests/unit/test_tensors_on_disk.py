@@ -1,0 +1,37 @@
+"""A checkpoint filled slice by slice through maps of its files."""
+
+import errno
+import json
+import os
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_dcpo.weights.piece import Piece
+from megatron_dcpo.weights.safetensors_io import INDEX, tensors_on_disk
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_slices_add_up_to_the_tensors(tmp_path, dtype):
+    whole = {"a": torch.randn(7, 5).to(dtype), "norm": torch.randn(3).to(dtype), "b": torch.randn(4, 6).to(dtype)}
+    specs = {name: (tuple(t.shape), str(dtype).removeprefix("torch.")) for name, t in whole.items()}
+    with tensors_on_disk(tmp_path, specs, max_bytes=100) as tensors:
+        for name, tensor in whole.items():
+            dim = tensor.dim() - 1
+            for start in range(0, tensor.shape[dim], 2):
+                part = tensor.narrow(dim, start, min(2, tensor.shape[dim] - start))
+                Piece(name, dim, start, part).write_into(tensors[name])
+    weight_map = json.loads((tmp_path / INDEX).read_text())["weight_map"]
+    assert len(set(weight_map.values())) > 1
+    for name, file in weight_map.items():
+        assert torch.equal(load_file(tmp_path / file)[name], whole[name])
+
+
+def test_a_full_disk_is_an_error_before_anything_is_mapped(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left"), tensors_on_disk(tmp_path, {"a": ((4, 4), "float32")}):
+        pass
