@@ -51,8 +51,10 @@ def recover_engines(run: Run, failure: str, version: int, restarts: int) -> bool
     """
     size = run.engine.tensor_model_parallel_size
     if size > 1:
-        _wait_for_the_engine(run, failure, f"{version}/{restarts}")
+        _wait_for_the_engine(run, failure)
     failures = _gather_failures(run, failure, restarts, "a rollout")
+    if size > 1:
+        _store().delete_key(_came_out(run.topology.rank))  # all have read it; the next rollout starts anew
     if not failures:
         return False
     if run.topology.rank // size in {rank // size for rank in failures}:
@@ -61,19 +63,28 @@ def recover_engines(run: Run, failure: str, version: int, restarts: int) -> bool
     return True
 
 
-def _wait_for_the_engine(run: Run, failure: str, rollout: str) -> None:
-    """Every rank of a tensor-parallel engine says in the job's store that it came out of ``rollout``.
+def _store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
+
+
+def _came_out(rank: int) -> str:
+    """The key under which a rank says that its engine's rollout has ended, well or not."""
+    return f"engine/out/{rank}"
+
+
+def _wait_for_the_engine(run: Run, failure: str) -> None:
+    """Every rank of a tensor-parallel engine says in the job's store that it came out of the rollout.
 
     Where it failed on this rank and others do not come, they wait for this one in a collective of vLLM's, which nothing
     interrupts: the job ends on all ranks with a line that says so.
     """
     rank, size = run.topology.rank, run.engine.tensor_model_parallel_size
-    store = dist.distributed_c10d._get_default_store()
-    store.set(f"engine/{rollout}/{rank}", failure)
+    store = _store()
+    store.set(_came_out(rank), failure)
     mates = range(rank - rank % size, rank - rank % size + size)
     deadline = time.monotonic() + LOST_AFTER_SECONDS
     while failure:
-        waiting = [mate for mate in mates if not store.check([f"engine/{rollout}/{mate}"])]
+        waiting = [mate for mate in mates if not store.check([_came_out(mate)])]
         if not waiting:
             return
         if time.monotonic() > deadline:
