@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_dcpo import runtime
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.rollout.engine import SamplingConfig, uniforms
+from megatron_dcpo.rollout.engine import SamplingConfig, read_eos_token_ids, uniforms
 from megatron_dcpo.signals import RolloutAbandoned, stop_requested
 from megatron_dcpo.types import Prompt, Response
 from megatron_dcpo.weights.piece import Piece
@@ -57,7 +57,7 @@ class TransformersEngine:
             )
         except (OSError, ValueError) as error:
             raise UserError(f"cannot load a model from {model_dir}: {' '.join(str(error).split())}") from None
-        return cls(model.to(runtime.device()), eos_token_ids(model_dir, model), max_num_seqs)
+        return cls(model.to(runtime.device()), read_eos_token_ids(Path(model_dir)), max_num_seqs)
 
     def update_weights(self, buckets: Iterable[Sequence[Piece]], version: int) -> None:
         for bucket in buckets:
@@ -172,15 +172,6 @@ class TransformersEngine:
             mask.repeat_interleave(n, 0),
             positions[:, -1].repeat_interleave(n, 0),
         )
-
-
-def eos_token_ids(model_dir: str | Path, model: Any) -> tuple[int, ...]:
-    """The ids that end a response: those of ``generation_config.json``, else of ``config.json``."""
-    for config in (getattr(model, "generation_config", None), model.config):
-        ids = getattr(config, "eos_token_id", None)
-        if ids is not None:
-            return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
-    raise UserError(f"{model_dir}: neither generation_config.json nor config.json names eos_token_id")
 
 
 def sample_token(logits: Tensor, random: Tensor, sampling: SamplingConfig) -> tuple[Tensor, Tensor]:
