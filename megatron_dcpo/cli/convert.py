@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_dcpo.cli.arguments import whole
 from megatron_dcpo.errors import UserError
 
 if TYPE_CHECKING:
@@ -46,11 +47,11 @@ def add_import_arguments(parser: argparse.ArgumentParser) -> None:
         help="checkpoint to write",
     )  # fmt: skip
     parser.add_argument(
-        "--make-vocab-size-divisible-by", type=_positive, default=128, metavar="N",
+        "--make-vocab-size-divisible-by", type=whole, default=128, metavar="N",
         help="Megatron's option; the vocabulary is padded to a multiple of this x tensor parallel size (default 128)",
     )  # fmt: skip
     parser.add_argument(
-        "--tensor-model-parallel-size", "--target-tensor-parallel-size", type=_positive, default=1, metavar="TP",
+        "--tensor-model-parallel-size", "--target-tensor-parallel-size", type=whole, default=1, metavar="TP",
         help="for the padding only: the checkpoint loads at any size (default 1)",
     )  # fmt: skip
     _add_common(parser)
@@ -143,13 +144,6 @@ def _progress(what: str) -> Iterator[Progress]:
             bars.update(task, completed=done, total=total)
 
         yield show
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
 
 
 def _size(text: str) -> int:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_dcpo.cli.arguments import whole
 from megatron_dcpo.cli.sandbox import add_sandbox_arguments, program_judge
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.confidence import MARKER
@@ -60,7 +61,7 @@ def add_parser(subparsers: Any) -> None:
     source.add_argument("--samples", metavar="FILE", help="score this samples.jsonl again")
     parser.add_argument("--benchmarks", metavar="A,B", help="names (math500, aime24, ...) or NAME=PATH of a data file")
     parser.add_argument("--out", metavar="RUN", required=True, help="directory to write to")
-    parser.add_argument("--repeats", type=_positive, default=4, help="responses per problem (default 4)")
+    parser.add_argument("--repeats", type=whole, default=4, help="responses per problem (default 4)")
     parser.add_argument(
         "--confidence", default="verbal,token,consistency", help=f"kinds of confidence: {', '.join(KINDS)}"
     )
@@ -70,7 +71,7 @@ def add_parser(subparsers: Any) -> None:
         "--marker", type=_marker, help="what opens the confidence line (default <conf>; of --samples: as before)"
     )
     parser.add_argument("--template", default="paper", help="prompt template: paper, grpo or raw (default paper)")
-    parser.add_argument("--limit", type=_positive, help="only the first problems of every benchmark")
+    parser.add_argument("--limit", type=whole, help="only the first problems of every benchmark")
     parser.add_argument("--data-dir", metavar="DIR", help="where benchmark files are (default: $DCPO_DATA, else data/)")
     parser.add_argument("--corrections", action="store_true", help="repair documented defects of benchmark data")
     parser.add_argument("--rejudge", action="store_true", help="with --samples: judge the responses anew as well")
@@ -78,9 +79,9 @@ def add_parser(subparsers: Any) -> None:
     sampling.add_argument("--temperature", type=float, default=0.7)
     sampling.add_argument("--top-p", type=float, default=0.8)
     sampling.add_argument("--top-k", type=int, default=20, help="0: off")
-    sampling.add_argument("--max-tokens", type=_positive, default=3000, help="longest response in tokens")
+    sampling.add_argument("--max-tokens", type=whole, default=3000, help="longest response in tokens")
     sampling.add_argument("--seed", type=int, default=0)
-    sampling.add_argument("--batch-size", type=_positive, default=64, help="responses sampled at a time")
+    sampling.add_argument("--batch-size", type=whole, default=64, help="responses sampled at a time")
     sampling.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     sampling.add_argument(
         "--engine",
@@ -96,9 +97,9 @@ def add_parser(subparsers: Any) -> None:
         "--api", choices=["chat", "completions"], help="default: completions for --template raw, else chat"
     )
     server.add_argument("--api-key-env", default="OPENAI_API_KEY", help="environment variable that holds the key")
-    server.add_argument("--concurrency", type=_positive, default=32, help="requests at a time (default 32)")
+    server.add_argument("--concurrency", type=whole, default=32, help="requests at a time (default 32)")
     server.add_argument("--timeout", type=float, default=600.0, help="seconds to wait for one sample")
-    server.add_argument("--attempts", type=_positive, default=8, help="tries per sample, with growing pauses")
+    server.add_argument("--attempts", type=whole, default=8, help="tries per sample, with growing pauses")
     server.add_argument("--extra-body", type=_json_object, default={}, metavar="JSON", help="added to every request")
     server.add_argument("--fresh", action="store_true", help="drop the samples of an earlier run in --out")
     parser.add_argument("--resamples", type=int, default=1000, help="bootstrap resamples for 95%% intervals (0: none)")
@@ -331,13 +332,6 @@ def _progress() -> Iterator[Progress]:
             bars.update(task, completed=done)
 
         yield show
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
 
 
 def _marker(text: str) -> str:

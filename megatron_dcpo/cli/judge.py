@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from typing import Any
 
+from megatron_dcpo.cli.arguments import whole
 from megatron_dcpo.errors import UserError
 
 
@@ -35,8 +36,10 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--timeout", type=float, default=6.0, metavar="S", help="seconds per test (default 6)")
     parser.add_argument("--total-timeout", type=float, metavar="S", help="seconds per program (default 10 x --timeout)")
-    parser.add_argument("--memory-mb", type=int, default=1024, metavar="MB", help="memory of a program (default 1024)")
-    parser.add_argument("--workers", type=int, metavar="N", help="programs at a time (default: the cores)")
+    parser.add_argument(
+        "--memory-mb", type=whole, default=1024, metavar="MB", help="memory of a program (default 1024)"
+    )
+    parser.add_argument("--workers", type=whole, metavar="N", help="programs at a time (default: the cores)")
     parser.add_argument("--show", type=int, default=20, help="disagreements with string equality shown (default 20)")
     parser.set_defaults(run=run)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from megatron_dcpo.cli.arguments import whole
+
 if TYPE_CHECKING:
     from megatron_dcpo.judging.program_verifier import ProgramJudge
 
@@ -15,7 +17,7 @@ def add_sandbox_arguments(parser: Any) -> None:
     )
     parser.add_argument("--test-seconds", type=float, help="wall time of one test of a program")
     parser.add_argument("--program-seconds", type=float, help="wall time of all tests of a program")
-    parser.add_argument("--memory-mb", type=int, help="memory of a program")
+    parser.add_argument("--memory-mb", type=whole, help="memory of a program")
 
 
 def program_judge(args: argparse.Namespace) -> ProgramJudge:
