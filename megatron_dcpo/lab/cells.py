@@ -13,7 +13,11 @@ from typing import Literal
 
 from megatron_dcpo.errors import UserError
 
-PROPER = ("objective.calibration_loss=brier", "objective.advantage_normalization_confidence=mean")
+CENTRED_BRIER = (
+    "objective.calibration_loss=brier",
+    "objective.advantage_normalization_confidence=mean",
+    "objective.weight_confidence=8",
+)
 
 
 @dataclass(frozen=True)
@@ -51,14 +55,16 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         "dcpo_lam025": Method("DCPO, lambda 0.25", ("objective.lam=0.25",)),
         "dcpo_lam075": Method("DCPO, lambda 0.75", ("objective.lam=0.75",)),
         # what the improved preset is made of, one step at a time
-        "brier_lam05": Method("Brier, mean-only A_c, lambda 0.5", (*PROPER, "objective.weight_confidence=8")),
-        "brier_lam0": Method(
-            "Brier, mean-only A_c, lambda 0", (*PROPER, "objective.weight_confidence=8", "objective.lam=0")
+        "brier_lam05": Method("Brier, mean-only A_c, lambda 0.5", CENTRED_BRIER),
+        "brier_lam0": Method("Brier, mean-only A_c, lambda 0", (*CENTRED_BRIER, "objective.lam=0")),
+        "brier_counterfactual": Method(
+            "the same, counterfactual baseline",
+            (*CENTRED_BRIER, "objective.lam=0", "objective.confidence_baseline=counterfactual"),
         ),
     }
 )
 MAIN = ("base", "dcpo_proper", "dcpo", "grpo", "rlcr", "coupled", "ccgspg", "dcpo_i", "dcpo_g", "posthoc", "confclass")
-SWEEP = ("dcpo_lam025", "dcpo_lam075", "brier_lam05", "brier_lam0")
+SWEEP = ("brier_counterfactual", "dcpo_lam025", "dcpo_lam075", "brier_lam05", "brier_lam0")
 TRANSFER = ("base", "grpo", "dcpo", "dcpo_proper")
 FAMILIES = ("qwen3", "llama", "large")
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.objectives.options import Normalization, Options
+from megatron_dcpo.objectives.options import ConfidenceNormalization, Options
 from megatron_dcpo.types import Judgement
 
+LEAST_BATCH_RMS = 0.01  # of the confidence's advantages: what is smaller is not blown up further
 IDENTICAL = 1e-6  # rewards closer than this are the same reward: rounding must not become an advantage
 
 
@@ -77,8 +78,9 @@ def hybrid_target(correct: np.ndarray, options: Options) -> np.ndarray:
     return options.lam * accuracy + (1 - options.lam) * correct
 
 
-def normalize(rewards: np.ndarray, how: Normalization, options: Options) -> np.ndarray:
+def normalize(rewards: np.ndarray, how: ConfidenceNormalization, options: Options) -> np.ndarray:
     """A_i = (x_i - mean x) / (std x + eps), float64 [G] (paper 1.5); ``mean``: not divided; ``none``: x itself.
+    ``batch_std``: not divided yet, see :func:`batch_scale`.
 
     A group of identical rewards gives exactly 0: in float32 eight equal rewards can have a std of 3e-8.
     """
@@ -88,7 +90,18 @@ def normalize(rewards: np.ndarray, how: Normalization, options: Options) -> np.n
     if np.ptp(x) < IDENTICAL:
         return np.zeros_like(x)
     centred = x - x.mean()
-    return centred if how == "mean" else centred / (x.std(ddof=options.ddof) + options.eps)
+    return centred / (x.std(ddof=options.ddof) + options.eps) if how == "std" else centred
+
+
+def batch_scale(A_c: np.ndarray, options: Options) -> float:
+    """What divides the confidence's advantages of a whole mini-batch, ``A_c`` [N], with ``batch_std``; 1 otherwise.
+
+    Their root mean square, at least ``LEAST_BATCH_RMS``. One number for all groups changes the length of the expected
+    gradient and not its direction, so a proper score stays one, which a group's own std does not allow.
+    """
+    if options.advantage_normalization.confidence != "batch_std":
+        return 1.0
+    return max(float(np.sqrt(np.mean(np.square(A_c)))), LEAST_BATCH_RMS)
 
 
 def shared_advantage(target: np.ndarray, rewards: np.ndarray, R_c: np.ndarray, options: Options) -> GroupScore:

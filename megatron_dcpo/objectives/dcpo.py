@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_dcpo.objectives.advantages import Group, GroupScore, hybrid_target, normalize
+from megatron_dcpo.objectives.advantages import Group, GroupScore, batch_scale, hybrid_target, normalize
 from megatron_dcpo.objectives.objective import Method
 from megatron_dcpo.objectives.options import Options
 from megatron_dcpo.objectives.scores import calibration_reward, correctness_reward
@@ -46,4 +46,9 @@ def counterfactual_advantage(group: Group, target: np.ndarray, options: Options)
     return A_c
 
 
-METHOD = Method(score_group)
+def scale_batch(A_r: np.ndarray, A_c: np.ndarray, options: Options) -> tuple[np.ndarray, np.ndarray]:
+    """The confidence's advantages on one scale over the mini-batch (``batch_std``); the accuracy's as they are."""
+    return A_r, A_c / batch_scale(A_c, options)
+
+
+METHOD = Method(score_group, scale_batch=scale_batch)

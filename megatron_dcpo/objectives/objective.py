@@ -23,6 +23,11 @@ from megatron_dcpo.types import BLOCK_CONFIDENCE, BLOCK_REASONING, Judgement, To
 COUNT_NAMES = ("sequences", "reasoning_tokens", "confidence_tokens")
 
 
+def as_scored(A_r: np.ndarray, A_c: np.ndarray, options: Options) -> tuple[np.ndarray, np.ndarray]:
+    """The groups' advantages are final."""
+    return A_r, A_c
+
+
 def no_defaults(config: ObjectiveConfig) -> Mapping[str, Any]:
     """The method leaves every option to the preset."""
     return {}
@@ -30,12 +35,16 @@ def no_defaults(config: ObjectiveConfig) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class Method:
-    """What a file of this package declares: how a group is scored, and where it differs from the common rest."""
+    """What a file of this package declares: how a group is scored, and where it differs from the common rest.
+
+    ``scale_batch``: what becomes of A_r and A_c ([N] each) once all groups of the mini-batch are scored.
+    """
 
     score_group: Callable[[Group, Options], GroupScore]
     token_loss: Callable[[TokenBatch, Options], tuple[Tensor, Stats]] = clipped_policy_loss
     defaults: Callable[[ObjectiveConfig], Mapping[str, Any]] = no_defaults
     needs_old_logprobs: bool = False
+    scale_batch: Callable[[np.ndarray, np.ndarray, Options], tuple[np.ndarray, np.ndarray]] = as_scored
 
 
 @dataclass(frozen=True)
@@ -96,6 +105,7 @@ class Objective:
             score = self.method.score_group(make_group([judgements[i] for i in rows], old), self.options)
             columns[:, rows] = score.target, score.R, score.R_c, score.A_r, score.A_c
         targets, R, R_c, A_r, A_c = columns
+        A_r, A_c = self.method.scale_batch(A_r, A_c, self.options)
         trained = [not (self.options.mask_truncated and j.status == "truncated") for j in judgements]
         tokens = tuple(
             spread_over_tokens(j, a_r, a_c, self.options) for j, a_r, a_c in zip(judgements, A_r, A_c, strict=True)

@@ -19,6 +19,7 @@ from pydantic.dataclasses import dataclass
 Preset = Literal["paper", "verl_compat", "dcpo_proper"]
 Score = Literal["l1", "brier", "log", "spherical"]
 Normalization = Literal["std", "mean", "none"]
+ConfidenceNormalization = Literal["std", "mean", "none", "batch_std"]
 Placement = Literal["confidence", "reasoning", "both", "sentinel"]
 Aggregation = Literal["sequence_mean", "token_mean", "block_mean"]
 Fallback = Literal["eos", "none", "last_two"]
@@ -53,7 +54,7 @@ class ObjectiveConfig:
     # Advantages
     advantage_normalization: Normalization | None = None
     advantage_normalization_reasoning: Normalization | None = None
-    advantage_normalization_confidence: Normalization | None = None
+    advantage_normalization_confidence: ConfidenceNormalization | None = None
     confidence_baseline: Baseline | None = None
     ddof: Literal[0, 1] | None = None
     eps: NonNegative | None = None
@@ -123,7 +124,8 @@ class Options:
         fallback: confidence block of a response without a marker.
         w: weight of the calibration reward in the scalar reward of ``coupled`` and ``rlcr``.
         variant: ``rlcr`` only. tokens: ``posthoc`` only. beta, one_minus_c_clamp: ``ccgspg`` only.
-        advantage_normalization, ddof, eps: (x - mean) / (std_ddof + eps), x - mean, or x.
+        advantage_normalization, ddof, eps: (x - mean) / (std_ddof + eps), x - mean, or x; of the confidence block also
+            ``batch_std``, x - mean over the root mean square of the whole mini-batch (``dcpo`` and ``posthoc``).
         confidence_baseline: what R_c is compared with, the other responses' R_c or, ``counterfactual``, the score their
             confidences would have had on this response's target (``dcpo`` only).
         loss_aggregation: 1/(N_sequences |o_i|), 1/N_tokens, or 1/N_block per token; N are global counts.
@@ -210,14 +212,14 @@ PRESETS: dict[str, dict[str, Any]] = {
         "dual_clip": 3.0,
     },
     # What the paper's theorem asks for: a strictly proper score; the response's own label, since the confidence sees the
-    # response; no division by a std that amplifies tiny differences of saturated groups into a push to 0 or 1. The noise
-    # of the single label, which lam was to reduce, goes with the counterfactual baseline and without a bias.
+    # response. The noise of the single label, which lam was to reduce, goes with the counterfactual baseline and without
+    # a bias. One scale for all groups: a group's own std would turn the tiny differences of a saturated group into a push
+    # to 0 or 1; none at all would let the small rewards near the optimum be drowned by the accuracy's.
     "dcpo_proper": {
         "lam": 0.0,
         "calibration_loss": "brier",
-        "advantage_normalization_confidence": "mean",
+        "advantage_normalization_confidence": "batch_std",
         "confidence_baseline": "counterfactual",
-        "weight_confidence": 8.0,
     },
 }
 

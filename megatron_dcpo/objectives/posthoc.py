@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dcpo.objectives.advantages import Group, GroupScore, hybrid_target, normalize
+from megatron_dcpo.objectives.advantages import Group, GroupScore, batch_scale, hybrid_target, normalize
 from megatron_dcpo.objectives.objective import Method
 from megatron_dcpo.objectives.options import ObjectiveConfig, Options
 from megatron_dcpo.objectives.scores import calibration_reward
@@ -25,9 +25,15 @@ def score_group(group: Group, options: Options) -> GroupScore:
     return GroupScore(target, R_c.copy(), R_c, A_r, A_c)
 
 
+def scale_batch(A_r: np.ndarray, A_c: np.ndarray, options: Options) -> tuple[np.ndarray, np.ndarray]:
+    """One reward, so one scale for all tokens (``batch_std``)."""
+    scale = batch_scale(A_c, options)
+    return A_r / scale, A_c / scale
+
+
 def defaults(config: ObjectiveConfig) -> Mapping[str, Any]:
     """The label is the response's own, the score is Brier."""
     return {"lam": 0.0, "calibration_loss": "brier"}
 
 
-METHOD = Method(score_group, defaults=defaults)
+METHOD = Method(score_group, defaults=defaults, scale_batch=scale_batch)

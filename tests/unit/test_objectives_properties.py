@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.objectives import METHODS, ObjectiveConfig, TokenBatch
-from megatron_dcpo.objectives.advantages import normalize
+from megatron_dcpo.objectives.advantages import LEAST_BATCH_RMS, normalize
 from megatron_dcpo.objectives.policy_loss import kl_estimate
 from megatron_dcpo.objectives.scores import SCORES
 from megatron_dcpo.types import BLOCK_CONFIDENCE, BLOCK_NONE, MALFORMED, Judgement
@@ -158,7 +158,7 @@ def test_gradient_is_zero_on_prompt_and_padding_with_every_term_on() -> None:
 @given(batch=batches(), scale=st.floats(0.1, 10))
 def test_scaling_the_calibration_reward_moves_confidence_tokens_only(batch: Any, scale: float) -> None:
     rows, old, new = batch
-    plain = objective(preset="dcpo_proper")  # mean-only A_c is proportional to R_c
+    plain = objective(preset="dcpo_proper")
     scored = plain.score(rows, old)
     scaled = objective(preset="dcpo_proper", weight_confidence=plain.options.weight.confidence * scale)
     _, before = loss_and_gradient(plain, rows, old, new)
@@ -212,6 +212,37 @@ def test_identical_rewards_give_exactly_zero(dtype: type, value: float, how: Any
     assert normalize(rewards, how, options).tolist() == [0.0] * 8
     rewards[3] = np.nextafter(rewards[3], dtype(9))  # rounding noise is no difference
     assert normalize(rewards, how, options).tolist() == [0.0] * 8
+
+
+def test_batch_std_is_one_scale_for_all_groups() -> None:
+    """A_c centred per group, over the root mean square of the mini-batch; A_r stays as it is."""
+    rows = [
+        judgement(p, R, c) for p, R, c in (("a", 1, 0.9), ("a", 0, 0.2), ("b", 1, 0.6), ("b", 1, 0.61), ("b", 0, None))
+    ]
+    for baseline in ("group", "counterfactual"):
+        plain = objective(advantage_normalization_confidence="mean", confidence_baseline=baseline).score(rows)
+        scaled = objective(advantage_normalization_confidence="batch_std", confidence_baseline=baseline).score(rows)
+        np.testing.assert_allclose(scaled.A_c, plain.A_c / np.sqrt(np.mean(plain.A_c**2)), rtol=1e-12)
+        np.testing.assert_array_equal(scaled.A_r, plain.A_r)
+        for tokens, A_c in zip(scaled.tokens, scaled.A_c, strict=True):
+            assert (tokens.advantages[tokens.block_ids == BLOCK_CONFIDENCE] == A_c).all()
+
+
+def test_batch_std_does_not_blow_up_what_is_almost_nothing() -> None:
+    rows = [judgement(p, 1, c) for p in "ab" for c in (0.99, 0.99, 0.98)]
+    plain = objective(calibration_loss="brier", advantage_normalization_confidence="mean").score(rows)
+    scaled = objective(calibration_loss="brier", advantage_normalization_confidence="batch_std").score(rows)
+    np.testing.assert_allclose(scaled.A_c, plain.A_c / LEAST_BATCH_RMS, rtol=1e-12)
+
+
+def test_batch_std_of_posthoc_scales_all_its_tokens_alike() -> None:
+    rows = [judgement("a", R, c) for R, c in ((1, 0.9), (0, 0.2), (0, 0.7))]
+    for tokens in ("all", "confidence"):
+        plain = objective(name="posthoc", tokens=tokens, advantage_normalization_confidence="mean").score(rows)
+        scaled = objective(name="posthoc", tokens=tokens, advantage_normalization_confidence="batch_std").score(rows)
+        scale = np.sqrt(np.mean(plain.A_c**2))
+        np.testing.assert_allclose(scaled.A_c, plain.A_c / scale, rtol=1e-12)
+        np.testing.assert_allclose(scaled.A_r, plain.A_r / scale, rtol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["brier", "log", "spherical"])
@@ -396,9 +427,8 @@ def test_options_resolve_explicit_then_method_then_preset() -> None:
     assert ObjectiveConfig(name="rlcr").resolve().lam == 0.0
     assert ObjectiveConfig(name="rlcr", lam=0.3).resolve().lam == 0.3
     proper = ObjectiveConfig(preset="dcpo_proper").resolve()
-    assert proper.advantage_normalization == ("std", "mean")
-    assert proper.weight.reasoning == 1.0
-    assert proper.weight.confidence > 1.0
+    assert proper.advantage_normalization == ("std", "batch_std")
+    assert proper.weight == (1.0, 1.0)
     assert ObjectiveConfig(preset="dcpo_proper", weight=2.0).resolve().weight == (2.0, 2.0)
     assert ObjectiveConfig(clip_high=0.3, clip_high_confidence=0.1).resolve().clip_high == (0.3, 0.1)
     assert ObjectiveConfig(name="ccgspg", preset="verl_compat").resolve().loss_aggregation == "sequence_mean"
