@@ -6,6 +6,7 @@ confidence policy with the trainer's own advantages, so that it also shows what 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +14,7 @@ from scipy import stats
 
 from megatron_dcpo.objectives import ObjectiveConfig
 from megatron_dcpo.objectives.advantages import Group
-from megatron_dcpo.objectives.dcpo import score_group
+from megatron_dcpo.objectives.dcpo import scale_batch, score_group
 from megatron_dcpo.objectives.scores import SCORES
 
 LEVELS = np.linspace(0, 1, 101)
@@ -52,25 +53,40 @@ class Settled:
 
 
 def settle(
-    objective: ObjectiveConfig, p: float, *, group_size: int, steps: int, lr: float, rng: np.random.Generator
-) -> Settled:
-    """Train softmax(theta) over 21 levels on groups with labels Bernoulli(``p``); averages over the last quarter."""
+    objective: ObjectiveConfig,
+    probabilities: Sequence[float],
+    *,
+    group_size: int,
+    groups: int,
+    steps: int,
+    lr: float,
+    rng: np.random.Generator,
+) -> list[Settled]:
+    """Train one softmax(theta) over 21 levels for each p, all in the same batches; averages over the last quarter.
+
+    A batch has ``groups`` groups of every p, with labels Bernoulli(p); the advantages are DCPO's own.
+    """
     options, levels = objective.resolve(), np.linspace(0, 1, 21)
-    theta = np.zeros(len(levels))
-    tail: list[tuple[float, float]] = []
+    theta = np.zeros((len(probabilities), len(levels)))
+    tail: list[tuple[np.ndarray, np.ndarray]] = []
     for step in range(steps):
-        pi = np.exp(theta - theta.max())
-        pi /= pi.sum()
-        correct = (rng.random(group_size) < p).astype(np.float64)
-        chosen = rng.choice(len(levels), group_size, p=pi)
-        A_c = score_group(Group(correct, levels[chosen], levels[chosen]), options).A_c
-        weight = options.weight.confidence
-        theta += lr * weight * (np.bincount(chosen, weights=A_c, minlength=len(levels)) / group_size - pi * A_c.mean())
+        pi = np.exp(theta - theta.max(axis=1, keepdims=True))
+        pi /= pi.sum(axis=1, keepdims=True)
+        chosen = np.stack([rng.choice(len(levels), (groups, group_size), p=row) for row in pi])
+        correct = (rng.random(chosen.shape) < np.reshape(probabilities, (-1, 1, 1))).astype(np.float64)
+        A_c = np.zeros(chosen.shape)
+        for place in np.ndindex(chosen.shape[:2]):
+            c = levels[chosen[place]]
+            A_c[place] = score_group(Group(correct[place], c, c), options).A_c
+        _, A_c = scale_batch(A_c, A_c, options)
+        for row, (picked, advantages) in enumerate(zip(chosen, A_c, strict=True)):
+            pushed = np.bincount(picked.ravel(), weights=advantages.ravel(), minlength=len(levels)) / advantages.size
+            theta[row] += lr * options.weight.confidence * (pushed - pi[row] * advantages.mean())
         if step >= 3 * steps // 4:
-            mean = float(pi @ levels)
-            tail.append((mean, float(np.sqrt(pi @ (levels - mean) ** 2))))
-    means, sds = zip(*tail, strict=True)
-    return Settled(float(np.mean(means)), float(np.mean(sds)))
+            means = pi @ levels
+            tail.append((means, np.sqrt((pi * (levels - means[:, None]) ** 2).sum(axis=1))))
+    means, sds = (np.mean(column, axis=0) for column in zip(*tail, strict=True))
+    return [Settled(float(mean), float(sd)) for mean, sd in zip(means, sds, strict=True)]
 
 
 def saturated_push(objective: ObjectiveConfig, confidences: np.ndarray) -> float:

@@ -151,9 +151,23 @@ def test_proper_scores_ask_for_the_probability_and_lam_mixes_in_what_the_group_d
 
 def test_std_keeps_pushing_a_saturated_group_and_the_mean_fades() -> None:
     near, nearer = np.array([0.98, 0.99, 0.98, 1.0]), 1 - 0.1 * (1 - np.array([0.98, 0.99, 0.98, 1.0]))
-    paper, proper = ObjectiveConfig(), ObjectiveConfig(preset="dcpo_proper")
+    paper, proper = ObjectiveConfig(), ObjectiveConfig(preset="dcpo_proper", advantage_normalization_confidence="mean")
     assert properness.saturated_push(paper, nearer) == pytest.approx(properness.saturated_push(paper, near), rel=1e-2)
     assert properness.saturated_push(proper, nearer) < 0.02 * properness.saturated_push(proper, near)
+
+
+def test_one_scale_per_batch_keeps_a_proper_score_where_the_groups_own_does_not() -> None:
+    """Nine in ten are right: with a std of their own, groups that are all right push as hard as the others, to 1."""
+    ends = {
+        how: properness.settle(
+            ObjectiveConfig(preset="dcpo_proper", advantage_normalization_confidence=how), (0.5, 0.9),
+            group_size=8, groups=6, steps=1000, lr=0.2, rng=np.random.default_rng(0),
+        )
+        for how in ("std", "batch_std")
+    }  # fmt: skip
+    assert abs(ends["batch_std"][1].mean - 0.9) < 0.02
+    assert ends["std"][1].mean > 0.98
+    assert all(abs(end[0].mean - 0.5) < 0.05 for end in ends.values())
 
 
 def test_grpo_loses_entropy_though_the_reward_names_no_favourite() -> None:
