@@ -50,7 +50,9 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         "dcpo": Method("DCPO"),
         "dcpo_i": Method("DCPO-I (w/o group)", ("objective.lam=0",)),
         "dcpo_g": Method("DCPO-G (w/o instance)", ("objective.lam=1",)),
-        "dcpo_proper": Method("DCPO-proper (ours)", ("objective.preset=dcpo_proper",)),
+        "dcpo_proper": Method(
+            "DCPO-proper (ours)", ("objective.preset=dcpo_proper", "objective.entropy_coef_confidence=0.02")
+        ),
         # lambda sweep of the paper's DCPO; 0, 0.5 and 1 are dcpo_i, dcpo and dcpo_g
         "dcpo_lam025": Method("DCPO, lambda 0.25", ("objective.lam=0.25",)),
         "dcpo_lam075": Method("DCPO, lambda 0.75", ("objective.lam=0.75",)),
@@ -61,14 +63,11 @@ METHODS: Mapping[str, Method] = MappingProxyType(
             "the same, counterfactual baseline",
             (*CENTRED_BRIER, "objective.lam=0", "objective.confidence_baseline=counterfactual"),
         ),
-        "proper_entropy": Method(
-            "DCPO-proper with an entropy bonus of 0.02",
-            ("objective.preset=dcpo_proper", "objective.entropy_coef_confidence=0.02"),
-        ),
+        "proper_plain": Method("the same, one scale for the batch", ("objective.preset=dcpo_proper",)),
     }
 )
 MAIN = ("base", "dcpo_proper", "dcpo", "grpo", "rlcr", "coupled", "ccgspg", "dcpo_i", "dcpo_g", "posthoc", "confclass")
-SWEEP = ("brier_counterfactual", "proper_entropy", "dcpo_lam025", "dcpo_lam075", "brier_lam05", "brier_lam0")
+SWEEP = ("proper_plain", "brier_counterfactual", "dcpo_lam025", "dcpo_lam075", "brier_lam05", "brier_lam0")
 TRANSFER = ("base", "grpo", "dcpo", "dcpo_proper")
 FAMILIES = ("qwen3", "llama", "large")
 
