@@ -60,10 +60,10 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         "brier_lam05": Method("Brier, mean-only A_c, lambda 0.5", CENTRED_BRIER),
         "brier_lam0": Method("Brier, mean-only A_c, lambda 0", (*CENTRED_BRIER, "objective.lam=0")),
         "brier_counterfactual": Method(
-            "the same, counterfactual baseline",
+            "Brier, mean-only A_c, lambda 0, counterfactual",
             (*CENTRED_BRIER, "objective.lam=0", "objective.confidence_baseline=counterfactual"),
         ),
-        "proper_plain": Method("the same, one scale for the batch", ("objective.preset=dcpo_proper",)),
+        "proper_plain": Method("Brier, batch_std A_c, lambda 0, counterfactual", ("objective.preset=dcpo_proper",)),
     }
 )
 MAIN = ("base", "dcpo_proper", "dcpo", "grpo", "rlcr", "coupled", "ccgspg", "dcpo_i", "dcpo_g", "posthoc", "confclass")

@@ -14,7 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from megatron_dcpo.calibration.diagrams import PALETTE
-from megatron_dcpo.lab.cells import METHODS
+from megatron_dcpo.lab.cells import MAIN, METHODS
 from megatron_dcpo.lab.results import curves
 from megatron_dcpo.lab.statistics import interval, row_title, values_by_row
 from megatron_dcpo.lab.tables import SWEEP_ROWS
@@ -44,6 +44,7 @@ def colour(method: str) -> str:
         "dcpo_g": PALETTE[6],
         "ccgspg": "#5b4636",
         "confclass": "#b3a100",
+        "posthoc": "#d62728",
     }
     return fixed.get(method.split("_token")[0].split("_verbal")[0], "#444444")
 
@@ -147,19 +148,28 @@ def pooled_bins(cells: Cells, method: str, kind: str) -> tuple[np.ndarray, np.nd
 
 
 def accuracy_against_ece(cells: Cells, path: Path) -> None:
+    """The methods of the paper's tables and ours; not the sweeps."""
     rows = values_by_row(cells, "qwen3")
-    with figure(path, columns=2, width=5.0, height=3.8) as panels:
+    shown = [name for name in rows if name.removesuffix("_token").removesuffix("_verbal") in MAIN]
+    shapes = {"token": "s", "verbal": "^"}
+    with figure(path, columns=2, width=5.6, height=3.8) as panels:
         for axes, metric, label in zip(panels, ("ece", "pce"), ("ECE", "PCE"), strict=True):
-            for name, row in rows.items():
-                if name.startswith(("dcpo_lam", "brier")):
-                    continue
-                x, y = interval(row[metric]), interval(row["accuracy"])
-                shape = "s" if name.endswith("_token") else "o"
-                axes.errorbar(x.mean, y.mean, xerr=_half(x), yerr=_half(y), fmt=shape, ms=4, color=colour(name))
-                axes.annotate(
-                    row_title(name), (x.mean, y.mean), xytext=(4, 4), textcoords="offset points", fontsize=6.5
+            for name in shown:
+                x, y = interval(rows[name][metric]), interval(rows[name]["accuracy"])
+                shape = shapes.get(name.rsplit("_", 1)[-1], "o")
+                axes.errorbar(
+                    x.mean,
+                    y.mean,
+                    xerr=_half(x),
+                    yerr=_half(y),
+                    fmt=shape,
+                    ms=5,
+                    lw=1,
+                    color=colour(name),
+                    label=row_title(name),
                 )
             axes.set(xlabel=f"{label} (held out)", ylabel="accuracy (held out)")
+        panels[-1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
 
 
 def sweep(cells: Cells, path: Path) -> None:

@@ -217,4 +217,4 @@ def draw_properness(found: dict[str, Any], path: Path) -> None:
         for axes, label in ((optimum, "best confidence"), (settled, "confidence after training")):
             axes.plot([0, 1], [0, 1], ":", color="#777777", lw=1)
             axes.set(xlabel="p", ylabel=label, xlim=(0, 1), ylim=(-0.02, 1.02))
-            axes.legend(fontsize=7)
+            axes.legend(fontsize=6.5, loc="lower right")
