@@ -13,8 +13,8 @@ import numpy as np
 from scipy import stats
 
 from megatron_dcpo.objectives import ObjectiveConfig
-from megatron_dcpo.objectives.advantages import Group
-from megatron_dcpo.objectives.dcpo import scale_batch, score_group
+from megatron_dcpo.objectives.advantages import Group, batch_scale
+from megatron_dcpo.objectives.dcpo import score_group
 from megatron_dcpo.objectives.scores import SCORES
 
 LEVELS = np.linspace(0, 1, 101)
@@ -78,7 +78,7 @@ def settle(
         for place in np.ndindex(chosen.shape[:2]):
             c = levels[chosen[place]]
             A_c[place] = score_group(Group(correct[place], c, c), options).A_c
-        _, A_c = scale_batch(A_c, A_c, options)
+        A_c /= batch_scale(A_c, options)
         for row, (picked, advantages) in enumerate(zip(chosen, A_c, strict=True)):
             pushed = np.bincount(picked.ravel(), weights=advantages.ravel(), minlength=len(levels)) / advantages.size
             theta[row] += lr * options.weight.confidence * (pushed - pi[row] * advantages.mean())

@@ -19,7 +19,7 @@ from pydantic.dataclasses import dataclass
 Preset = Literal["paper", "verl_compat", "dcpo_proper"]
 Score = Literal["l1", "brier", "log", "spherical"]
 Normalization = Literal["std", "mean", "none"]
-ConfidenceNormalization = Literal["std", "mean", "none", "batch_std"]
+ConfidenceNormalization = Normalization | Literal["batch_std"]
 Placement = Literal["confidence", "reasoning", "both", "sentinel"]
 Aggregation = Literal["sequence_mean", "token_mean", "block_mean"]
 Fallback = Literal["eos", "none", "last_two"]
