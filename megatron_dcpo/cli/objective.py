@@ -80,7 +80,9 @@ def evaluate(group: Mapping[str, Any]) -> dict[str, Any]:
 def loss(objective: Objective, scored: Scored, responses: Sequence[Mapping[str, Any]]) -> float:
     """The loss of all responses as one micro-batch, float64."""
     weights = objective.token_weights(scored, objective.counts(scored))
-    optional = {name: _flat(r[name] for r in responses) for name in PER_TOKEN if all(name in r for r in responses)}
+    optional: dict[str, Any] = {
+        name: _flat(r[name] for r in responses) for name in PER_TOKEN if all(name in r for r in responses)
+    }
     batch = TokenBatch(
         advantages=_flat(tokens.advantages for tokens in scored.tokens),
         block_ids=_flat((tokens.block_ids for tokens in scored.tokens), np.int64),

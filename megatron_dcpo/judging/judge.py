@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from megatron_dcpo.judging.answers import BOXED, AnswerForm
 from megatron_dcpo.judging.blocks import split_blocks
 from megatron_dcpo.judging.confidence import MARKER, parse_confidence
+from megatron_dcpo.judging.decimals import decimal_tokens
 from megatron_dcpo.judging.math import verify_many
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.types import Judgement, Prompt, Response
@@ -47,6 +48,7 @@ def judge_many(
                 boundary=split.boundary,
                 length=len(response.token_ids),
                 stated=parsed.stated,
+                decimals=decimal_tokens(response.token_ids, tokens, split) if parsed.status == "ok" else (),
             )
         )
     return judgements

@@ -163,7 +163,7 @@ def parts_of(rollout: Rollout, objective: ObjectiveConfig) -> dict[str, Scored]:
 
 def _with_advantages(scored: Scored, reasoning: np.ndarray, confidence: np.ndarray) -> Scored:
     tokens = tuple(
-        dataclasses.replace(t, advantages=np.where(t.block_ids == BLOCK_REASONING, a, b))
+        dataclasses.replace(t, digits=(), advantages=np.where(t.block_ids == BLOCK_REASONING, a, b))
         for t, a, b in zip(scored.tokens, reasoning, confidence, strict=True)
     )
     return dataclasses.replace(scored, tokens=tokens)

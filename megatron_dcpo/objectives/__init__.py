@@ -15,11 +15,12 @@ from __future__ import annotations
 from megatron_dcpo.objectives import ccgspg, coupled, dcpo, grpo, posthoc, rlcr
 from megatron_dcpo.objectives.objective import COUNT_NAMES, Method, Objective, Scored
 from megatron_dcpo.objectives.options import ObjectiveConfig, Options
-from megatron_dcpo.objectives.policy_loss import TokenBatch
+from megatron_dcpo.objectives.policy_loss import DigitBatch, TokenBatch
 
 __all__ = [
     "COUNT_NAMES",
     "METHODS",
+    "DigitBatch",
     "Method",
     "Objective",
     "ObjectiveConfig",

@@ -5,12 +5,15 @@ DCPO-I is ``lam: 0`` (each response its own label), DCPO-G is ``lam: 1`` (the gr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from megatron_dcpo.objectives.advantages import Group, GroupScore, batch_scale, hybrid_target, normalize
 from megatron_dcpo.objectives.objective import Method
 from megatron_dcpo.objectives.options import Options
-from megatron_dcpo.objectives.scores import calibration_reward, correctness_reward
+from megatron_dcpo.objectives.scores import SCORES, calibration_reward, correctness_reward
+from megatron_dcpo.types import DigitScores, Judgement
 
 
 def score_group(group: Group, options: Options) -> GroupScore:
@@ -51,4 +54,28 @@ def scale_batch(A_r: np.ndarray, A_c: np.ndarray, options: Options) -> tuple[np.
     return A_r, A_c / batch_scale(A_c, options)
 
 
-METHOD = Method(score_group, scale_batch=scale_batch)
+def score_digits(
+    judgements: Sequence[Judgement], targets: np.ndarray, A_c: np.ndarray, options: Options
+) -> list[tuple[DigitScores, ...]]:
+    """``confidence_gradient: digits``: S(c with other digits here, t_i) for every choice, on the scale of A_c.
+
+    The later digits stay as they were sampled: they are a tenth of this one's weight, and hardly depend on it.
+    """
+    if options.confidence_gradient == "sampled":
+        return [()] * len(judgements)
+    score, scale = SCORES[options.calibration_loss], batch_scale(A_c, options)
+
+    def all_choices(judgement: Judgement, target: float) -> tuple[DigitScores, ...]:
+        found = []
+        for token in judgement.decimals:
+            assert judgement.confidence is not None  # only a valid confidence has decimals
+            shift = (np.arange(10**token.width) - token.value) / 10.0**token.place
+            c = np.clip(judgement.confidence + shift, 0, 1)
+            scores = score(c, np.full_like(c, target), options.score_clamp) / scale
+            found.append(DigitScores(token.position, token.width, scores))
+        return tuple(found)
+
+    return [all_choices(judgement, target) for judgement, target in zip(judgements, targets, strict=True)]
+
+
+METHOD = Method(score_group, scale_batch=scale_batch, score_digits=score_digits)

@@ -8,6 +8,7 @@ losses, stats = objective.token_loss(batch)             # contributions whose pl
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor
 from megatron_dcpo.objectives.advantages import Group, GroupScore, make_group
 from megatron_dcpo.objectives.options import ObjectiveConfig, Options
 from megatron_dcpo.objectives.policy_loss import Stats, TokenBatch, clipped_policy_loss
-from megatron_dcpo.types import BLOCK_CONFIDENCE, BLOCK_REASONING, Judgement, TokenAdvantages
+from megatron_dcpo.types import BLOCK_CONFIDENCE, BLOCK_REASONING, DigitScores, Judgement, TokenAdvantages
 
 COUNT_NAMES = ("sequences", "reasoning_tokens", "confidence_tokens")
 
@@ -26,6 +27,13 @@ COUNT_NAMES = ("sequences", "reasoning_tokens", "confidence_tokens")
 def as_scored(A_r: np.ndarray, A_c: np.ndarray, options: Options) -> tuple[np.ndarray, np.ndarray]:
     """The groups' advantages are final."""
     return A_r, A_c
+
+
+def no_digits(
+    judgements: Sequence[Judgement], targets: np.ndarray, A_c: np.ndarray, options: Options
+) -> list[tuple[DigitScores, ...]]:
+    """Every token is trained on the response's advantage."""
+    return [()] * len(judgements)
 
 
 def no_defaults(config: ObjectiveConfig) -> Mapping[str, Any]:
@@ -38,6 +46,7 @@ class Method:
     """What a file of this package declares: how a group is scored, and where it differs from the common rest.
 
     ``scale_batch``: what becomes of A_r and A_c ([N] each) once all groups of the mini-batch are scored.
+    ``score_digits``: from judgements, targets and A_c before that, the positions trained on all digits at once.
     """
 
     score_group: Callable[[Group, Options], GroupScore]
@@ -45,6 +54,9 @@ class Method:
     defaults: Callable[[ObjectiveConfig], Mapping[str, Any]] = no_defaults
     needs_old_logprobs: bool = False
     scale_batch: Callable[[np.ndarray, np.ndarray, Options], tuple[np.ndarray, np.ndarray]] = as_scored
+    score_digits: Callable[
+        [Sequence[Judgement], np.ndarray, np.ndarray, Options], Sequence[tuple[DigitScores, ...]]
+    ] = no_digits
 
 
 @dataclass(frozen=True)
@@ -105,10 +117,12 @@ class Objective:
             score = self.method.score_group(make_group([judgements[i] for i in rows], old), self.options)
             columns[:, rows] = score.target, score.R, score.R_c, score.A_r, score.A_c
         targets, R, R_c, A_r, A_c = columns
+        digits = self.method.score_digits(judgements, targets, A_c, self.options)
         A_r, A_c = self.method.scale_batch(A_r, A_c, self.options)
         trained = [not (self.options.mask_truncated and j.status == "truncated") for j in judgements]
         tokens = tuple(
-            spread_over_tokens(j, a_r, a_c, self.options) for j, a_r, a_c in zip(judgements, A_r, A_c, strict=True)
+            dataclasses.replace(spread_over_tokens(j, a_r, a_c, self.options), digits=choices)
+            for j, a_r, a_c, choices in zip(judgements, A_r, A_c, digits, strict=True)
         )
         return Scored(tuple(judgements), targets, R, R_c, A_r, A_c, np.array(trained, dtype=bool), tokens)
 

@@ -16,6 +16,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
+from megatron_dcpo.errors import UserError
+
 Preset = Literal["paper", "verl_compat", "dcpo_proper"]
 Score = Literal["l1", "brier", "log", "spherical"]
 Normalization = Literal["std", "mean", "none"]
@@ -24,6 +26,7 @@ Placement = Literal["confidence", "reasoning", "both", "sentinel"]
 Aggregation = Literal["sequence_mean", "token_mean", "block_mean"]
 Fallback = Literal["eos", "none", "last_two"]
 Baseline = Literal["group", "counterfactual"]
+ConfidenceGradient = Literal["sampled", "digits"]
 
 Unit = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -56,6 +59,8 @@ class ObjectiveConfig:
     advantage_normalization_reasoning: Normalization | None = None
     advantage_normalization_confidence: ConfidenceNormalization | None = None
     confidence_baseline: Baseline | None = None
+    confidence_gradient: ConfidenceGradient | None = None
+    digit_exponent: Unit | None = None
     ddof: Literal[0, 1] | None = None
     eps: NonNegative | None = None
     # Loss
@@ -101,7 +106,13 @@ class ObjectiveConfig:
                 values[field.name] = Blocks(*(_first(layers, f"{field.name}_{block}", field.name) for block in BLOCKS))
             elif field.name not in values:
                 values[field.name] = _first(layers, field.name)
-        return Options(**values)
+        options = Options(**values)
+        if options.confidence_gradient == "digits" and options.advantage_normalization.confidence == "std":
+            raise UserError(
+                "objective.confidence_gradient=digits does not know a group's standard deviation; set "
+                "objective.advantage_normalization_confidence to batch_std, mean or none"
+            )
+        return options
 
 
 class Blocks(NamedTuple):
@@ -128,6 +139,9 @@ class Options:
             ``batch_std``, x - mean over the root mean square of the whole mini-batch (``dcpo`` and ``posthoc``).
         confidence_baseline: what R_c is compared with, the other responses' R_c or, ``counterfactual``, the score their
             confidences would have had on this response's target (``dcpo`` only).
+        confidence_gradient: what trains the decimals of a valid confidence, A_c of the sampled digit or, ``digits``, the
+            scores of all digits (``dcpo`` only), each weighted with pi ** digit_exponent: 1 gives the exact expected
+            gradient, 0 the natural one.
         loss_aggregation: 1/(N_sequences |o_i|), 1/N_tokens, or 1/N_block per token; N are global counts.
         mask_truncated: truncated responses train nothing (they still count in the group statistics).
         weight: multiplies all terms of a block's loss. clip_low, clip_high: the ratio stays in [1-low, 1+high].
@@ -152,6 +166,8 @@ class Options:
     one_minus_c_clamp: float
     advantage_normalization: Blocks
     confidence_baseline: Baseline
+    confidence_gradient: ConfidenceGradient
+    digit_exponent: float
     ddof: int
     eps: float
     loss_aggregation: Aggregation
@@ -187,6 +203,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "one_minus_c_clamp": 1e-4,
         "advantage_normalization": "std",
         "confidence_baseline": "group",
+        "confidence_gradient": "sampled",
+        "digit_exponent": 0.5,
         "ddof": 0,
         "eps": 1e-6,
         "loss_aggregation": "sequence_mean",

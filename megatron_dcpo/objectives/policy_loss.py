@@ -22,6 +22,19 @@ Stats = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
+class DigitBatch:
+    """The m tokens of a micro-batch that are trained on all digits at once.
+
+    ``rows`` int64 [m] into the tokens; ``logprobs`` [m, K] of every choice of digits, with gradient, -inf where there is
+    none; ``scores`` [m, K].
+    """
+
+    rows: Tensor
+    logprobs: Tensor
+    scores: Tensor
+
+
+@dataclass(frozen=True)
 class TokenBatch:
     """The tokens of one micro-batch, flat [n], whole sequences only; padding is allowed (block 0).
 
@@ -36,6 +49,7 @@ class TokenBatch:
     block_ids: Tensor
     weights: Tensor
     sequence_ids: Tensor
+    digits: DigitBatch | None = None
     engine_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
     entropy: Tensor | None = None
@@ -58,12 +72,31 @@ def clipped_policy_loss(batch: TokenBatch, options: Options) -> tuple[Tensor, St
         losses = torch.minimum(losses, options.dual_clip * A.abs())  # binds only where A < 0
     tis = importance_weights(batch, options)
     losses = losses * tis
+    if batch.digits is not None:
+        losses = losses.index_put((batch.digits.rows,), digit_losses(batch.digits, options).to(losses))
     extra, stats = regularizers(batch, options)
     losses = (losses + extra) * _where(valid, batch.weights.to(losses))
     stats |= by_block("clipped", (clipped > unclipped).to(rho), batch) | by_block("ratio", rho, batch)
     if options.tis_level != "none":
         stats |= by_block("tis_weight", tis, batch)
     return losses, stats | by_block("loss", losses, batch) | by_block("tokens", torch.ones_like(rho), batch)
+
+
+def digit_losses(digits: DigitBatch, options: Options) -> Tensor:
+    """-sum_d w_d A_d log pi_d, [m]: every digit d at a position at once, w proportional to pi ** digit_exponent, without
+    gradient, A_d = S_d - sum w S.
+
+    With exponent 1 the gradient is that of the expected score, sum_d pi_d A_d grad log pi_d, free of the noise of which
+    digit was sampled; it needs no importance ratio, being an expectation under the policy as it is. Like the sampled one
+    it hardly moves a digit that is hardly ever said, however good. With exponent 0 it is the natural gradient of the
+    softmax, A_d on each logit, which does, and pushes digits far off as hard. In between a rare digit counts for more.
+    """
+    known = digits.logprobs > -torch.inf
+    logprobs = _where(known, digits.logprobs)
+    w = torch.softmax((options.digit_exponent * logprobs.detach()).masked_fill(~known, -torch.inf), dim=-1)
+    scores = digits.scores.to(w)
+    A = scores - (w * scores).sum(-1, keepdim=True)
+    return -(w * A * logprobs).sum(-1)
 
 
 def regularizers(batch: TokenBatch, options: Options) -> tuple[Tensor, Stats]:

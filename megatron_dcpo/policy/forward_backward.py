@@ -18,13 +18,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dcpo.policy.batching import MicroBatch, Sample, collate
-from megatron_dcpo.policy.logprobs import vocab_parallel_logprobs
+from megatron_dcpo.policy.logprobs import alternative_logprobs, vocab_parallel_logprobs
 from megatron_dcpo.policy.model import Policy
 
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
 
 # (micro-batch, log-probs [N], entropy [N]) -> (sum of weighted token losses, statistics that add up)
-LossFunction = Callable[[MicroBatch, Tensor, Tensor], tuple[Tensor, dict[str, float]]]
+LossFunction = Callable[..., tuple[Tensor, dict[str, float]]]
+# (rows [m] of the response tokens, token ids [m, K]) -> log-probs [m, K] of those tokens in their place
+Alternatives = Callable[[Tensor, Tensor], Tensor]
 
 
 def accumulate_gradients(
@@ -35,16 +37,27 @@ def accumulate_gradients(
     *,
     temperature: float,
     packing: bool,
+    with_alternatives: bool = False,
 ) -> list[dict[str, float]]:
     """One forward-backward over all micro-batches: gradients are left in the DDP buffers, reduced over ranks.
 
-    Returns the statistics of each micro-batch on the last pipeline stage, nothing on the others.
+    ``with_alternatives``: the loss function takes a fourth argument, :data:`Alternatives`. Returns the statistics of each
+    micro-batch on the last pipeline stage, nothing on the others.
     """
     scale = len(splits) * policy.topology.dp_size
 
     def loss_closure(batch: MicroBatch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, float]]:
-        logprobs, entropy = _response_logprobs(policy, batch, logits, temperature, True)
-        loss, stats = loss_function(batch, logprobs, entropy)
+        selected = logits.reshape(-1, logits.shape[-1]).index_select(0, batch.rows)
+        logprobs, entropy = _response_logprobs(policy, batch, selected, temperature, True)
+        others = partial(
+            alternative_logprobs,
+            selected,
+            batch.targets,
+            logprobs,
+            temperature=temperature,
+            group=policy.topology.tp_group,
+        )
+        loss, stats = loss_function(batch, logprobs, entropy, *([others] if with_alternatives else []))
         # The empty product keeps a micro-batch without response tokens attached to the graph.
         return loss * scale + logits.sum() * 0.0, torch.ones((), dtype=torch.int, device=logits.device), stats
 
@@ -63,7 +76,8 @@ def compute_logprobs(
     """Log-probs float32 [T_i] of every sample's response tokens, on every rank of the replica."""
 
     def collect(batch: MicroBatch, logits: Tensor, non_loss_data: bool = True) -> tuple[tuple[int, ...], list[Any]]:
-        logprobs, _ = _response_logprobs(policy, batch, logits, temperature, False)
+        selected = logits.reshape(-1, logits.shape[-1]).index_select(0, batch.rows)
+        logprobs, _ = _response_logprobs(policy, batch, selected, temperature, False)
         counts = torch.bincount(batch.sequence_ids, minlength=len(batch.members)).tolist()
         return batch.members, [piece.cpu().numpy() for piece in logprobs.split(counts[: len(batch.members)])]
 
@@ -116,10 +130,9 @@ def _forward_step(closure: Callable[..., Any], batches: Iterator[MicroBatch], mo
 
 
 def _response_logprobs(
-    policy: Policy, batch: MicroBatch, logits: Tensor, temperature: float, with_entropy: bool
+    policy: Policy, batch: MicroBatch, selected: Tensor, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor]:
-    """``logits``: [b, s, padded_vocab / tp] -> log-probs and entropy [N] of the response tokens."""
-    selected = logits.reshape(-1, logits.shape[-1]).index_select(0, batch.rows)
+    """Logits [N, padded_vocab / tp] that score the response tokens -> their log-probs and entropy [N]."""
     return vocab_parallel_logprobs(
         selected,
         batch.targets,

@@ -84,6 +84,20 @@ class _VocabParallel(torch.autograd.Function):
         return grad, None, None, None, None, None, None
 
 
+class _SumOverRanks(torch.autograd.Function):
+    """Sum of the ranks' parts. Each rank's gradient is its own part's, since all of them compute the same loss."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        x = x.clone()
+        _all_reduce(x, dist.ReduceOp.SUM, group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
 def _all_reduce(x: Tensor, op: Any, group: dist.ProcessGroup | None) -> None:
     if group is not None and group.size() > 1:
         dist.all_reduce(x, op=op, group=group)
@@ -113,3 +127,29 @@ def vocab_parallel_logprobs(
     rank = group.rank() if group is not None else 0
     start = rank * logits.shape[-1]
     return _VocabParallel.apply(logits, targets, start, vocab_size, temperature, with_entropy, group)
+
+
+def alternative_logprobs(
+    logits: Tensor,
+    targets: Tensor,
+    logprobs: Tensor,
+    rows: Tensor,
+    alternatives: Tensor,
+    *,
+    temperature: float = 1.0,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Log-probabilities [m, K] of other tokens at some of the positions; -inf where ``alternatives`` is -1.
+
+    ``logits``, ``targets`` and ``logprobs`` as :func:`vocab_parallel_logprobs` takes and gives them; ``rows`` int64 [m]
+    into them, ``alternatives`` int64 [m, K] token ids. log p(a) = log p(y) + z_a - z_y: the partition function is known,
+    so all it takes is one all-reduce of the logits asked for. Differentiable in ``logits`` and ``logprobs``.
+    """
+    start = (group.rank() if group is not None else 0) * logits.shape[-1]
+    ids = torch.cat([targets[rows, None], alternatives], dim=-1)
+    local = ids - start
+    mine = (local >= 0) & (local < logits.shape[-1]) & (ids >= 0)
+    z = logits[rows].gather(-1, torch.where(mine, local, 0)).float()
+    z = _SumOverRanks.apply(torch.where(mine, z, 0.0), group) / temperature
+    found = logprobs[rows, None] + z[:, 1:] - z[:, :1]
+    return found.masked_fill(alternatives < 0, -torch.inf)

@@ -9,11 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron_dcpo.checkpoints.saving import Saver
 from megatron_dcpo.config import Config
 from megatron_dcpo.data import load_prompts
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.answers import BOXED, FENCED, AnswerForm
+from megatron_dcpo.judging.decimals import digit_token_ids
 from megatron_dcpo.judging.judge import Verifier, judge_many
 from megatron_dcpo.judging.math import verify_many
 from megatron_dcpo.judging.token_bytes import token_bytes
@@ -58,6 +61,7 @@ class Run:
     watch: Watch
     saver: Saver
     progress: Progress
+    digit_token_ids: Mapping[int, np.ndarray]
     judge: Callable[[Sequence[Response], Mapping[str, Prompt]], list[Judgement]]
 
     @property
@@ -72,6 +76,7 @@ def build_run(config: Config) -> Run:
     check_processes(config, int(os.environ.get("WORLD_SIZE", "1")))
     check_wandb(config)
     tokenizer = load_tokenizer(config.model.path)
+    vocabulary = token_bytes(tokenizer)
     prompts = load_prompts(
         config.data.path,
         tokenizer,
@@ -119,9 +124,10 @@ def build_run(config: Config) -> Run:
             config.training.async_save,
         ),
         progress=Progress(),
+        digit_token_ids=digit_token_ids(vocabulary),
         judge=partial(
             judge_many,
-            tokens=token_bytes(tokenizer),
+            tokens=vocabulary,
             eos_ids=engine.eos_token_ids,
             marker=config.judging.marker,
             verifier=verifier,

@@ -20,16 +20,16 @@ from torch import Tensor
 
 from megatron_dcpo import runtime
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.objectives import Scored, TokenBatch
+from megatron_dcpo.objectives import DigitBatch, Scored, TokenBatch
 from megatron_dcpo.policy.batching import MicroBatch, Sample, assign_to_ranks, split_micro_batches
-from megatron_dcpo.policy.forward_backward import accumulate_gradients, compute_logprobs
+from megatron_dcpo.policy.forward_backward import Alternatives, accumulate_gradients, compute_logprobs
 from megatron_dcpo.policy.gradient_probe import probe_block_gradients
 from megatron_dcpo.policy.model import Policy
 from megatron_dcpo.policy.optimizer import complete_parameters, gradient_norm, zero_gradients
 from megatron_dcpo.runtime.distributed import all_gather_objects, max_over_ranks
 from megatron_dcpo.training.rollouts import Rollout
 from megatron_dcpo.training.setup import Run
-from megatron_dcpo.types import BLOCK_CONFIDENCE, BLOCK_REASONING
+from megatron_dcpo.types import BLOCK_CONFIDENCE, BLOCK_REASONING, TokenAdvantages
 
 logger = logging.getLogger(__name__)
 
@@ -166,14 +166,21 @@ def accumulate(run: Run, share: Share, scored: Scored, block: str | None = None)
     """Add the gradient of the loss of ``scored`` (of its tokens in one ``block``) to the buffers; its statistics."""
     weights = run.objective.token_weights(scored, run.objective.counts(scored))
     loss = partial(_loss, run, partial(_token_batch, run, share, scored, weights), block)
-    return accumulate_gradients(run.policy, share.samples, share.splits, loss, **_forward_options(run))
+    options = _forward_options(run)
+    return accumulate_gradients(run.policy, share.samples, share.splits, loss, **options, with_alternatives=True)
 
 
 def _loss(
-    run: Run, fill: Callable[..., TokenBatch], block: str | None, batch: MicroBatch, logprobs: Tensor, entropy: Tensor
+    run: Run,
+    fill: Callable[..., TokenBatch],
+    block: str | None,
+    batch: MicroBatch,
+    logprobs: Tensor,
+    entropy: Tensor,
+    alternatives: Alternatives,
 ) -> tuple[Tensor, dict[str, float]]:
     """Sum of the weighted token losses of a micro-batch (of one ``block`` when the probe asks), and what it saw."""
-    tokens = fill(batch, logprobs, entropy)
+    tokens = fill(batch, logprobs, entropy, alternatives)
     losses, stats = run.objective.token_loss(tokens)
     if block is not None:
         losses = losses * (tokens.block_ids == BLOCKS[block])
@@ -189,6 +196,7 @@ def _token_batch(
     batch: MicroBatch,
     logprobs: Tensor,
     entropy: Tensor,
+    alternatives: Alternatives,
 ) -> TokenBatch:
     """The per-token arrays of a micro-batch's members, in the order of its rows."""
     members = [share.mine[i] for i in batch.members]
@@ -208,11 +216,28 @@ def _token_batch(
         block_ids=tokens(block_ids, torch.int64),
         weights=tokens(weights, torch.float32),
         sequence_ids=batch.sequence_ids,
+        digits=_digit_batch(run, [scored.tokens[i] for i in members], alternatives),
         engine_logprobs=tokens([r.logprobs for r in responses], torch.float32),
         ref_logprobs=tokens(share.ref_logprobs, torch.float32) if share.ref_logprobs is not None else None,
         entropy=entropy,
         correct=torch.as_tensor([scored.R[i] for i in members], dtype=torch.float32, device=runtime.device()),
     )
+
+
+def _digit_batch(run: Run, members: Sequence[TokenAdvantages], alternatives: Alternatives) -> DigitBatch | None:
+    """The positions trained on all digits at once, padded to the widest token; None where there are none."""
+    starts = np.cumsum([0, *(len(tokens.advantages) for tokens in members)])
+    found = [(start, digits) for start, tokens in zip(starts, members, strict=False) for digits in tokens.digits]
+    if not found:
+        return None
+    shape = (len(found), 10 ** max(digits.width for _, digits in found))
+    ids, scores = np.full(shape, -1, np.int64), np.zeros(shape, np.float32)
+    for row, (_, digits) in enumerate(found):
+        ids[row, : len(digits.scores)] = run.digit_token_ids[digits.width]
+        scores[row, : len(digits.scores)] = digits.scores
+    rows = np.array([start + digits.position for start, digits in found], np.int64)
+    on_device = [torch.as_tensor(array, device=runtime.device()) for array in (rows, ids, scores)]
+    return DigitBatch(on_device[0], alternatives(*on_device[:2]), on_device[2])
 
 
 def _mismatch(tokens: TokenBatch) -> dict[str, float]:

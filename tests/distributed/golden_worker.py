@@ -22,8 +22,10 @@ from megatron_dcpo.runtime.distributed import all_gather_objects, destroy, initi
 from megatron_dcpo.training.rollouts import Rollout
 from megatron_dcpo.training.setup import Progress, Run
 from megatron_dcpo.training.update import Share, UpdateStatistics, _update_once
-from megatron_dcpo.types import Prompt, Response
+from megatron_dcpo.types import DecimalToken, Judgement, Prompt, Response
 from tests.unit.objective_cases import GOLDEN_OPTIONS, NEW, OLD, golden_judgements
+
+ALL_DIGITS: dict[str, Any] = {"preset": "dcpo_proper", "confidence_gradient": "digits"}
 
 
 def rollout_for_test(order: list[int]) -> Rollout:
@@ -32,7 +34,18 @@ def rollout_for_test(order: list[int]) -> Rollout:
     judgements = golden_judgements()
     prompt = Prompt("p0", (), (5, 6, 7), "", "math")
     responses = [Response("p0", i, ids[i], np.zeros(len(ids[i]), np.float32), "stop", 0) for i in order]
+    judgements = [dataclasses.replace(j, decimals=decimals_for_test(j)) for j in judgements]
     return Rollout({"p0": prompt}, responses, [judgements[i] for i in order])
+
+
+def decimals_for_test(judgement: Judgement) -> tuple[DecimalToken, ...]:
+    """One token of two digits, or two of one, by turns: which is which, only the tests need to know."""
+    if judgement.confidence is None or judgement.confidence >= 1 or judgement.length - judgement.boundary < 2:
+        return ()
+    digits, last = round(judgement.confidence * 100), judgement.length - 1
+    if judgement.correct:
+        return (DecimalToken(last, digits, 2, 2),)
+    return DecimalToken(last - 1, digits // 10, 1, 1), DecimalToken(last, digits % 10, 1, 2)
 
 
 def main() -> None:
@@ -53,11 +66,12 @@ def main() -> None:
     order = options["order"]
     rollout = rollout_for_test(order)
     result: dict[str, Any] = {"losses": {}, "norms": {}}
-    for name, method in GOLDEN_OPTIONS.items():
+    for name, method in (GOLDEN_OPTIONS | {"all digits": ALL_DIGITS}).items():
         objective = build_objective(ObjectiveConfig(**method))
         parts: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(Run))
         parts |= {"config": config, "topology": topology, "policy": policy, "optimizer": optimizer}
         parts |= {"scheduler": scheduler, "objective": objective, "progress": Progress()}
+        parts |= {"digit_token_ids": {1: np.arange(160, 170), 2: np.arange(200, 300)}}  # on both ranks of two
         run = Run(**parts)  # what an update does not touch stays None
         share = Share.of(run, rollout).with_old_logprobs(run)
         assert share.old_logprobs is not None

@@ -47,6 +47,15 @@ def test_golden_losses(runs, case):
             assert rank["losses"][name] == pytest.approx(EXPECTED[name]["loss"], abs=1e-5), name
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if case != "one"])
+def test_the_loss_over_all_digits_does_not_depend_on_the_layout(runs, case):
+    """Its log-probs are of tokens that no response holds, gathered over the vocabulary's shards."""
+    expected = runs("one")[0]["losses"]
+    assert abs(expected["all digits"]) > 1e-3
+    for rank in runs(case):
+        assert rank["losses"]["all digits"] == pytest.approx(expected["all digits"], abs=1e-5)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_ccgspg_equals_its_float64_formula(runs, case):
     for rank in runs(case):

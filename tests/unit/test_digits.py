@@ -1,0 +1,169 @@
+"""Training on all digits of a confidence at once: which tokens they are, what each choice is worth, the gradient."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.judging.blocks import split_blocks
+from megatron_dcpo.judging.decimals import decimal_tokens, digit_token_ids
+from megatron_dcpo.judging.token_bytes import TokenBytes
+from megatron_dcpo.objectives import DigitBatch, ObjectiveConfig, build_objective
+from megatron_dcpo.objectives.policy_loss import digit_losses
+from megatron_dcpo.types import DecimalToken
+from tests.unit.objective_cases import OLD, golden_judgements, judgement, token_batch
+from tests.unit.tokenizers_for_tests import byte_level, qwen, table_of
+
+OPTIONS = ObjectiveConfig(preset="dcpo_proper", confidence_gradient="digits")
+
+
+def decimals(text, tokens, ids, eos=999):
+    split = split_blocks([*ids, eos], tokens, [eos], "<conf>")
+    assert split.content == text.encode()
+    return decimal_tokens([*ids, eos], tokens, split)
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [
+        ("0.83", [(8, 1), (3, 2)]),
+        ("0.8", [(8, 1)]),
+        (".75", [(7, 1), (5, 2)]),
+        ("0.905\n ", [(9, 1), (0, 2), (5, 3)]),
+        ("0.00", [(0, 1), (0, 2)]),
+        ("1.00", []),
+        ("1", []),
+        ("0", []),
+        ("1.", []),
+    ],
+)
+def test_decimals_of_a_token_per_byte(number, expected):
+    text = f"\\boxed{{5}} 0.12\n<conf> Confidence: {number}"
+    tokens = table_of(byte_level)
+    ids = [tokens.table.index(bytes([byte])) for byte in text.encode()]
+    found = decimals(text, tokens, ids)
+    assert [(d.value, d.place) for d in found] == expected
+    assert all(d.width == 1 and tokens[ids[d.position]] == str(d.value).encode() for d in found)
+
+
+def test_decimals_in_tokens_of_several_digits():
+    pieces = [b"x ", b"<conf>", b" ", b"0", b".", b"83", b"075", b".4", b"2", b"0.", b"1234", b" 0"]
+    tokens = TokenBytes(tuple(pieces))
+
+    def found(*ids):
+        return decimals(b"".join(pieces[i] for i in ids).decode(), tokens, ids)
+
+    assert found(0, 1, 2, 3, 4, 5) == (DecimalToken(5, 83, 2, 2),)
+    assert found(0, 1, 2, 9, 6, 5) == (DecimalToken(4, 75, 3, 3), DecimalToken(5, 83, 2, 5))
+    assert found(0, 1, 2, 3, 7, 8) == (DecimalToken(5, 2, 1, 2),), "a token with the point in it is left alone"
+    assert found(0, 1, 11, 4, 5) == (DecimalToken(4, 83, 2, 2),)
+    assert found(0, 1, 2, 9, 10) == (), "wider than any table"
+
+
+def test_qwen_has_every_digit_as_a_token():
+    tokenizer, tokens = qwen(), table_of(qwen)
+    text = "\\boxed{5}\n<conf> Confidence: 0.83"
+    ids = tokenizer.encode(text).ids
+    found = decimals(text, tokens, ids, eos=len(tokens.table) + 5)
+    assert [(d.value, d.width, d.place) for d in found] == [(8, 1, 1), (3, 1, 2)]
+    tables = digit_token_ids(tokens)
+    assert [tokens[int(i)] for i in tables[1]] == [str(d).encode() for d in range(10)]
+    assert ids[found[0].position] == tables[1][8]
+
+
+def test_the_table_of_digits_knows_what_the_vocabulary_lacks():
+    tables = digit_token_ids(TokenBytes((b"0", b"07", b"a", b"1", b"99", b"1234")))
+    assert tables[1].tolist() == [0, 3, *[-1] * 8]
+    assert tables[2][7] == 1
+    assert tables[2][99] == 4
+    assert (tables[2] >= 0).sum() == 2
+    assert len(tables[3]) == 1000
+    assert (tables[3] < 0).all()
+
+
+def stated(correct, confidence, boundary=3):
+    digits = round(confidence * 100)
+    tokens = DecimalToken(boundary, digits // 10, 1, 1), DecimalToken(boundary + 1, digits % 10, 1, 2)
+    return dataclasses.replace(judgement("p", correct, confidence, boundary), decimals=tokens)
+
+
+def test_every_choice_is_scored_against_the_target_on_the_scale_of_the_batch():
+    judged = [stated(1, 0.83), stated(0, 0.12)]
+    scored = build_objective(OPTIONS).score(judged)
+    raw = build_objective(dataclasses.replace(OPTIONS, advantage_normalization_confidence="mean")).score(judged)
+    scale = np.sqrt(np.mean(raw.A_c**2))
+    first, second = scored.tokens[0].digits
+    assert (first.position, second.position) == (3, 4)
+    np.testing.assert_allclose(first.scores * scale, [-((d / 10 + 0.03 - 1) ** 2) for d in range(10)])
+    np.testing.assert_allclose(second.scores * scale, [-((0.8 + d / 100 - 1) ** 2) for d in range(10)])
+    np.testing.assert_allclose(scored.A_c * scale, raw.A_c)
+    np.testing.assert_allclose(raw.tokens[1].digits[0].scores, [-((d / 10 + 0.02) ** 2) for d in range(10)])
+
+
+def test_other_settings_train_on_the_sampled_digit_alone():
+    judged = [stated(1, 0.83), stated(0, 0.12)]
+    for options in (ObjectiveConfig(), ObjectiveConfig(name="grpo"), ObjectiveConfig(name="rlcr")):
+        assert all(tokens.digits == () for tokens in build_objective(options).score(judged).tokens)
+
+
+def test_a_groups_own_std_is_refused():
+    with pytest.raises(UserError, match=r"objective\.advantage_normalization_confidence to batch_std, mean or none"):
+        build_objective(dataclasses.replace(OPTIONS, advantage_normalization_confidence="std"))
+
+
+def gradient(logits, scores, exponent, known=None):
+    z = torch.tensor(logits, dtype=torch.float64, requires_grad=True)
+    logp = torch.log_softmax(z, -1)
+    if known is not None:
+        logp = logp.masked_fill(~known, -torch.inf)
+    options = dataclasses.replace(OPTIONS, digit_exponent=exponent).resolve()
+    digit_losses(DigitBatch(torch.arange(len(logits)), logp, torch.tensor(scores)), options).sum().backward()
+    return z.grad.numpy()
+
+
+def test_exponent_1_is_the_gradient_of_the_expected_score():
+    rng = np.random.default_rng(0)
+    logits, scores = rng.normal(size=(3, 10)), rng.normal(size=(3, 10))
+    z = torch.tensor(logits, requires_grad=True)
+    (-(torch.softmax(z, -1) * torch.tensor(scores)).sum()).backward()
+    np.testing.assert_allclose(gradient(logits, scores, 1.0), z.grad.numpy(), atol=1e-12)
+
+
+def test_exponent_0_is_the_natural_gradient():
+    rng = np.random.default_rng(1)
+    logits, scores = rng.normal(size=(3, 10)), rng.normal(size=(3, 10))
+    expected = -(scores - scores.mean(-1, keepdims=True)) / 10
+    np.testing.assert_allclose(gradient(logits, scores, 0.0), expected, atol=1e-12)
+
+
+def test_a_rare_digit_is_found_sooner_with_a_lower_exponent():
+    """Says 0.1 for certain where 0.0 is a little better: the plateau of the softmax policy gradient."""
+    logits = np.log([[0.005, 0.99, *[0.005 / 8] * 8]])
+    scores = -((np.arange(10)[None] / 10 + 0.05 - 0.05) ** 2)
+    pull = {exponent: -gradient(logits, scores, exponent)[0, 0] for exponent in (1.0, 0.5, 0.0)}
+    assert 0 < pull[1.0] < pull[0.5] / 5
+    assert pull[0.5] < pull[0.0]
+
+
+def test_a_choice_the_vocabulary_lacks_takes_no_part():
+    known = torch.tensor([[True, True, False, True]])
+    logits, scores = np.zeros((1, 4)), np.array([[0.0, -1.0, -5.0, -2.0]])
+    for exponent in (0.0, 0.5, 1.0):
+        found = gradient(logits, scores, exponent, known)
+        assert np.isfinite(found).all()
+        assert found[0, 2] == pytest.approx(0, abs=1e-12)
+
+
+def test_the_loss_replaces_the_sampled_term_at_its_rows_only():
+    chosen = build_objective(dataclasses.replace(OPTIONS, entropy_coef=0.0))
+    scored = chosen.score(golden_judgements(), OLD)
+    batch = token_batch(scored, chosen.token_weights(scored, chosen.counts(scored)))
+    rows = torch.tensor([2, 7])
+    digits = DigitBatch(rows, torch.log_softmax(torch.randn(2, 10, dtype=torch.float64), -1), torch.randn(2, 10))
+    plain, _ = chosen.token_loss(batch)
+    losses, _ = chosen.token_loss(dataclasses.replace(batch, digits=digits))
+    expected = plain.clone()
+    expected[rows] = digit_losses(digits, chosen.options).to(plain) * batch.weights[rows]
+    torch.testing.assert_close(losses, expected)
