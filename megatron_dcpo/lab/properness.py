@@ -13,7 +13,7 @@ import numpy as np
 from scipy import stats
 
 from megatron_dcpo.objectives import ObjectiveConfig
-from megatron_dcpo.objectives.advantages import Group, batch_scale
+from megatron_dcpo.objectives.advantages import LEAST_BATCH_RMS, Group, batch_scale
 from megatron_dcpo.objectives.dcpo import score_group
 from megatron_dcpo.objectives.scores import SCORES
 
@@ -99,3 +99,26 @@ def saturated_push(objective: ObjectiveConfig, confidences: np.ndarray) -> float
     c = np.asarray(confidences, np.float64)
     A_c = score_group(Group(np.ones(len(c)), c, c), options).A_c
     return float(np.abs(A_c).max() * options.weight.confidence)
+
+
+def first_digit(damping: float, p: float, start: Sequence[float], *, steps: int, lr: float) -> np.ndarray:
+    """How often each first digit of ``0.d5`` is said along training, [steps + 1, 10], from ``start`` [10] on.
+
+    Exact: the expectation over labels Bernoulli(p) of the step that ``confidence_gradient: digits`` takes with Brier and
+    ``batch_std``, on the logits of a softmax. A large ``damping`` gives the expected step of the sampled gradient.
+    """
+    levels = np.arange(10) / 10 + 0.05
+    scores = SCORES["brier"](levels, np.array([[1.0], [0.0]]), 0.0)  # [label, digit]
+    chance = np.array([[p], [1 - p]])
+    z = np.log(np.asarray(start, np.float64))
+    path = [np.asarray(start, np.float64) / np.sum(start)]
+    for _ in range(steps):
+        pi = path[-1]
+        rms = np.sqrt((chance * pi * np.square(scores - scores @ pi[:, None])).sum())
+        w = pi / (pi + damping / len(pi))
+        w /= w.sum()
+        expected = (chance * scores).sum(0)
+        z += lr * w * (expected - w @ expected) / max(rms, LEAST_BATCH_RMS)
+        z -= z.max()
+        path.append(np.exp(z) / np.exp(z).sum())
+    return np.array(path)

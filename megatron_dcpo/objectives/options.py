@@ -60,7 +60,7 @@ class ObjectiveConfig:
     advantage_normalization_confidence: ConfidenceNormalization | None = None
     confidence_baseline: Baseline | None = None
     confidence_gradient: ConfidenceGradient | None = None
-    digit_exponent: Unit | None = None
+    digit_damping: NonNegative | None = None
     ddof: Literal[0, 1] | None = None
     eps: NonNegative | None = None
     # Loss
@@ -140,8 +140,8 @@ class Options:
         confidence_baseline: what R_c is compared with, the other responses' R_c or, ``counterfactual``, the score their
             confidences would have had on this response's target (``dcpo`` only).
         confidence_gradient: what trains the decimals of a valid confidence, A_c of the sampled digit or, ``digits``, the
-            scores of all digits (``dcpo`` only), each weighted with pi ** digit_exponent: 1 gives the exact expected
-            gradient, 0 the natural one.
+            scores of all digits (``dcpo`` only).
+        digit_damping: of the natural gradient over the digits, in units of the probability 1/K of each of K choices.
         loss_aggregation: 1/(N_sequences |o_i|), 1/N_tokens, or 1/N_block per token; N are global counts.
         mask_truncated: truncated responses train nothing (they still count in the group statistics).
         weight: multiplies all terms of a block's loss. clip_low, clip_high: the ratio stays in [1-low, 1+high].
@@ -167,7 +167,7 @@ class Options:
     advantage_normalization: Blocks
     confidence_baseline: Baseline
     confidence_gradient: ConfidenceGradient
-    digit_exponent: float
+    digit_damping: float
     ddof: int
     eps: float
     loss_aggregation: Aggregation
@@ -204,7 +204,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "advantage_normalization": "std",
         "confidence_baseline": "group",
         "confidence_gradient": "sampled",
-        "digit_exponent": 0.5,
+        "digit_damping": 0.01,
         "ddof": 0,
         "eps": 1e-6,
         "loss_aggregation": "sequence_mean",

@@ -83,17 +83,18 @@ def clipped_policy_loss(batch: TokenBatch, options: Options) -> tuple[Tensor, St
 
 
 def digit_losses(digits: DigitBatch, options: Options) -> Tensor:
-    """-sum_d w_d A_d log pi_d, [m]: every digit d at a position at once, w proportional to pi ** digit_exponent, without
-    gradient, A_d = S_d - sum w S.
+    """-sum_d w_d A_d log pi_d, [m]: every digit d of a position at once; A_d = S_d - sum w S, no gradient through w.
 
-    With exponent 1 the gradient is that of the expected score, sum_d pi_d A_d grad log pi_d, free of the noise of which
-    digit was sampled; it needs no importance ratio, being an expectation under the policy as it is. Like the sampled one
-    it hardly moves a digit that is hardly ever said, however good. With exponent 0 it is the natural gradient of the
-    softmax, A_d on each logit, which does, and pushes digits far off as hard. In between a rare digit counts for more.
+    w_d is proportional to pi_d / (pi_d + damping): the gradient of the expected score under the damped inverse Fisher metric
+    of the softmax. Undamped it is the natural gradient, A_d on each logit, however rarely d is said; a large damping leaves
+    the plain one, pi_d A_d, which gives up what is hardly ever said. An expectation under the policy as it is, it needs no
+    importance ratio.
     """
     known = digits.logprobs > -torch.inf
     logprobs = _where(known, digits.logprobs)
-    w = torch.softmax((options.digit_exponent * logprobs.detach()).masked_fill(~known, -torch.inf), dim=-1)
+    pi = _where(known, logprobs.detach().exp().clamp(min=torch.finfo(logprobs.dtype).tiny))
+    w = _where(known, pi / (pi + options.digit_damping / known.sum(-1, keepdim=True)))
+    w = w / w.sum(-1, keepdim=True)
     scores = digits.scores.to(w)
     A = scores - (w * scores).sum(-1, keepdim=True)
     return -(w * A * logprobs).sum(-1)

@@ -10,6 +10,7 @@ from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.blocks import split_blocks
 from megatron_dcpo.judging.decimals import decimal_tokens, digit_token_ids
 from megatron_dcpo.judging.token_bytes import TokenBytes
+from megatron_dcpo.lab.properness import first_digit
 from megatron_dcpo.objectives import DigitBatch, ObjectiveConfig, build_objective
 from megatron_dcpo.objectives.policy_loss import digit_losses
 from megatron_dcpo.types import DecimalToken
@@ -113,47 +114,63 @@ def test_a_groups_own_std_is_refused():
         build_objective(dataclasses.replace(OPTIONS, advantage_normalization_confidence="std"))
 
 
-def gradient(logits, scores, exponent, known=None):
+def gradient(logits, scores, damping, known=None):
     z = torch.tensor(logits, dtype=torch.float64, requires_grad=True)
     logp = torch.log_softmax(z, -1)
     if known is not None:
         logp = logp.masked_fill(~known, -torch.inf)
-    options = dataclasses.replace(OPTIONS, digit_exponent=exponent).resolve()
+    options = dataclasses.replace(OPTIONS, digit_damping=damping).resolve()
     digit_losses(DigitBatch(torch.arange(len(logits)), logp, torch.tensor(scores)), options).sum().backward()
     return z.grad.numpy()
 
 
-def test_exponent_1_is_the_gradient_of_the_expected_score():
+def test_much_damping_leaves_the_direction_of_the_expected_score():
     rng = np.random.default_rng(0)
     logits, scores = rng.normal(size=(3, 10)), rng.normal(size=(3, 10))
     z = torch.tensor(logits, requires_grad=True)
     (-(torch.softmax(z, -1) * torch.tensor(scores)).sum()).backward()
-    np.testing.assert_allclose(gradient(logits, scores, 1.0), z.grad.numpy(), atol=1e-12)
+    np.testing.assert_allclose(gradient(logits, scores, 1e9), z.grad.numpy(), atol=1e-6)
 
 
-def test_exponent_0_is_the_natural_gradient():
+def test_no_damping_is_the_natural_gradient():
     rng = np.random.default_rng(1)
     logits, scores = rng.normal(size=(3, 10)), rng.normal(size=(3, 10))
     expected = -(scores - scores.mean(-1, keepdims=True)) / 10
     np.testing.assert_allclose(gradient(logits, scores, 0.0), expected, atol=1e-12)
 
 
-def test_a_rare_digit_is_found_sooner_with_a_lower_exponent():
-    """Says 0.1 for certain where 0.0 is a little better: the plateau of the softmax policy gradient."""
-    logits = np.log([[0.005, 0.99, *[0.005 / 8] * 8]])
-    scores = -((np.arange(10)[None] / 10 + 0.05 - 0.05) ** 2)
-    pull = {exponent: -gradient(logits, scores, exponent)[0, 0] for exponent in (1.0, 0.5, 0.0)}
-    assert 0 < pull[1.0] < pull[0.5] / 5
-    assert pull[0.5] < pull[0.0]
+def test_in_between_it_is_the_damped_natural_gradient():
+    """(F + lambda I)^-1 g with F = diag(pi), g_d = pi_d A_d, and A centred so that nothing is added to all logits."""
+    rng = np.random.default_rng(2)
+    logits, scores = rng.normal(0, 3, size=(1, 10)), rng.normal(size=(1, 10))
+    pi = np.exp(logits) / np.exp(logits).sum()
+    w = pi / (pi + 0.001)
+    A = scores - (w * scores).sum() / w.sum()
+    np.testing.assert_allclose(gradient(logits, scores, 0.01), -w * A / w.sum(), atol=1e-12)
+
+
+def test_a_rare_digit_is_found_that_the_plain_gradient_gives_up():
+    """First digits as the lab's starting policy says them of its hardest problems, right in 3.5 % of the cases."""
+    start = [0.002, 0.007, 0.024, 0.057, 0.073, 0.115, 0.16, 0.182, 0.153, 0.227]
+    damped, plain = (first_digit(damping, 0.035, start, steps=1000, lr=0.1)[-1] for damping in (0.01, 1e9))
+    assert damped[0] > 0.95
+    assert plain[0] < 0.001
+    assert plain @ np.arange(10) > 2, "it stays above 0.2"
 
 
 def test_a_choice_the_vocabulary_lacks_takes_no_part():
     known = torch.tensor([[True, True, False, True]])
     logits, scores = np.zeros((1, 4)), np.array([[0.0, -1.0, -5.0, -2.0]])
-    for exponent in (0.0, 0.5, 1.0):
-        found = gradient(logits, scores, exponent, known)
+    for damping in (0.0, 0.01, 1.0):
+        found = gradient(logits, scores, damping, known)
         assert np.isfinite(found).all()
         assert found[0, 2] == pytest.approx(0, abs=1e-12)
+
+
+def test_a_digit_without_any_probability_leaves_the_loss_finite():
+    logits = np.array([[0.0, -2000.0, -50.0]])
+    for damping in (0.0, 0.01):
+        assert np.isfinite(gradient(logits, np.array([[-1.0, 0.0, -0.5]]), damping)).all()
 
 
 def test_the_loss_replaces_the_sampled_term_at_its_rows_only():
