@@ -25,7 +25,10 @@ from megatron_dcpo.training.update import Share, UpdateStatistics, _update_once
 from megatron_dcpo.types import DecimalToken, Judgement, Prompt, Response
 from tests.unit.objective_cases import GOLDEN_OPTIONS, NEW, OLD, golden_judgements
 
-ALL_DIGITS: dict[str, Any] = {"preset": "dcpo_proper", "confidence_gradient": "digits"}
+DIGITS: dict[str, dict[str, Any]] = {
+    "all digits": {"preset": "dcpo_proper", "confidence_gradient": "digits"},
+    "sampled digit": {"preset": "dcpo_proper"},
+}
 
 
 def rollout_for_test(order: list[int]) -> Rollout:
@@ -66,7 +69,7 @@ def main() -> None:
     order = options["order"]
     rollout = rollout_for_test(order)
     result: dict[str, Any] = {"losses": {}, "norms": {}}
-    for name, method in (GOLDEN_OPTIONS | {"all digits": ALL_DIGITS}).items():
+    for name, method in (GOLDEN_OPTIONS | DIGITS).items():
         objective = build_objective(ObjectiveConfig(**method))
         parts: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(Run))
         parts |= {"config": config, "topology": topology, "policy": policy, "optimizer": optimizer}

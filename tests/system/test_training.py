@@ -112,6 +112,7 @@ def test_several_updates_per_rollout_clip_against_the_rollout_policy(tmp_path):
     [
         ("objective.name=grpo",),
         ("objective.preset=dcpo_proper",),
+        ("objective.preset=dcpo_proper", "objective.confidence_gradient=digits", "training.updates_per_rollout=2"),
         ("objective.name=coupled",),
         ("objective.name=rlcr", "objective.variant=original"),
         ("objective.name=ccgspg",),
