@@ -56,8 +56,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
                 "objective.preset=dcpo_proper",
                 "objective.entropy_coef_confidence=0.02",
                 "objective.confidence_gradient=digits",
-                "objective.weight_confidence=0.15",
-                "objective.lam=0.5",
+                "objective.weight_confidence=0.25",
             ),
         ),
         # lambda sweep of the paper's DCPO; 0, 0.5 and 1 are dcpo_i, dcpo and dcpo_g
