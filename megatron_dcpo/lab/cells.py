@@ -51,13 +51,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         "dcpo_i": Method("DCPO-I (w/o group)", ("objective.lam=0",)),
         "dcpo_g": Method("DCPO-G (w/o instance)", ("objective.lam=1",)),
         "dcpo_proper": Method(
-            "DCPO-proper (ours)",
-            (
-                "objective.preset=dcpo_proper",
-                "objective.entropy_coef_confidence=0.02",
-                "objective.confidence_gradient=digits",
-                "objective.weight_confidence=0.25",
-            ),
+            "DCPO-proper (ours)", ("objective.preset=dcpo_proper", "objective.entropy_coef_confidence=0.02")
         ),
         # lambda sweep of the paper's DCPO; 0, 0.5 and 1 are dcpo_i, dcpo and dcpo_g
         "dcpo_lam025": Method("DCPO, lambda 0.25", ("objective.lam=0.25",)),
@@ -70,15 +64,21 @@ METHODS: Mapping[str, Method] = MappingProxyType(
             (*CENTRED_BRIER, "objective.lam=0", "objective.confidence_baseline=counterfactual"),
         ),
         "proper_plain": Method("Brier, batch_std A_c, lambda 0, counterfactual", ("objective.preset=dcpo_proper",)),
-        "proper_entropy": Method(
-            "the same and a little entropy",
-            ("objective.preset=dcpo_proper", "objective.entropy_coef_confidence=0.02"),
+        # beyond it
+        "proper_digits": Method(
+            "DCPO-proper, all digits at once",
+            (
+                "objective.preset=dcpo_proper",
+                "objective.entropy_coef_confidence=0.02",
+                "objective.confidence_gradient=digits",
+                "objective.weight_confidence=0.25",
+            ),
         ),
     }
 )
 MAIN = ("base", "dcpo_proper", "dcpo", "grpo", "rlcr", "coupled", "ccgspg", "dcpo_i", "dcpo_g", "posthoc", "confclass")
 SWEEP = (
-    "proper_entropy",
+    "proper_digits",
     "proper_plain",
     "brier_counterfactual",
     "dcpo_lam025",

@@ -66,7 +66,7 @@ def tables(cells: list[dict[str, Any]], rows: dict[str, Any], found: list[dict[s
         "DCPO without group labels, without instance labels, without decoupling, without on-policy training; then, step by "
         "step, what the improved preset is made of: a proper score, not divided by the group's std (a weight of 8 in its "
         "place); the response's own label; the counterfactual baseline; one scale for the whole batch instead of the 8; a "
-        "little entropy; all digits of the confidence at once, at a quarter of the weight.",
+        "little entropy. Beyond the preset: all digits of the confidence at once, at a quarter of the weight.",
         markdown_table(main, ABLATION_ROWS),
         "## Lambda sweep of the paper's DCPO",
         sweep_table(main),
