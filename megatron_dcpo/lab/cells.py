@@ -19,6 +19,8 @@ CENTRED_BRIER = (
     "objective.weight_confidence=8",
 )
 
+PROPER = ("objective.preset=dcpo_proper", "objective.entropy_coef_confidence=0.02")
+
 
 @dataclass(frozen=True)
 class Method:
@@ -50,9 +52,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         "dcpo": Method("DCPO"),
         "dcpo_i": Method("DCPO-I (w/o group)", ("objective.lam=0",)),
         "dcpo_g": Method("DCPO-G (w/o instance)", ("objective.lam=1",)),
-        "dcpo_proper": Method(
-            "DCPO-proper (ours)", ("objective.preset=dcpo_proper", "objective.entropy_coef_confidence=0.02")
-        ),
+        "dcpo_proper": Method("DCPO-proper (ours)", PROPER),
         # lambda sweep of the paper's DCPO; 0, 0.5 and 1 are dcpo_i, dcpo and dcpo_g
         "dcpo_lam025": Method("DCPO, lambda 0.25", ("objective.lam=0.25",)),
         "dcpo_lam075": Method("DCPO, lambda 0.75", ("objective.lam=0.75",)),
@@ -67,12 +67,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         # beyond it
         "proper_digits": Method(
             "DCPO-proper, all digits at once",
-            (
-                "objective.preset=dcpo_proper",
-                "objective.entropy_coef_confidence=0.02",
-                "objective.confidence_gradient=digits",
-                "objective.weight_confidence=0.25",
-            ),
+            (*PROPER, "objective.confidence_gradient=digits", "objective.weight_confidence=0.25"),
         ),
     }
 )

@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from scipy import stats
 
-from megatron_dcpo.objectives import ObjectiveConfig
+from megatron_dcpo.objectives import DigitBatch, ObjectiveConfig
 from megatron_dcpo.objectives.advantages import LEAST_BATCH_RMS, Group, batch_scale
 from megatron_dcpo.objectives.dcpo import score_group
+from megatron_dcpo.objectives.policy_loss import digit_losses
 from megatron_dcpo.objectives.scores import SCORES
 
 LEVELS = np.linspace(0, 1, 101)
@@ -107,18 +109,19 @@ def first_digit(damping: float, p: float, start: Sequence[float], *, steps: int,
     Exact: the expectation over labels Bernoulli(p) of the step that ``confidence_gradient: digits`` takes with Brier and
     ``batch_std``, on the logits of a softmax. A large ``damping`` gives the expected step of the sampled gradient.
     """
+    options = ObjectiveConfig(digit_damping=damping).resolve()
     levels = np.arange(10) / 10 + 0.05
     scores = SCORES["brier"](levels, np.array([[1.0], [0.0]]), 0.0)  # [label, digit]
     chance = np.array([[p], [1 - p]])
-    z = np.log(np.asarray(start, np.float64))
-    path = [np.asarray(start, np.float64) / np.sum(start)]
+    z = torch.tensor(np.log(start), dtype=torch.float64)
+    path = [torch.softmax(z, -1).numpy()]
     for _ in range(steps):
         pi = path[-1]
         rms = np.sqrt((chance * pi * np.square(scores - scores @ pi[:, None])).sum())
-        w = pi / (pi + damping / len(pi))
-        w /= w.sum()
-        expected = (chance * scores).sum(0)
-        z += lr * w * (expected - w @ expected) / max(rms, LEAST_BATCH_RMS)
-        z -= z.max()
-        path.append(np.exp(z) / np.exp(z).sum())
+        expected = torch.from_numpy((chance * scores).sum(0) / max(rms, LEAST_BATCH_RMS))
+        z.requires_grad_()
+        rows = DigitBatch(torch.zeros(1, dtype=torch.int64), torch.log_softmax(z, -1)[None], expected[None])
+        (gradient,) = torch.autograd.grad(digit_losses(rows, options).sum(), z)
+        z = z.detach() - lr * gradient
+        path.append(torch.softmax(z, -1).numpy())
     return np.array(path)
