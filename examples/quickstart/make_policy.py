@@ -59,7 +59,7 @@ TYPES = {
 # Share of each type in the problems for reinforcement learning and in the held-out ones.
 MIXES = {
     "quickstart": {"1x1": 0.05, "2x1": 0.27, "3x1": 0.31, "2x2": 0.13, "3x2": 0.24},
-    "lab": {"1x1": 0.0, "2x1": 0.15, "3x1": 0.45, "2x2": 0.08, "3x2": 0.32},
+    "lab": {"1x1": 0.0, "2x1": 0.05, "3x1": 0.52, "2x2": 0.08, "3x2": 0.35},
 }
 FIXED_STRINGS = [" \\boxed{", "<conf>", " Confidence: "]  # one token each
 EOS, PAD = "<|endoftext|>", "<|pad|>"

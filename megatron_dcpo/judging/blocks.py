@@ -21,10 +21,12 @@ class Split:
     """Tokens ``[0, boundary)`` reason, ``[boundary, T)`` state the confidence.
 
     ``content`` are the bytes of the response without its final EOS; ``marker`` is the byte offset of the marker in
-    it, None when there is none. ``ended`` says whether the response closes with an EOS.
+    it, None when there is none. ``ended`` says whether the response closes with an EOS. ``marker_end`` is the first token
+    that begins behind the marker.
     """
 
     boundary: int
+    marker_end: int
     content: bytes
     marker: int | None
     ended: bool
@@ -52,6 +54,7 @@ def split_blocks(
     content = b"".join(pieces)
     at = form.find_marker(content, marker.encode())
     if at is None:
-        return Split(len(pieces), content, None, ended)
+        return Split(len(pieces), len(pieces), content, None, ended)
     starts = np.cumsum([0, *map(len, pieces)])[:-1]
-    return Split(int(np.searchsorted(starts, at)), content, at, ended)
+    boundary, marker_end = np.searchsorted(starts, [at, at + len(marker.encode())])
+    return Split(int(boundary), int(marker_end), content, at, ended)

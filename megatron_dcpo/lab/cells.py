@@ -64,6 +64,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
             (*CENTRED_BRIER, "objective.lam=0", "objective.confidence_baseline=counterfactual"),
         ),
         "proper_plain": Method("Brier, batch_std A_c, lambda 0, counterfactual", ("objective.preset=dcpo_proper",)),
+        "proper_marker": Method("DCPO-proper, A_c on the marker", (*PROPER, "objective.marker_block=confidence")),
         # beyond it
         "proper_digits": Method(
             "DCPO-proper, all digits at once",
@@ -73,11 +74,12 @@ METHODS: Mapping[str, Method] = MappingProxyType(
 )
 MAIN = ("base", "dcpo_proper", "dcpo", "grpo", "rlcr", "coupled", "ccgspg", "dcpo_i", "dcpo_g", "posthoc", "confclass")
 SWEEP = (
-    "proper_digits",
+    "proper_marker",
     "proper_plain",
-    "brier_counterfactual",
     "dcpo_lam025",
     "dcpo_lam075",
+    "proper_digits",
+    "brier_counterfactual",
     "brier_lam05",
     "brier_lam0",
 )

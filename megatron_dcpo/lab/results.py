@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import lzma
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ DIGITS = 6  # significant digits kept of every published number
 def collect(grid: Path, published: Path, heldout: Path) -> int:
     """Copy every finished cell of a grid to ``published`` as NAME.json and NAME.metrics.jsonl.xz; returns how many.
 
-    Where the cell's samples are there, its record gains ``by_type``: the scores of every type of ``heldout`` problem.
+    Where the cell's samples are there, its record gains ``by_type``, the scores of every type of ``heldout`` problem, and
+    ``right``, how many responses to each problem were right.
     """
     published.mkdir(parents=True, exist_ok=True)
     types = [json.loads(line)["type"] for line in heldout.read_text().splitlines()]
@@ -32,6 +34,7 @@ def collect(grid: Path, published: Path, heldout: Path) -> int:
         samples = path.with_name("samples.jsonl")
         if samples.is_file():
             record["by_type"] = by_type(samples, types, METHODS[record["method"]].confidence)
+            record["right"] = right_by_problem(samples)
         (published / f"{name}.json").write_text(json.dumps(rounded(record)) + "\n")
         metrics = path.with_name("metrics.jsonl")
         if metrics.is_file():
@@ -46,14 +49,27 @@ def by_type(samples: Path, types: Sequence[str], kind: str) -> dict[str, Any]:
     found: dict[str, list[tuple[float | None, float]]] = {}
     for line in samples.read_text().splitlines():
         sample = json.loads(line)
-        number = int(sample["prompt_id"].rsplit("/", 1)[1])
-        found.setdefault(types[number], []).append((sample[key], float(sample["correct"])))
+        found.setdefault(types[problem_of(sample)], []).append((sample[key], float(sample["correct"])))
     scores = {}
     for name in sorted(found):
         c, y = zip(*found[name], strict=True)
         summary = summarize(c, y)
         scores[name] = {key: summary[key] for key in ("n", "accuracy", "mean_confidence", "ece", "auroc")}
     return json_ready(scores)
+
+
+def problem_of(sample: Mapping[str, Any]) -> int:
+    """The number of a sample's problem in its file."""
+    return int(sample["prompt_id"].rsplit("/", 1)[1])
+
+
+def right_by_problem(samples: Path) -> list[int]:
+    """How many responses to each problem were right."""
+    right: Counter[int] = Counter()
+    for line in samples.read_text().splitlines():
+        sample = json.loads(line)
+        right[problem_of(sample)] += bool(sample["correct"])
+    return [right[problem] for problem in range(max(right) + 1)]
 
 
 def load_cells(published: Path) -> list[dict[str, Any]]:

@@ -38,6 +38,27 @@ def interval(values: Sequence[float]) -> Interval:
     return Interval(mean, mean - half, mean + half)
 
 
+def crossed(differences: np.ndarray) -> Interval:
+    """[seeds, problems] -> mean with its 95 % interval for other seeds and other problems.
+
+    Every seed answers the same problems, so both effects are crossed: the variance of the mean is V(seed means)/S +
+    V(problem means)/P - V(residual)/(S P), since each of the first two holds the residual's share. Student's t with
+    Satterthwaite's degrees of freedom.
+    """
+    x = np.asarray(differences, dtype=np.float64)
+    seeds, problems = x.shape
+    if seeds < 2 or problems < 2:
+        return Interval(float(x.mean()), math.nan, math.nan)
+    residual = x - x.mean(axis=0) - x.mean(axis=1, keepdims=True) + x.mean()
+    of_seeds = x.mean(axis=1).var(ddof=1) / seeds
+    of_problems = x.mean(axis=0).var(ddof=1) / problems
+    of_both = (residual**2).sum() / ((seeds - 1) * (problems - 1)) / (seeds * problems)
+    variance = max(of_seeds + of_problems - of_both, of_seeds, of_problems)
+    freedom = variance**2 / (of_seeds**2 / (seeds - 1) + of_problems**2 / (problems - 1)) if variance else math.inf
+    half = float(stats.t.ppf(0.975, freedom) * math.sqrt(variance))
+    return Interval(float(x.mean()), float(x.mean()) - half, float(x.mean()) + half)
+
+
 def apart(a: Interval, b: Interval) -> bool:
     """Whether two intervals do not overlap. False where one of them is not known."""
     return a.high < b.low or b.high < a.low

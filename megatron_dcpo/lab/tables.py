@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_dcpo.lab.cells import METHODS
 from megatron_dcpo.lab.results import curves
-from megatron_dcpo.lab.statistics import COLUMNS, Interval, apart, interval, row_title, values_by_row
+from megatron_dcpo.lab.statistics import COLUMNS, Interval, apart, crossed, interval, row_title, values_by_row
 
 HEADINGS = {
     "accuracy": "accuracy",
@@ -27,7 +27,7 @@ MAIN_ROWS = (
 )  # fmt: skip
 ABLATION_ROWS = (
     "dcpo", "dcpo_i", "dcpo_g", "coupled", "posthoc",
-    "brier_lam05", "brier_lam0", "brier_counterfactual", "proper_plain", "dcpo_proper", "proper_digits",
+    "brier_lam05", "brier_lam0", "brier_counterfactual", "proper_marker", "proper_plain", "dcpo_proper", "proper_digits",
 )  # fmt: skip
 SWEEP_ROWS = {0.0: "dcpo_i", 0.25: "dcpo_lam025", 0.5: "dcpo", 0.75: "dcpo_lam075", 1.0: "dcpo_g"}
 Rows = Mapping[str, Mapping[str, Sequence[float]]]
@@ -84,6 +84,30 @@ def violation_table(cells: Sequence[dict[str, Any]], every: int = 50) -> str:
         held = f"{100 * float(np.mean(rows[method]['violation_rate'])):.3f} %"
         lines.append(f"| {METHODS[method].title} | {' | '.join(shown)} | {held} |")
     return "\n".join(lines) + "\n"
+
+
+def difference_table(cells: Sequence[dict[str, Any]], against: str, methods: Sequence[str]) -> str:
+    """Accuracy of ``methods`` minus that of ``against`` in points, same seeds and problems of the main policy."""
+    right = {(c["method"], c["seed"]): c for c in cells if c["family"] == "qwen3" and "right" in c}
+    lines = ["| | n | difference | 95 %, other seeds | 95 %, other seeds and problems |", "|---" * 5 + "|"]
+    for method in methods:
+        seeds = sorted(seed for name, seed in right if name == method and (against, seed) in right)
+        if not seeds or method == against:
+            continue
+        ours, theirs = (np.array([_shares(right[name, seed]) for seed in seeds]) for name in (method, against))
+        over_seeds, over_both = interval((ours - theirs).mean(axis=1)), crossed(ours - theirs)
+        halves = [
+            "–" if math.isnan(value.low) else f"± {100 * (value.high - value.mean):.2f}"
+            for value in (over_seeds, over_both)
+        ]
+        lines.append(f"| {METHODS[method].title} | {len(seeds)} | {100 * over_both.mean:+.2f} | {' | '.join(halves)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _shares(cell: Mapping[str, Any]) -> np.ndarray:
+    """Share of right responses to each problem."""
+    right = np.array(cell["right"], dtype=np.float64)
+    return right * len(right) / cell["n"]
 
 
 def type_table(cells: Sequence[dict[str, Any]], methods: Sequence[str]) -> str:

@@ -171,13 +171,16 @@ def spread_over_tokens(judgement: Judgement, A_r: float, A_c: float, options: Op
 def confidence_start(judgement: Judgement, options: Options) -> int:
     """First token of the confidence block. Only a response without a marker depends on ``fallback``.
 
-    The splitter gives such a response its EOS as block (``eos``), and nothing when it was truncated.
+    The splitter gives such a response its EOS as block (``eos``), and nothing when it was truncated. With
+    ``marker_block: reasoning`` the block begins behind the marker: to write it is to stop reasoning.
     """
     no_marker = judgement.status == "missing" or judgement.boundary == judgement.length
     if no_marker and options.fallback == "last_two":
         return max(judgement.length - 2, 0)
     if no_marker and options.fallback == "none":
         return judgement.length
+    if not no_marker and options.marker_block == "reasoning" and judgement.marker_end is not None:
+        return judgement.marker_end
     return judgement.boundary
 
 

@@ -25,6 +25,7 @@ ConfidenceNormalization = Normalization | Literal["batch_std"]
 Placement = Literal["confidence", "reasoning", "both", "sentinel"]
 Aggregation = Literal["sequence_mean", "token_mean", "block_mean"]
 Fallback = Literal["eos", "none", "last_two"]
+MarkerBlock = Literal["confidence", "reasoning"]
 Baseline = Literal["group", "counterfactual"]
 ConfidenceGradient = Literal["sampled", "digits"]
 
@@ -49,6 +50,7 @@ class ObjectiveConfig:
     malformed_penalty: Finite | None = None
     malformed_placement: Placement | None = None
     fallback: Fallback | None = None
+    marker_block: MarkerBlock | None = None
     w: NonNegative | None = None
     variant: Literal["canonical", "original"] | None = None
     tokens: Literal["all", "confidence"] | None = None
@@ -133,6 +135,7 @@ class Options:
         score_clamp: ``log`` scores c clamped to [score_clamp, 1 - score_clamp].
         malformed_penalty, malformed_placement: what a response without a valid confidence gets, and where.
         fallback: confidence block of a response without a marker.
+        marker_block: which block the marker's tokens belong to.
         w: weight of the calibration reward in the scalar reward of ``coupled`` and ``rlcr``.
         variant: ``rlcr`` only. tokens: ``posthoc`` only. beta, one_minus_c_clamp: ``ccgspg`` only.
         advantage_normalization, ddof, eps: (x - mean) / (std_ddof + eps), x - mean, or x; of the confidence block also
@@ -159,6 +162,7 @@ class Options:
     malformed_penalty: float
     malformed_placement: Placement
     fallback: Fallback
+    marker_block: MarkerBlock
     w: float
     variant: Literal["canonical", "original"]
     tokens: Literal["all", "confidence"]
@@ -196,6 +200,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "malformed_penalty": -1.0,
         "malformed_placement": "confidence",
         "fallback": "eos",
+        "marker_block": "confidence",
         "w": 1.0,
         "variant": "canonical",
         "tokens": "all",
@@ -232,12 +237,14 @@ PRESETS: dict[str, dict[str, Any]] = {
     # What the paper's theorem asks for: a strictly proper score; the response's own label, since the confidence sees the
     # response. The noise of the single label, which lam was to reduce, goes with the counterfactual baseline and without
     # a bias. One scale for all groups: a group's own std would turn the tiny differences of a saturated group into a push
-    # to 0 or 1; none at all would let the small rewards near the optimum be drowned by the accuracy's.
+    # to 0 or 1; none at all would let the small rewards near the optimum be drowned by the accuracy's. And the marker
+    # answers for the correctness: where A_c trains it, giving up early with a confidence of 0 is rewarded.
     "dcpo_proper": {
         "lam": 0.0,
         "calibration_loss": "brier",
         "advantage_normalization_confidence": "batch_std",
         "confidence_baseline": "counterfactual",
+        "marker_block": "reasoning",
     },
 }
 

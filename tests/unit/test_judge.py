@@ -24,7 +24,7 @@ def judged(text: str, *, finish: Any = "stop", eos: bool = True, prompt_id: str 
 
 def test_a_good_response() -> None:
     result = judged("so \\boxed{5}\n<conf> Confidence: 0.83")
-    assert result == Judgement("p", 1.0, 0.83, "ok", 13, 13 + 23 + 1)
+    assert result == Judgement("p", 1.0, 0.83, "ok", 13, 13 + 23 + 1, marker_end=13 + 6)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from megatron_dcpo.lab.policy_probe import parts_of, without_regularizers
 from megatron_dcpo.lab.render import render
 from megatron_dcpo.lab.results import collect, load_cells, rounded
 from megatron_dcpo.lab.runner import EXAMPLES, FULL, SMOKE, Lab
-from megatron_dcpo.lab.statistics import apart, interval, row_title, values_by_row
+from megatron_dcpo.lab.statistics import apart, crossed, interval, row_title, values_by_row
 from megatron_dcpo.lab.tables import bars, claims, markdown_table
 from megatron_dcpo.objectives import ObjectiveConfig, build_objective
 from megatron_dcpo.training.rollouts import Rollout
@@ -102,6 +102,21 @@ def test_interval_is_students() -> None:
     assert not apart(interval([0.1]), interval([0.5, 0.51])), "an unknown interval is apart from nothing"
 
 
+def test_crossed_interval_covers_new_seeds_and_new_problems() -> None:
+    """Of many drawn grids, the interval holds the truth as often as it says; the seeds' alone far less often."""
+    rng, covered, by_seeds = np.random.default_rng(0), 0, 0
+    for _ in range(600):
+        x = rng.normal(0, 0.3, (5, 1)) + rng.normal(0, 3, 80) + rng.normal(0, 2, (5, 80))
+        found, seeds_only = crossed(x), interval(x.mean(axis=1))
+        assert found.mean == pytest.approx(seeds_only.mean)
+        covered += found.low < 0 < found.high
+        by_seeds += seeds_only.low < 0 < seeds_only.high
+    assert 0.92 < covered / 600 < 0.985
+    assert by_seeds / 600 < 0.9
+    assert math.isnan(crossed(np.zeros((1, 9))).low)
+    assert crossed(np.full((3, 9), 0.25)).high == 0.25
+
+
 def record(method: str, seed: int, ece: float, accuracy: float = 0.6, auroc: float = 0.9) -> dict:
     bins = {"count": [1] * 20, "confidence_sum": [0.5] * 20, "correct_sum": [1.0] * 20}
     scores = {"ece": ece, "pce": ece / 2, "brier": 0.1, "auroc": auroc, "mean": 0.7, "bins": bins}
@@ -147,10 +162,14 @@ def test_published_cells_give_summary_tables_and_bars(tmp_path) -> None:
     curve = next(c for c in load_cells(tmp_path / "docs" / "cells") if c["method"] == "dcpo")["curve"]
     assert curve["reward/accuracy"] == pytest.approx([1 / 3] * 3, abs=1e-6)
     assert np.isnan(curve["calibration/auroc"]).all()
+    assert "| DCPO-proper (ours) | 3 | +0.00 | ± 0.00 | ± 0.00 |" in (tmp_path / "docs" / "tables.md").read_text()
     assert "| DCPO-proper (ours) | 3 | 0.600 ± 0.000 | 0.032 ± " in (tmp_path / "docs" / "tables.md").read_text()
     types = [json.loads(line)["type"] for line in (EXAMPLES / "data" / "heldout.jsonl").read_text().splitlines()[:9]]
-    published = json.loads((tmp_path / "docs" / "cells" / "qwen3.dcpo.1.json").read_text())["by_type"]
-    assert {name: row["n"] for name, row in published.items()} == {name: types.count(name) for name in set(types)}
+    published = json.loads((tmp_path / "docs" / "cells" / "qwen3.dcpo.1.json").read_text())
+    assert published["right"] == [1, 0, 1, 0, 1, 0, 1, 0, 1]
+    assert {name: row["n"] for name, row in published["by_type"].items()} == {
+        name: types.count(name) for name in set(types)
+    }
     assert all((tmp_path / "docs" / name).stat().st_size > 1000 for name in ("reliability.png", "gradient_norms.png"))
 
 
