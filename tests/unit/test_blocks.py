@@ -60,6 +60,7 @@ def test_qwen_marker_is_three_tokens_and_the_block_runs_through_eos() -> None:
     split = split_blocks(ids, tokens, {ids[-1]}, MARKER)
     block = [piece.decode() for piece in tokens.pieces(ids[split.boundary :])]
     assert block[:3] == ["<", "conf", ">"]
+    assert split.marker_end == split.boundary + 3
     assert block[-5:] == ["0", ".", "9", "5", EOS]
 
 
@@ -192,11 +193,14 @@ def test_blocks_partition_every_text(
     split = split_blocks(ids, tokens, {end}, MARKER)
     starts = np.cumsum([0, *map(len, tokens.pieces(ids))])[:-1]
     if split.marker is None:
-        assert split.boundary == len(ids) - split.ended
+        assert split.boundary == split.marker_end == len(ids) - split.ended
     else:
         assert split.content[split.marker :].startswith(MARKER.encode())
         assert (starts[: split.boundary] < split.marker).all()
         assert (starts[split.boundary :] >= split.marker).all()
+        behind = split.marker + len(MARKER.encode())
+        assert (starts[: split.marker_end] < behind).all()
+        assert (starts[split.marker_end :] >= behind).all()
 
 
 FRAGMENTS = [b"<conf>", b"<conf> Confidence: ", b"Confidence:", b"0.83", b"1", b"1.5", b"-0.2", b"9" * 400, b"85%",
