@@ -11,8 +11,10 @@ from megatron_dcpo.calibration.diagrams import PALETTE
 from megatron_dcpo.lab import collapse, estimators, properness
 from megatron_dcpo.lab.exact_conflict import LOSSES, decoupled_conflict, fisher_conflict
 from megatron_dcpo.lab.figures import figure
+from megatron_dcpo.lab.giving_up import share_that_gives_up
 from megatron_dcpo.lab.render import write_json
 from megatron_dcpo.objectives import ObjectiveConfig
+from megatron_dcpo.objectives.options import Preset
 
 CENTRED: dict[str, Any] = {  # one group at a time has no batch to take the scale from: a weight stands in for it
     "preset": "dcpo_proper", "advantage_normalization_confidence": "mean", "weight_confidence": 8.0,
@@ -27,6 +29,7 @@ OBJECTIVES = {
     "Brier, mean, counterfactual": ObjectiveConfig(**CENTRED),
     "Brier, batch_std, counterfactual (dcpo_proper)": ObjectiveConfig(preset="dcpo_proper"),
 }
+GIVING_UP: dict[str, Preset] = {"DCPO": "paper", "DCPO-proper": "dcpo_proper"}
 PROBABILITIES = (0.05, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95)
 PLAIN = 1e9  # a damping so large that the plain gradient is left
 GROUP_SIZES = (1, 2, 4, 8, 16, 32)
@@ -41,6 +44,7 @@ def measure(seeds: int = 4, steps: int = 1200) -> dict[str, Any]:
         "properness": proper(seeds, steps),
         "noise": noise(),
         "digits": digits(),
+        "giving_up": giving_up(),
     }
 
 
@@ -171,8 +175,21 @@ def digits(steps: int = 1000, lr: float = 0.1) -> dict[str, Any]:
     }
 
 
+def giving_up(p: float = 0.35, steps: int = 400) -> dict[str, Any]:
+    """Probability of giving up along training, with the marker in either block."""
+    shared: dict[str, Any] = {"p": p, "start": 0.02, "steps": steps, "prompts": 16, "group_size": 8, "lr": 0.3}
+    share = {
+        f"{name}, marker: {block}": share_that_gives_up(
+            ObjectiveConfig(preset=preset, marker_block=block), **shared, rng=np.random.default_rng(0)
+        )[::10].tolist()
+        for name, preset in GIVING_UP.items()
+        for block in ("confidence", "reasoning")
+    }
+    return {**shared, "share": share}
+
+
 def write_theory(out: Path, seeds: int = 4, steps: int = 1200) -> dict[str, Any]:
-    """``theory.json`` and four figures in ``out``."""
+    """``theory.json`` and its figures in ``out``."""
     out.mkdir(parents=True, exist_ok=True)
     found = measure(seeds, steps)
     write_json(out / "theory.json", found)
@@ -180,6 +197,7 @@ def write_theory(out: Path, seeds: int = 4, steps: int = 1200) -> dict[str, Any]
     draw_estimator(found["estimator"], found["noise"], out / "theory_estimator.png")
     draw_collapse(found["collapse"], out / "theory_collapse.png")
     draw_properness(found["properness"], found["digits"], out / "theory_properness.png")
+    draw_giving_up(found["giving_up"], out / "theory_giving_up.png")
     return found
 
 
@@ -242,3 +260,11 @@ def draw_properness(found: dict[str, Any], digits: dict[str, Any], path: Path) -
             axes.plot([0, 1], [0, 1], ":", color="#777777", lw=1)
             axes.set(xlabel="p", ylabel=label, xlim=(0, 1), ylim=(-0.02, 1.02))
             axes.legend(fontsize=6.5, loc="lower right")
+
+
+def draw_giving_up(found: dict[str, Any], path: Path) -> None:
+    with figure(path) as (axes,):
+        for name, values in found["share"].items():
+            axes.plot(10 * np.arange(len(values)), values, label=name)
+        axes.set(xlabel="step", ylabel="share of responses without reasoning", ylim=(0, 1))
+        axes.legend()

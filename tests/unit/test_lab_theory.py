@@ -9,6 +9,7 @@ import pytest
 
 from megatron_dcpo.lab import collapse, estimators, properness
 from megatron_dcpo.lab.exact_conflict import LOSSES, decoupled_conflict, fisher_conflict, softmax
+from megatron_dcpo.lab.giving_up import share_that_gives_up
 from megatron_dcpo.objectives import ObjectiveConfig
 from megatron_dcpo.objectives.advantages import Group
 from megatron_dcpo.objectives.dcpo import score_group
@@ -180,3 +181,16 @@ def test_grpo_loses_entropy_though_the_reward_names_no_favourite() -> None:
     uneven = collapse.exact_flow(np.array([1.0, 0.0, 0.0, 0.0, 0.0]), R, 600, 0.5)
     assert uneven.top[-1] > uneven.top[0]
     assert uneven.entropy[-1] < uneven.entropy[0]
+
+
+@pytest.mark.parametrize("preset", ["paper", "dcpo_proper"])
+def test_giving_up_spreads_if_the_marker_answers_for_calibration_alone(preset: str) -> None:
+    shared = {"p": 0.35, "start": 0.05, "steps": 120, "prompts": 8, "group_size": 8, "lr": 0.5}
+    end = {
+        block: share_that_gives_up(
+            ObjectiveConfig(preset=preset, marker_block=block), **shared, rng=np.random.default_rng(1)
+        )[-1]
+        for block in ("confidence", "reasoning")
+    }
+    assert end["confidence"] > 0.15
+    assert end["reasoning"] < 0.03
