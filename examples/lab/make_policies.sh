@@ -4,12 +4,12 @@
 # little after one. See examples/quickstart/make_policy.py.
 set -e
 cd "$(dirname "$0")"
-make="${PYTHON:-python3} ../quickstart/make_policy.py --mix lab --unseen --heldout 1600 --train 7000"
+make="${PYTHON:-python3} ../quickstart/make_policy.py --mix lab --unseen --heldout 600 --more-heldout 600"
 build() { # NAME options of the architecture
     name=$1
     shift
     work=$(mktemp -d)
-    $make "$@" --clean-steps 2000 --imperfect-steps 400 --out "$work" --data data
+    $make "$@" --clean-steps 2600 --imperfect-steps 400 --out "$work" --data data
     $make "$@" --clean-steps 0 --imperfect-steps 800 --hesitation 0.25 --start "$work/policy" --out "$name" --data data
     rm -r "$work"
 }

@@ -59,7 +59,7 @@ TYPES = {
 # Share of each type in the problems for reinforcement learning and in the held-out ones.
 MIXES = {
     "quickstart": {"1x1": 0.05, "2x1": 0.27, "3x1": 0.31, "2x2": 0.13, "3x2": 0.24},
-    "lab": {"1x1": 0.0, "2x1": 0.05, "3x1": 0.42, "2x2": 0.08, "3x2": 0.45},
+    "lab": {"1x1": 0.0, "2x1": 0.15, "3x1": 0.45, "2x2": 0.08, "3x2": 0.32},
 }
 FIXED_STRINGS = [" \\boxed{", "<conf>", " Confidence: "]  # one token each
 EOS, PAD = "<|endoftext|>", "<|pad|>"
@@ -135,6 +135,12 @@ def split_problems(
     rng.shuffle(heldout)
     rng.shuffle(train)
     return heldout, train, rest
+
+
+def hold_out_more(heldout: list[Problem], train: list[Problem], n: int) -> tuple[list[Problem], list[Problem]]:
+    """Hold out the first ``n`` training problems too, with their mirror images."""
+    products = {frozenset(p[:2]) for p in train[:n]}
+    return heldout + train[:n], [p for p in train[n:] if frozenset(p[:2]) not in products]
 
 
 def prompt(problem: Problem) -> str:
@@ -279,6 +285,9 @@ def main() -> None:
     parser.add_argument("--mix", choices=tuple(MIXES), default="quickstart", help="shares of the types of problems")
     parser.add_argument("--unseen", action="store_true", help="keep the training problems out of the supervised text")
     parser.add_argument("--heldout", type=int, default=400, help="held-out problems")
+    parser.add_argument(
+        "--more-heldout", type=int, default=0, help="of the --train problems, as new to the policy if --unseen"
+    )
     parser.add_argument("--train", type=int, default=4000, help="problems for reinforcement learning")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=64)
@@ -299,6 +308,7 @@ def main() -> None:
     rng = random.Random(args.seed)
     tokenizer = build_tokenizer()
     heldout, train_problems, pools = split_problems(args.heldout, args.train, MIXES[args.mix], args.unseen, rng)
+    heldout, train_problems = hold_out_more(heldout, train_problems, args.more_heldout)
     data = args.data or args.out / "data"
     write_jsonl(data / "train.jsonl", train_problems, "train")
     write_jsonl(data / "heldout.jsonl", heldout, "heldout")

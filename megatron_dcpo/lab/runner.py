@@ -36,7 +36,7 @@ class Scale:
     """How much of everything: ``full`` is the published lab, ``smoke`` shows in minutes that all of it runs."""
 
     steps: int = 500
-    heldout: int = 1200  # of 1600: recipes are tried on the rest
+    heldout: int = 1200
     repeats: int = 4
     classifier_problems: int = 250
     classifier_repeats: int = 20
