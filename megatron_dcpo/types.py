@@ -105,7 +105,8 @@ class Judgement:
     Tokens ``[0, boundary)`` of the response are the reasoning block, ``[boundary, length)`` the confidence block.
     ``confidence`` is ``None`` exactly when ``status`` is not ``ok``. ``stated`` is the number as written when it is no
     valid confidence (``1.2``): the released code of the paper used it raw, so the preset ``verl_compat`` asks for it.
-    ``marker_end`` is the first token that begins behind the marker; None where that is not known.
+    ``answered``: an answer begins in the reasoning block. ``marker_end`` is the first token that begins behind the
+    marker; None where that is not known.
     ``decimals`` are the tokens of a valid confidence below 1 whose digits can be exchanged.
     """
 
@@ -116,6 +117,7 @@ class Judgement:
     boundary: int
     length: int
     stated: float | None = None
+    answered: bool = True
     marker_end: int | None = None
     decimals: tuple[DecimalToken, ...] = field(default=(), compare=False)  # where the number stands, not what it is
 

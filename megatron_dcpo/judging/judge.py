@@ -48,6 +48,7 @@ def judge_many(
                 boundary=split.boundary,
                 length=len(response.token_ids),
                 stated=parsed.stated,
+                answered=form.opener.encode() in split.reasoning,
                 marker_end=split.marker_end,
                 decimals=decimal_tokens(response.token_ids, tokens, split) if parsed.status == "ok" else (),
             )

@@ -198,6 +198,7 @@ def step_metrics(rollout: Rollout, statistics: UpdateStatistics, timers: Timers)
         "confidence/std": summary["std_confidence"],
         "format/violation_rate": summary["violation_rate"],
         **{f"format/{kind}": summary["violations"][kind] for kind in MALFORMED},
+        "format/no_answer": float(np.mean([not j.answered for j in judgements])),
         "calibration/ece": summary["ece"],
         "calibration/pce": summary["pce"],
         "calibration/brier": summary["brier"],

@@ -63,8 +63,8 @@ def test_run_directory_holds_what_the_design_promises(three_steps):
     assert [record["step"] for record in records] == [1, 2, 3]
     expected = {
         "reward/accuracy", "reward/calibration", "confidence/mean", "confidence/std", "format/violation_rate",
-        "calibration/ece", "calibration/pce", "calibration/brier", "calibration/auroc", "length/mean", "loss/policy",
-        "loss/clip_fraction", "grad_norm/total", "grad_norm/reasoning", "grad_norm/confidence",
+        "format/no_answer", "calibration/ece", "calibration/pce", "calibration/brier", "calibration/auroc", "length/mean",
+        "loss/policy", "loss/clip_fraction", "grad_norm/total", "grad_norm/reasoning", "grad_norm/confidence",
         "grad_cosine/reasoning_confidence", "engine/kl", "engine/logprob_diff_max", "tokens/s/rollout", "tokens/s/train",
         "time/rollout", "time/judge", "time/train", "time/reshard",
     }  # fmt: skip

@@ -50,6 +50,12 @@ def test_kinds(text: str, finish: str, eos: bool, correct: float, status: str, b
     assert (result.confidence is None) == (status != "ok")
 
 
+def test_a_response_without_an_answer_is_noticed_whatever_its_confidence() -> None:
+    assert judged("so \\boxed{5}\n<conf> 0.8").answered
+    for text in ("<conf> Confidence: 0.0", "5<conf> 0.0", "<conf> 0.0 \\boxed{5}", ""):
+        assert not judged(text).answered
+
+
 def test_kills_confidence_line_read_as_answer() -> None:
     """No token of the confidence block can change R."""
     for tail in ("<conf> \\boxed{5}", "<conf> 5", "<conf> Confidence: 5 \\boxed{5}"):
