@@ -46,8 +46,9 @@ def share_that_gives_up(
         correct = (rng.random(n) < p) & ~gives_up
         pi = [softmax(row) for row in confidences]
         levels = np.array([rng.choice(len(LEVELS), p=pi[int(branch)]) for branch in gives_up])
-        rows = zip(gives_up, correct, LEVELS[levels], strict=True)
-        scored = objective.score([response(i // group_size, *map(float, row)) for i, row in enumerate(rows)])  # type: ignore[arg-type]
+        groups = np.arange(n) // group_size
+        rows = zip(groups.tolist(), gives_up.tolist(), correct.tolist(), LEVELS[levels].tolist(), strict=True)
+        scored = objective.score([response(*row) for row in rows])
         first, last = np.array([[tokens.advantages[0], tokens.advantages[-1]] for tokens in scored.tokens]).T
         taken = np.bincount(gives_up.astype(int), weights=first, minlength=2)
         decision += lr / n * (taken - softmax(decision) * first.sum())
