@@ -66,8 +66,9 @@ def tables(cells: list[dict[str, Any]], rows: dict[str, Any], found: list[dict[s
         "## Ablations (the paper's table 3)",
         "DCPO without group labels, without instance labels, without decoupling, without on-policy training; then, step by "
         "step, what the improved preset is made of: a proper score, not divided by the group's std (a weight of 8 in its "
-        "place); the response's own label; the counterfactual baseline; one scale for the whole batch instead of the 8; a "
-        "little entropy. Beyond the preset: all digits of the confidence at once, at a quarter of the weight.",
+        "place); the response's own label; the counterfactual baseline; one scale for the whole batch instead of the 8; the "
+        "marker with the reasoning; a little entropy. Beyond the preset: all digits of the confidence at once, at a quarter "
+        "of the weight.",
         markdown_table(main, ABLATION_ROWS),
         "## Lambda sweep of the paper's DCPO",
         sweep_table(main),
@@ -87,12 +88,11 @@ def tables(cells: list[dict[str, Any]], rows: dict[str, Any], found: list[dict[s
         "## By type of problem",
         "What a confidence knows beyond the type of the problem shows in the AUROC within one type.",
         type_table(cells, ("base", "grpo", "rlcr", "dcpo", "dcpo_proper")),
-        "## Other policies",
     ]
     for family in FAMILIES[1:]:
         if rows[family]:
             verbal = [name for name in rows[family] if not name.endswith("_token")]
-            parts += [f"**{FAMILY_TITLES[family]}**", markdown_table(rows[family], verbal)]
+            parts += [f"## Another policy: {FAMILY_TITLES[family]}", markdown_table(rows[family], verbal)]
     parts += ["## The paper's order, here", claims_table(claims(main))]
     parts += ["## What the lab is held to", bars_table(found), "## Every seed", every_seed(main)]
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
