@@ -247,6 +247,7 @@ import os, resource, signal, sys
 from pathlib import Path
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.weights import convert
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job has it ignored
 source, target, limit, kill = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 if limit:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
