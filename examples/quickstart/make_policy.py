@@ -109,6 +109,12 @@ def problems_of(kind: str) -> list[Problem]:
     ]  # fmt: skip
 
 
+def without(problems: list[Problem], taken: list[Problem]) -> list[Problem]:
+    """The problems that are not in ``taken``, nor their mirror images."""
+    products = {frozenset(p[:2]) for p in taken}
+    return [p for p in problems if frozenset(p[:2]) not in products]
+
+
 def split_problems(
     n_heldout: int, n_train: int, mix: dict[str, float], unseen: bool, rng: random.Random
 ) -> tuple[list, list, dict[str, list]]:
@@ -124,14 +130,12 @@ def split_problems(
         pool = problems_of(kind)
         rng.shuffle(pool)
         chosen = pool[: round(share * n_heldout)]
-        products = {frozenset(p[:2]) for p in chosen}
         heldout += chosen
-        rest[kind] = [p for p in pool if frozenset(p[:2]) not in products]
+        rest[kind] = without(pool, chosen)
         chosen = rest[kind][: min(round(share * n_train), len(rest[kind]) // 2 if unseen else n_train)]
         train += chosen
         if unseen:
-            products = {frozenset(p[:2]) for p in chosen}
-            rest[kind] = [p for p in rest[kind] if frozenset(p[:2]) not in products]
+            rest[kind] = without(rest[kind], chosen)
     rng.shuffle(heldout)
     rng.shuffle(train)
     return heldout, train, rest
@@ -139,8 +143,7 @@ def split_problems(
 
 def hold_out_more(heldout: list[Problem], train: list[Problem], n: int) -> tuple[list[Problem], list[Problem]]:
     """Hold out the first ``n`` training problems too, with their mirror images."""
-    products = {frozenset(p[:2]) for p in train[:n]}
-    return heldout + train[:n], [p for p in train[n:] if frozenset(p[:2]) not in products]
+    return heldout + train[:n], without(train[n:], train[:n])
 
 
 def prompt(problem: Problem) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_dcpo.lab.exact_conflict import softmax
+from megatron_dcpo.lab.exact_conflict import sampled_gradient, softmax
 from megatron_dcpo.objectives import ObjectiveConfig
 from megatron_dcpo.objectives.advantages import Group
 from megatron_dcpo.objectives.grpo import score_group
@@ -48,7 +48,7 @@ def grpo_flow(
         chosen = rng.choice(len(z), group_size, p=pi)
         nothing = np.full(group_size, np.nan)
         A = score_group(Group(R[chosen].astype(np.float64), nothing, nothing), options).A_r
-        return lr * (np.bincount(chosen, weights=A, minlength=len(z)) / group_size - pi * A.mean())
+        return lr * sampled_gradient(pi, chosen, A)
 
     return _follow(logits, R, steps, step)
 

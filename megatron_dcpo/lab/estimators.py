@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
+from megatron_dcpo.lab.exact_conflict import sampled_gradient, softmax
 from megatron_dcpo.objectives import ObjectiveConfig
 from megatron_dcpo.objectives.advantages import Group
 from megatron_dcpo.objectives.dcpo import score_group
@@ -63,13 +64,12 @@ def confidence_gradient_noise(
     Labels are Bernoulli(``p``), confidences are ``levels`` [L]; advantages are the trainer's own. ``samples`` groups.
     """
     options = objective.resolve()
-    pi = np.exp(logits - logits.max())
-    pi /= pi.sum()
+    pi = softmax(logits)
     gradients = np.zeros((samples, len(levels)))
     for n in range(samples):
         correct = (rng.random(group_size) < p).astype(np.float64)
         chosen = rng.choice(len(levels), group_size, p=pi)
         A_c = score_group(Group(correct, levels[chosen], levels[chosen]), options).A_c
-        gradients[n] = np.bincount(chosen, weights=A_c, minlength=len(levels)) / group_size - pi * A_c.mean()
+        gradients[n] = sampled_gradient(pi, chosen, A_c)
     mean = gradients.mean(0)
     return GradientNoise(mean, float(((gradients - mean) ** 2).sum(1).mean()))

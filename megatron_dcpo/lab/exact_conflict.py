@@ -54,6 +54,11 @@ def softmax(logits: np.ndarray) -> np.ndarray:
     return weights / weights.sum()
 
 
+def sampled_gradient(pi: np.ndarray, chosen: np.ndarray, A: np.ndarray) -> np.ndarray:
+    """Policy gradient on the logits of a softmax [K]: the mean over samples of A (one-hot(chosen) - pi)."""
+    return np.asarray(np.bincount(chosen, weights=A, minlength=len(pi)) / len(chosen) - pi * A.mean())
+
+
 def fisher_conflict(
     logits: np.ndarray, R: np.ndarray, phi: np.ndarray, loss: str, target: float | None = None
 ) -> Conflict:

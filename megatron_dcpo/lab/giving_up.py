@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_dcpo.lab.exact_conflict import softmax
+from megatron_dcpo.lab.exact_conflict import sampled_gradient, softmax
 from megatron_dcpo.objectives import ObjectiveConfig, build_objective
 from megatron_dcpo.types import Judgement
 
@@ -50,11 +50,8 @@ def share_that_gives_up(
         rows = zip(groups.tolist(), gives_up.tolist(), correct.tolist(), LEVELS[levels].tolist(), strict=True)
         scored = objective.score([response(*row) for row in rows])
         first, last = np.array([[tokens.advantages[0], tokens.advantages[-1]] for tokens in scored.tokens]).T
-        taken = np.bincount(gives_up.astype(int), weights=first, minlength=2)
-        decision += lr / n * (taken - softmax(decision) * first.sum())
+        decision += lr * sampled_gradient(softmax(decision), gives_up.astype(int), first)
         for branch in (0, 1):
-            mine = gives_up == branch
-            stated = np.bincount(levels[mine], weights=last[mine], minlength=len(LEVELS))
-            confidences[branch] += lr / n * (stated - pi[branch] * last[mine].sum())
+            confidences[branch] += lr * sampled_gradient(pi[branch], levels, last * (gives_up == branch))
         path.append(float(softmax(decision)[1]))
     return np.array(path)

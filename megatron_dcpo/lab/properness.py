@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from scipy import stats
 
+from megatron_dcpo.lab.exact_conflict import sampled_gradient
 from megatron_dcpo.objectives import DigitBatch, ObjectiveConfig
 from megatron_dcpo.objectives.advantages import LEAST_BATCH_RMS, Group, batch_scale
 from megatron_dcpo.objectives.dcpo import score_group
@@ -82,8 +83,7 @@ def settle(
             A_c[place] = score_group(Group(correct[place], c, c), options).A_c
         A_c /= batch_scale(A_c, options)
         for row, (picked, advantages) in enumerate(zip(chosen, A_c, strict=True)):
-            pushed = np.bincount(picked.ravel(), weights=advantages.ravel(), minlength=len(levels)) / advantages.size
-            theta[row] += lr * options.weight.confidence * (pushed - pi[row] * advantages.mean())
+            theta[row] += lr * options.weight.confidence * sampled_gradient(pi[row], picked.ravel(), advantages.ravel())
         if step >= 3 * steps // 4:
             means = pi @ levels
             tail.append((means, np.sqrt((pi * (levels - means[:, None]) ** 2).sum(axis=1))))

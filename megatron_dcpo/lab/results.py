@@ -31,8 +31,9 @@ def collect(grid: Path, published: Path, heldout: Path) -> int:
     for path in found:
         record = json.loads(path.read_text())
         name = f"{record['family']}.{record['method']}.{record['seed']}"
-        samples = path.with_name("samples.jsonl")
-        if samples.is_file():
+        sampled = path.with_name("samples.jsonl")
+        if sampled.is_file():
+            samples = [json.loads(line) for line in sampled.read_text().splitlines()]
             record["by_type"] = by_type(samples, types, METHODS[record["method"]].confidence)
             record["right"] = right_by_problem(samples)
         (published / f"{name}.json").write_text(json.dumps(rounded(record)) + "\n")
@@ -43,12 +44,11 @@ def collect(grid: Path, published: Path, heldout: Path) -> int:
     return len(found)
 
 
-def by_type(samples: Path, types: Sequence[str], kind: str) -> dict[str, Any]:
+def by_type(samples: Sequence[Mapping[str, Any]], types: Sequence[str], kind: str) -> dict[str, Any]:
     """Accuracy, mean confidence, ECE and AUROC among the samples of each type; problems are numbered as in the data."""
     key = {"verbal": "confidence", "token": "token_confidence", "posthoc": "posthoc_confidence"}[kind]
     found: dict[str, list[tuple[float | None, float]]] = {}
-    for line in samples.read_text().splitlines():
-        sample = json.loads(line)
+    for sample in samples:
         found.setdefault(types[problem_of(sample)], []).append((sample[key], float(sample["correct"])))
     scores = {}
     for name in sorted(found):
@@ -63,11 +63,10 @@ def problem_of(sample: Mapping[str, Any]) -> int:
     return int(sample["prompt_id"].rsplit("/", 1)[1])
 
 
-def right_by_problem(samples: Path) -> list[int]:
+def right_by_problem(samples: Sequence[Mapping[str, Any]]) -> list[int]:
     """How many responses to each problem were right."""
     right: Counter[int] = Counter()
-    for line in samples.read_text().splitlines():
-        sample = json.loads(line)
+    for sample in samples:
         right[problem_of(sample)] += bool(sample["correct"])
     return [right[problem] for problem in range(max(right) + 1)]
 

@@ -34,7 +34,12 @@ def interval(values: Sequence[float]) -> Interval:
     mean = float(x.mean()) if len(x) else math.nan
     if len(x) < 2:
         return Interval(mean, math.nan, math.nan)
-    half = float(stats.t.ppf(0.975, len(x) - 1) * x.std(ddof=1) / math.sqrt(len(x)))
+    return _students(mean, float(x.var(ddof=1)) / len(x), len(x) - 1)
+
+
+def _students(mean: float, variance: float, freedom: float) -> Interval:
+    """``variance`` is the mean's."""
+    half = float(stats.t.ppf(0.975, freedom)) * math.sqrt(variance)
     return Interval(mean, mean - half, mean + half)
 
 
@@ -47,16 +52,16 @@ def crossed(differences: np.ndarray) -> Interval:
     """
     x = np.asarray(differences, dtype=np.float64)
     seeds, problems = x.shape
+    mean = float(x.mean())
     if seeds < 2 or problems < 2:
-        return Interval(float(x.mean()), math.nan, math.nan)
-    residual = x - x.mean(axis=0) - x.mean(axis=1, keepdims=True) + x.mean()
+        return Interval(mean, math.nan, math.nan)
+    residual = x - x.mean(axis=0) - x.mean(axis=1, keepdims=True) + mean
     of_seeds = x.mean(axis=1).var(ddof=1) / seeds
     of_problems = x.mean(axis=0).var(ddof=1) / problems
     of_both = (residual**2).sum() / ((seeds - 1) * (problems - 1)) / (seeds * problems)
     variance = max(of_seeds + of_problems - of_both, of_seeds, of_problems)
     freedom = variance**2 / (of_seeds**2 / (seeds - 1) + of_problems**2 / (problems - 1)) if variance else math.inf
-    half = float(stats.t.ppf(0.975, freedom) * math.sqrt(variance))
-    return Interval(float(x.mean()), float(x.mean()) - half, float(x.mean()) + half)
+    return _students(mean, float(variance), float(freedom))
 
 
 def apart(a: Interval, b: Interval) -> bool:

@@ -44,13 +44,19 @@ def markdown_table(rows: Rows, names: Sequence[str], columns: Sequence[str] = CO
 
 
 def _shown(column: str, value: Interval) -> str:
-    half = "" if math.isnan(value.low) else f" ± {_digits(column, value.high - value.mean)}"
-    return _digits(column, value.mean) + half
+    return f"{_digits(column, value.mean)} {_half(column, value)}".rstrip()
+
+
+def _half(column: str, value: Interval) -> str:
+    """Half the interval, nothing where it is not known."""
+    return "" if math.isnan(value.low) else f"± {_digits(column, value.high - value.mean)}"
 
 
 def _digits(column: str, value: float) -> str:
     if math.isnan(value):
         return "–"
+    if column == "points":
+        return f"{100 * value:.2f}"
     if column == "violation_rate":
         return f"{100 * value:.2f} %"
     return f"{value:.1f}" if column == "mean_length" else f"{value:.3f}"
@@ -96,10 +102,7 @@ def difference_table(cells: Sequence[dict[str, Any]], against: str, methods: Seq
             continue
         ours, theirs = (np.array([_shares(right[name, seed]) for seed in seeds]) for name in (method, against))
         over_seeds, over_both = interval((ours - theirs).mean(axis=1)), crossed(ours - theirs)
-        halves = [
-            "–" if math.isnan(value.low) else f"± {100 * (value.high - value.mean):.2f}"
-            for value in (over_seeds, over_both)
-        ]
+        halves = [_half("points", value) or "–" for value in (over_seeds, over_both)]
         lines.append(f"| {METHODS[method].title} | {len(seeds)} | {100 * over_both.mean:+.2f} | {' | '.join(halves)} |")
     return "\n".join(lines) + "\n"
 

@@ -179,7 +179,7 @@ def confidence_start(judgement: Judgement, options: Options) -> int:
         return max(judgement.length - 2, 0)
     if no_marker and options.fallback == "none":
         return judgement.length
-    if not no_marker and options.marker_block == "reasoning" and judgement.marker_end is not None:
+    if options.marker_block == "reasoning" and judgement.marker_end is not None:
         return judgement.marker_end
     return judgement.boundary
 
