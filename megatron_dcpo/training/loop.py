@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron_dcpo.config import Config
 from megatron_dcpo.runtime import distributed
+from megatron_dcpo.training.claim import claimed
 from megatron_dcpo.training.finish import export_policy
 from megatron_dcpo.training.prompt_stream import prompts_of_step
 from megatron_dcpo.training.recorder import Recorder
@@ -23,7 +24,7 @@ def train(config: Config) -> None:
     after a signal, when everything done is saved.
     """
     run = build_run(config)
-    with run.watch:
+    with run.watch, claimed(run.directory, run.topology.rank):
         _train(run)
 
 

@@ -1,5 +1,6 @@
 """``dcpo train`` as a user runs it: on the quickstart's policy, on real text, killed and resumed, over two ranks."""
 
+import fcntl
 import json
 import os
 import signal
@@ -158,6 +159,18 @@ def test_resume_none_does_not_overwrite(three_steps):
     done = run("train", "--config", QUICKSTART / "dcpo.yaml", f"run_dir={three_steps[0]}", *SMALL)
     assert done.returncode == 2
     assert "--resume auto" in done.stderr
+
+
+def test_a_second_training_in_the_same_run_directory_is_refused(three_steps):
+    run_dir, _ = three_steps
+    before = (run_dir / "metrics.jsonl").read_bytes()
+    with (run_dir / "lock").open("r+") as held:
+        fcntl.lockf(held, fcntl.LOCK_EX)
+        arguments = ("train", "--config", QUICKSTART / "dcpo.yaml", f"run_dir={run_dir}", *SMALL, "--resume", "auto")
+        done = run(*arguments, "training.steps=4", processes=2)
+    assert done.returncode != 0
+    assert "dcpo train: error: another training is running in" in done.stderr
+    assert (run_dir / "metrics.jsonl").read_bytes() == before
 
 
 def test_real_text(tmp_path, shared_data):
