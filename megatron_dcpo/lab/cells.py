@@ -56,29 +56,25 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         # lambda sweep of the paper's DCPO; 0, 0.5 and 1 are dcpo_i, dcpo and dcpo_g
         "dcpo_lam025": Method("DCPO, lambda 0.25", ("objective.lam=0.25",)),
         "dcpo_lam075": Method("DCPO, lambda 0.75", ("objective.lam=0.75",)),
-        # what the improved preset is made of, one step at a time
+        # towards the improved preset one step at a time, and that without one of its parts
         "brier_lam05": Method("Brier, mean-only A_c, lambda 0.5", CENTRED_BRIER),
         "brier_lam0": Method("Brier, mean-only A_c, lambda 0", (*CENTRED_BRIER, "objective.lam=0")),
         "brier_counterfactual": Method(
             "Brier, mean-only A_c, lambda 0, counterfactual",
             (*CENTRED_BRIER, "objective.lam=0", "objective.confidence_baseline=counterfactual"),
         ),
-        "proper_plain": Method("Brier, batch_std A_c, lambda 0, counterfactual", ("objective.preset=dcpo_proper",)),
+        "proper_sampled": Method("DCPO-proper, sampled digits", (*PROPER, "objective.confidence_gradient=sampled")),
         "proper_marker": Method("DCPO-proper, A_c on the marker", (*PROPER, "objective.marker_block=confidence")),
-        # beyond it
-        "proper_digits": Method(
-            "DCPO-proper, all digits at once",
-            (*PROPER, "objective.confidence_gradient=digits", "objective.weight_confidence=0.25"),
-        ),
+        "proper_plain": Method("DCPO-proper, no entropy bonus", ("objective.preset=dcpo_proper",)),
     }
 )
 MAIN = ("base", "dcpo_proper", "dcpo", "grpo", "rlcr", "coupled", "ccgspg", "dcpo_i", "dcpo_g", "posthoc", "confclass")
 SWEEP = (
+    "proper_sampled",
     "proper_marker",
     "proper_plain",
     "dcpo_lam025",
     "dcpo_lam075",
-    "proper_digits",
     "brier_counterfactual",
     "brier_lam05",
     "brier_lam0",

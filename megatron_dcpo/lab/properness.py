@@ -21,6 +21,7 @@ from megatron_dcpo.objectives.policy_loss import digit_losses
 from megatron_dcpo.objectives.scores import SCORES
 
 LEVELS = np.linspace(0, 1, 101)
+PLAIN = 1e9  # a damping so large that the plain gradient is left
 
 
 def optimum(score: str, lam: float, p: float, group_size: int = 0, q: float | None = None) -> float:
@@ -103,21 +104,21 @@ def saturated_push(objective: ObjectiveConfig, confidences: np.ndarray) -> float
     return float(np.abs(A_c).max() * options.weight.confidence)
 
 
-def first_digit(damping: float, p: float, start: Sequence[float], *, steps: int, lr: float) -> np.ndarray:
+def first_digit(damping: float | None, p: float, start: Sequence[float], *, steps: int, lr: float) -> np.ndarray:
     """How often each first digit of ``0.d5`` is said along training, [steps + 1, 10], from ``start`` [10] on.
 
     Exact: the expectation over labels Bernoulli(p) of the step that ``confidence_gradient: digits`` takes with Brier and
-    ``batch_std``, on the logits of a softmax. A large ``damping`` gives the expected step of the sampled gradient.
+    ``batch_std``, on the logits of a softmax. ``damping`` None: the expected step of the sampled digit's gradient.
     """
-    options = ObjectiveConfig(digit_damping=damping).resolve()
+    options = ObjectiveConfig(digit_damping=PLAIN if damping is None else damping).resolve()
     levels = np.arange(10) / 10 + 0.05
     scores = SCORES["brier"](levels, np.array([[1.0], [0.0]]), 0.0)  # [label, digit]
     chance = np.array([[p], [1 - p]])
     z = torch.tensor(np.log(start), dtype=torch.float64)
     path = [torch.softmax(z, -1).numpy()]
     for _ in range(steps):
-        pi = path[-1]
-        rms = np.sqrt((chance * pi * np.square(scores - scores @ pi[:, None])).sum())
+        said = path[-1] if damping is None else np.full(10, 0.1)  # A_c's scale is of what was said, the place's of all
+        rms = np.sqrt((chance * said * np.square(scores - scores @ said[:, None])).sum())
         expected = torch.from_numpy((chance * scores).sum(0) / max(rms, LEAST_BATCH_RMS))
         z.requires_grad_()
         rows = DigitBatch(torch.zeros(1, dtype=torch.int64), torch.log_softmax(z, -1)[None], expected[None])

@@ -65,10 +65,10 @@ def tables(cells: list[dict[str, Any]], rows: dict[str, Any], found: list[dict[s
         markdown_table(main, MAIN_ROWS),
         "## Ablations (the paper's table 3)",
         "DCPO without group labels, without instance labels, without decoupling, without on-policy training; then, step by "
-        "step, what the improved preset is made of: a proper score, not divided by the group's std (a weight of 8 in its "
-        "place); the response's own label; the counterfactual baseline; one scale for the whole batch instead of the 8; the "
-        "marker with the reasoning; a little entropy. Beyond the preset: all digits of the confidence at once, at a quarter "
-        "of the weight.",
+        "step, towards the improved preset: a proper score, not divided by the group's std (a weight of 8 in its place); "
+        "the response's own label; the counterfactual baseline; then the preset, which has one scale for the whole batch "
+        "instead of the 8, all digits of the confidence at once and the marker with the reasoning, without one of its "
+        "parts.",
         markdown_table(main, ABLATION_ROWS),
         "## Lambda sweep of the paper's DCPO",
         sweep_table(main),
@@ -78,7 +78,7 @@ def tables(cells: list[dict[str, Any]], rows: dict[str, Any], found: list[dict[s
         "**minus GRPO**",
         difference_table(cells, "grpo", [name for name, method in METHODS.items() if method.kind == "train"]),
         "**minus DCPO**",
-        difference_table(cells, "dcpo", ("dcpo_i", "dcpo_g", "coupled", "rlcr", "dcpo_proper", "proper_digits")),
+        difference_table(cells, "dcpo", ("dcpo_i", "dcpo_g", "coupled", "rlcr", "dcpo_proper", "proper_sampled")),
         "## Format violations in training, by steps",
         violation_table(cells),
         "## Response length (tokens, held out)",

@@ -27,7 +27,7 @@ MAIN_ROWS = (
 )  # fmt: skip
 ABLATION_ROWS = (
     "dcpo", "dcpo_i", "dcpo_g", "coupled", "posthoc",
-    "brier_lam05", "brier_lam0", "brier_counterfactual", "proper_marker", "proper_plain", "dcpo_proper", "proper_digits",
+    "brier_lam05", "brier_lam0", "brier_counterfactual", "proper_sampled", "proper_marker", "proper_plain", "dcpo_proper",
 )  # fmt: skip
 SWEEP_ROWS = {0.0: "dcpo_i", 0.25: "dcpo_lam025", 0.5: "dcpo", 0.75: "dcpo_lam075", 1.0: "dcpo_g"}
 Rows = Mapping[str, Mapping[str, Sequence[float]]]

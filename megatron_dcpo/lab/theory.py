@@ -16,8 +16,9 @@ from megatron_dcpo.lab.render import write_json
 from megatron_dcpo.objectives import ObjectiveConfig
 from megatron_dcpo.objectives.options import Preset
 
+SAMPLED: dict[str, Any] = {"preset": "dcpo_proper", "confidence_gradient": "sampled"}  # a table of levels has no digits
 CENTRED: dict[str, Any] = {  # one group at a time has no batch to take the scale from: a weight stands in for it
-    "preset": "dcpo_proper", "advantage_normalization_confidence": "mean", "weight_confidence": 8.0,
+    **SAMPLED, "advantage_normalization_confidence": "mean", "weight_confidence": 8.0,
 }  # fmt: skip
 OBJECTIVES = {
     "L1, lambda 0 (DCPO-I)": ObjectiveConfig(lam=0.0),
@@ -27,11 +28,10 @@ OBJECTIVES = {
     "Brier, mean": ObjectiveConfig(**CENTRED, confidence_baseline="group"),
     "log, mean": ObjectiveConfig(**CENTRED, confidence_baseline="group", calibration_loss="log"),
     "Brier, mean, counterfactual": ObjectiveConfig(**CENTRED),
-    "Brier, batch_std, counterfactual (dcpo_proper)": ObjectiveConfig(preset="dcpo_proper"),
+    "Brier, batch_std, counterfactual (dcpo_proper)": ObjectiveConfig(**SAMPLED),
 }
 GIVING_UP: dict[str, Preset] = {"DCPO": "paper", "DCPO-proper": "dcpo_proper"}
 PROBABILITIES = (0.05, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95)
-PLAIN = 1e9  # a damping so large that the plain gradient is left
 GROUP_SIZES = (1, 2, 4, 8, 16, 32)
 
 
@@ -159,13 +159,16 @@ def noise() -> dict[str, Any]:
     return {"group_size": 8, "rows": rows}
 
 
-def digits(steps: int = 1000, lr: float = 0.1) -> dict[str, Any]:
+def digits(steps: int = 1000, lr: float = 1.0) -> dict[str, Any]:
     """Which first digit training finds for problems that are right in 3.5 % of the cases, by the damping.
 
     ``start``: how often the lab's starting policy says each first digit of its 3x2 products, five seeds' held-out responses.
     """
     start, p = [0.002, 0.007, 0.024, 0.057, 0.073, 0.115, 0.16, 0.182, 0.153, 0.227], 0.035
-    paths = {f"{d:g}": properness.first_digit(d, p, start, steps=steps, lr=lr) for d in (0.0, 0.01, 1.0, PLAIN)}
+    paths = {
+        "sampled" if damping is None else f"{damping:g}": properness.first_digit(damping, p, start, steps=steps, lr=lr)
+        for damping in (0.0, 0.01, 1.0, None)
+    }
     levels = np.arange(10) / 10 + 0.05
     return {
         "p": p,
@@ -246,7 +249,7 @@ def draw_collapse(found: dict[str, Any], path: Path) -> None:
 def draw_properness(found: dict[str, Any], digits: dict[str, Any], path: Path) -> None:
     with figure(path, columns=3) as (optimum, settled, digit):
         for name, values in digits["confidence"].items():
-            label = "sampled, or plain expected gradient" if float(name) == PLAIN else f"all digits, damping {name}"
+            label = "the sampled digit, in expectation" if name == "sampled" else f"all digits, damping {name}"
             digit.plot(20 * np.arange(len(values)), values, label=label)
         digit.axhline(digits["p"], color="#777777", ls=":", lw=1)
         digit.set(xlabel="step", ylabel=f"mean confidence, p = {digits['p']:g}", ylim=(0, None))

@@ -5,15 +5,25 @@ DCPO-I is ``lam: 0`` (each response its own label), DCPO-G is ``lam: 1`` (the gr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from megatron_dcpo.objectives.advantages import Group, GroupScore, batch_scale, hybrid_target, normalize
+from megatron_dcpo.objectives.advantages import (
+    LEAST_BATCH_RMS,
+    Group,
+    GroupScore,
+    batch_scale,
+    hybrid_target,
+    normalize,
+)
 from megatron_dcpo.objectives.objective import Method
-from megatron_dcpo.objectives.options import Options
+from megatron_dcpo.objectives.options import ObjectiveConfig, Options
 from megatron_dcpo.objectives.scores import SCORES, calibration_reward, correctness_reward
-from megatron_dcpo.types import DigitScores, Judgement
+from megatron_dcpo.types import DecimalToken, DigitScores, Judgement
 
 
 def score_group(group: Group, options: Options) -> GroupScore:
@@ -55,27 +65,51 @@ def scale_batch(A_r: np.ndarray, A_c: np.ndarray, options: Options) -> tuple[np.
 
 
 def score_digits(
-    judgements: Sequence[Judgement], targets: np.ndarray, A_c: np.ndarray, options: Options
+    judgements: Sequence[Judgement], targets: np.ndarray, options: Options
 ) -> list[tuple[DigitScores, ...]]:
-    """``confidence_gradient: digits``: S(c with other digits here, t_i) for every choice, on the scale of A_c.
-
-    The later digits stay as they were sampled: they are a tenth of this one's weight, and hardly depend on it.
-    """
+    """``confidence_gradient: digits``: S(c with other digits here, t_i) for every choice; the others stay as sampled."""
     if options.confidence_gradient == "sampled":
         return [()] * len(judgements)
-    score, scale = SCORES[options.calibration_loss], batch_scale(A_c, options)
-
-    def all_choices(judgement: Judgement, target: float) -> tuple[DigitScores, ...]:
-        found = []
-        for token in judgement.decimals:
-            assert judgement.confidence is not None  # only a valid confidence has decimals
-            shift = (np.arange(10**token.width) - token.value) / 10.0**token.place
-            c = np.clip(judgement.confidence + shift, 0, 1)
-            scores = score(c, np.full_like(c, target), options.score_clamp) / scale
-            found.append(DigitScores(token.position, token.width, scores))
-        return tuple(found)
-
-    return [all_choices(judgement, target) for judgement, target in zip(judgements, targets, strict=True)]
+    found = [
+        [(token, all_choices(judgement.confidence, token, target, options)) for token in judgement.decimals]
+        for judgement, target in zip(judgements, targets, strict=True)
+    ]
+    scale = place_scales(found, options)
+    return [
+        tuple(
+            DigitScores(token.position, token.width, scores / scale[token.place, token.width]) for token, scores in row
+        )
+        for row in found
+    ]
 
 
-METHOD = Method(score_group, scale_batch=scale_batch, score_digits=score_digits)
+def all_choices(confidence: float | None, token: DecimalToken, target: float, options: Options) -> np.ndarray:
+    """The score of ``confidence`` with each of the choices in the place of ``token``, float64 [10 ** width]."""
+    assert confidence is not None  # only a valid confidence has decimals
+    c = np.clip(confidence + (np.arange(10**token.width) - token.value) / 10.0**token.place, 0, 1)
+    return SCORES[options.calibration_loss](c, np.full_like(c, target), options.score_clamp)
+
+
+def place_scales(
+    found: Sequence[Sequence[tuple[DecimalToken, np.ndarray]]], options: Options
+) -> dict[tuple[int, int], float]:
+    """What divides the scores of each (place, width), with ``batch_std``; 1 otherwise.
+
+    The root mean square of the centred scores over the mini-batch and all choices, at least ``LEAST_BATCH_RMS``. Hundredths
+    are worth a tenth of what tenths are and less: on one scale hardly anything would be left to train them.
+    """
+    variances: dict[tuple[int, int], list[float]] = {}
+    for token, scores in itertools.chain.from_iterable(found):
+        variances.setdefault((token.place, token.width), []).append(float(scores.var()))
+    if options.advantage_normalization.confidence != "batch_std":
+        return dict.fromkeys(variances, 1.0)
+    return {place: max(math.sqrt(np.mean(values)), LEAST_BATCH_RMS) for place, values in variances.items()}
+
+
+def defaults(config: ObjectiveConfig) -> Mapping[str, Any]:
+    """``dcpo_proper``: the gradient over all digits has less noise, and calibrates at a third of the weight (docs/lab)."""
+    all_digits = config.preset == "dcpo_proper" and config.confidence_gradient != "sampled"
+    return {"weight_confidence": 0.35} if all_digits else {}
+
+
+METHOD = Method(score_group, defaults=defaults, scale_batch=scale_batch, score_digits=score_digits)

@@ -29,9 +29,7 @@ def as_scored(A_r: np.ndarray, A_c: np.ndarray, options: Options) -> tuple[np.nd
     return A_r, A_c
 
 
-def no_digits(
-    judgements: Sequence[Judgement], targets: np.ndarray, A_c: np.ndarray, options: Options
-) -> list[tuple[DigitScores, ...]]:
+def no_digits(judgements: Sequence[Judgement], targets: np.ndarray, options: Options) -> list[tuple[DigitScores, ...]]:
     """Every token is trained on the response's advantage."""
     return [()] * len(judgements)
 
@@ -46,7 +44,7 @@ class Method:
     """What a file of this package declares: how a group is scored, and where it differs from the common rest.
 
     ``scale_batch``: what becomes of A_r and A_c ([N] each) once all groups of the mini-batch are scored.
-    ``score_digits``: from judgements, targets and A_c before that, the positions trained on all digits at once.
+    ``score_digits``: from judgements and targets, the positions trained on all digits at once.
     """
 
     score_group: Callable[[Group, Options], GroupScore]
@@ -54,9 +52,7 @@ class Method:
     defaults: Callable[[ObjectiveConfig], Mapping[str, Any]] = no_defaults
     needs_old_logprobs: bool = False
     scale_batch: Callable[[np.ndarray, np.ndarray, Options], tuple[np.ndarray, np.ndarray]] = as_scored
-    score_digits: Callable[
-        [Sequence[Judgement], np.ndarray, np.ndarray, Options], Sequence[tuple[DigitScores, ...]]
-    ] = no_digits
+    score_digits: Callable[[Sequence[Judgement], np.ndarray, Options], Sequence[tuple[DigitScores, ...]]] = no_digits
 
 
 @dataclass(frozen=True)
@@ -117,7 +113,7 @@ class Objective:
             score = self.method.score_group(make_group([judgements[i] for i in rows], old), self.options)
             columns[:, rows] = score.target, score.R, score.R_c, score.A_r, score.A_c
         targets, R, R_c, A_r, A_c = columns
-        digits = self.method.score_digits(judgements, targets, A_c, self.options)
+        digits = self.method.score_digits(judgements, targets, self.options)
         A_r, A_c = self.method.scale_batch(A_r, A_c, self.options)
         trained = [not (self.options.mask_truncated and j.status == "truncated") for j in judgements]
         tokens = tuple(

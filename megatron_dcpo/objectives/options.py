@@ -112,7 +112,7 @@ class ObjectiveConfig:
         if options.confidence_gradient == "digits" and options.advantage_normalization.confidence == "std":
             raise UserError(
                 "objective.confidence_gradient=digits does not know a group's standard deviation; set "
-                "objective.advantage_normalization_confidence to batch_std, mean or none"
+                "objective.advantage_normalization_confidence to batch_std, mean or none, or confidence_gradient to sampled"
             )
         return options
 
@@ -237,13 +237,15 @@ PRESETS: dict[str, dict[str, Any]] = {
     # What the paper's theorem asks for: a strictly proper score; the response's own label, since the confidence sees the
     # response. The noise of the single label, which lam was to reduce, goes with the counterfactual baseline and without
     # a bias. One scale for all groups: a group's own std would turn the tiny differences of a saturated group into a push
-    # to 0 or 1; none at all would let the small rewards near the optimum be drowned by the accuracy's. And the marker
-    # answers for the correctness: where A_c trains it, giving up early with a confidence of 0 is rewarded.
+    # to 0 or 1; none at all would let the small rewards near the optimum be drowned by the accuracy's. All digits at once:
+    # what is hardly ever said is tried all the same, without the noise of sampling it. And the marker answers for the
+    # correctness: where A_c trains it, giving up early with a confidence of 0 is rewarded.
     "dcpo_proper": {
         "lam": 0.0,
         "calibration_loss": "brier",
         "advantage_normalization_confidence": "batch_std",
         "confidence_baseline": "counterfactual",
+        "confidence_gradient": "digits",
         "marker_block": "reasoning",
     },
 }

@@ -26,8 +26,8 @@ from megatron_dcpo.types import DecimalToken, Judgement, Prompt, Response
 from tests.unit.objective_cases import GOLDEN_OPTIONS, NEW, OLD, golden_judgements
 
 DIGITS: dict[str, dict[str, Any]] = {
-    "all digits": {"preset": "dcpo_proper", "confidence_gradient": "digits"},
-    "sampled digit": {"preset": "dcpo_proper"},
+    "all digits": {"preset": "dcpo_proper"},
+    "sampled digit": {"preset": "dcpo_proper", "confidence_gradient": "sampled"},
 }
 
 

@@ -12,12 +12,13 @@ from megatron_dcpo.judging.decimals import decimal_tokens, digit_token_ids
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.lab.properness import first_digit
 from megatron_dcpo.objectives import DigitBatch, ObjectiveConfig, build_objective
+from megatron_dcpo.objectives.advantages import LEAST_BATCH_RMS
 from megatron_dcpo.objectives.policy_loss import digit_losses
 from megatron_dcpo.types import DecimalToken
 from tests.unit.objective_cases import OLD, golden_judgements, judgement, token_batch
 from tests.unit.tokenizers_for_tests import byte_level, qwen, table_of
 
-OPTIONS = ObjectiveConfig(preset="dcpo_proper", confidence_gradient="digits")
+OPTIONS = ObjectiveConfig(preset="dcpo_proper")
 
 
 def decimals(text, tokens, ids, eos=999):
@@ -90,17 +91,33 @@ def stated(correct, confidence, boundary=3):
     return dataclasses.replace(judgement("p", correct, confidence, boundary), decimals=tokens)
 
 
-def test_every_choice_is_scored_against_the_target_on_the_scale_of_the_batch():
+def test_every_choice_is_scored_against_the_target():
     judged = [stated(1, 0.83), stated(0, 0.12)]
-    scored = build_objective(OPTIONS).score(judged)
-    raw = build_objective(dataclasses.replace(OPTIONS, advantage_normalization_confidence="mean")).score(judged)
-    scale = np.sqrt(np.mean(raw.A_c**2))
+    scored = build_objective(dataclasses.replace(OPTIONS, advantage_normalization_confidence="mean")).score(judged)
     first, second = scored.tokens[0].digits
     assert (first.position, second.position) == (3, 4)
-    np.testing.assert_allclose(first.scores * scale, [-((d / 10 + 0.03 - 1) ** 2) for d in range(10)])
-    np.testing.assert_allclose(second.scores * scale, [-((0.8 + d / 100 - 1) ** 2) for d in range(10)])
-    np.testing.assert_allclose(scored.A_c * scale, raw.A_c)
-    np.testing.assert_allclose(raw.tokens[1].digits[0].scores, [-((d / 10 + 0.02) ** 2) for d in range(10)])
+    np.testing.assert_allclose(first.scores, [-((d / 10 + 0.03 - 1) ** 2) for d in range(10)])
+    np.testing.assert_allclose(second.scores, [-((0.8 + d / 100 - 1) ** 2) for d in range(10)])
+    np.testing.assert_allclose(scored.tokens[1].digits[0].scores, [-((d / 10 + 0.02) ** 2) for d in range(10)])
+
+
+def test_each_place_has_a_scale_of_its_own():
+    """The root mean square of the centred scores over the mini-batch and all choices; hundredths count like tenths."""
+    judged = [stated(1, 0.83), stated(0, 0.92), stated(1, 0.97)]
+    unscaled = build_objective(dataclasses.replace(OPTIONS, advantage_normalization_confidence="mean")).score(judged)
+    scored = build_objective(OPTIONS).score(judged)
+    for place in (0, 1):
+        raw = np.array([tokens.digits[place].scores for tokens in unscaled.tokens])
+        rms = np.sqrt(np.mean((raw - raw.mean(axis=1, keepdims=True)) ** 2))
+        assert rms > LEAST_BATCH_RMS
+        np.testing.assert_allclose([tokens.digits[place].scores for tokens in scored.tokens], raw / rms)
+
+
+def test_a_place_where_nothing_is_at_stake_is_not_blown_up():
+    judged = [stated(1, 0.97), stated(1, 0.98)]
+    scored = build_objective(OPTIONS).score(judged)
+    expected = [-((0.9 + d / 100 - 1) ** 2) / LEAST_BATCH_RMS for d in range(10)]
+    np.testing.assert_allclose(scored.tokens[0].digits[1].scores, expected)
 
 
 def test_other_settings_train_on_the_sampled_digit_alone():
@@ -110,7 +127,8 @@ def test_other_settings_train_on_the_sampled_digit_alone():
 
 
 def test_a_groups_own_std_is_refused():
-    with pytest.raises(UserError, match=r"objective\.advantage_normalization_confidence to batch_std, mean or none"):
+    message = r"advantage_normalization_confidence to batch_std, mean or none, or confidence_gradient to sampled"
+    with pytest.raises(UserError, match=message):
         build_objective(dataclasses.replace(OPTIONS, advantage_normalization_confidence="std"))
 
 
@@ -149,13 +167,13 @@ def test_in_between_it_is_the_damped_natural_gradient():
     np.testing.assert_allclose(gradient(logits, scores, 0.01), -w * A / w.sum(), atol=1e-12)
 
 
-def test_a_rare_digit_is_found_that_the_plain_gradient_gives_up():
+def test_a_rare_digit_is_found_that_the_sampled_gradient_gives_up():
     """First digits as the lab's starting policy says them of its hardest problems, right in 3.5 % of the cases."""
     start = [0.002, 0.007, 0.024, 0.057, 0.073, 0.115, 0.16, 0.182, 0.153, 0.227]
-    damped, plain = (first_digit(damping, 0.035, start, steps=1000, lr=0.1)[-1] for damping in (0.01, 1e9))
+    damped, sampled = (first_digit(damping, 0.035, start, steps=1000, lr=1.0)[-1] for damping in (0.01, None))
     assert damped[0] > 0.95
-    assert plain[0] < 0.001
-    assert plain @ np.arange(10) > 2, "it stays above 0.2"
+    assert sampled[0] < 0.001
+    assert sampled @ np.arange(10) > 2, "it stays above 0.2"
 
 
 def test_a_choice_the_vocabulary_lacks_takes_no_part():

@@ -10,6 +10,7 @@ import pytest
 from megatron_dcpo.lab import collapse, estimators, properness
 from megatron_dcpo.lab.exact_conflict import LOSSES, decoupled_conflict, fisher_conflict, softmax
 from megatron_dcpo.lab.giving_up import share_that_gives_up
+from megatron_dcpo.lab.theory import SAMPLED
 from megatron_dcpo.objectives import ObjectiveConfig
 from megatron_dcpo.objectives.advantages import Group
 from megatron_dcpo.objectives.dcpo import score_group
@@ -152,7 +153,7 @@ def test_proper_scores_ask_for_the_probability_and_lam_mixes_in_what_the_group_d
 
 def test_std_keeps_pushing_a_saturated_group_and_the_mean_fades() -> None:
     near, nearer = np.array([0.98, 0.99, 0.98, 1.0]), 1 - 0.1 * (1 - np.array([0.98, 0.99, 0.98, 1.0]))
-    paper, proper = ObjectiveConfig(), ObjectiveConfig(preset="dcpo_proper", advantage_normalization_confidence="mean")
+    paper, proper = ObjectiveConfig(), ObjectiveConfig(**SAMPLED, advantage_normalization_confidence="mean")
     assert properness.saturated_push(paper, nearer) == pytest.approx(properness.saturated_push(paper, near), rel=1e-2)
     assert properness.saturated_push(proper, nearer) < 0.02 * properness.saturated_push(proper, near)
 
@@ -161,7 +162,7 @@ def test_one_scale_per_batch_keeps_a_proper_score_where_the_groups_own_does_not(
     """Nine in ten are right: with a std of their own, groups that are all right push as hard as the others, to 1."""
     ends = {
         how: properness.settle(
-            ObjectiveConfig(preset="dcpo_proper", advantage_normalization_confidence=how), (0.5, 0.9),
+            ObjectiveConfig(**SAMPLED, advantage_normalization_confidence=how), (0.5, 0.9),
             group_size=8, groups=6, steps=1000, lr=0.2, rng=np.random.default_rng(0),
         )
         for how in ("std", "batch_std")

@@ -428,8 +428,10 @@ def test_options_resolve_explicit_then_method_then_preset() -> None:
     assert ObjectiveConfig(name="rlcr", lam=0.3).resolve().lam == 0.3
     proper = ObjectiveConfig(preset="dcpo_proper").resolve()
     assert proper.advantage_normalization == ("std", "batch_std")
-    assert proper.weight == (1.0, 1.0)
+    assert proper.weight == (1.0, 0.35)
     assert ObjectiveConfig(preset="dcpo_proper", weight=2.0).resolve().weight == (2.0, 2.0)
+    assert ObjectiveConfig(preset="dcpo_proper", confidence_gradient="sampled").resolve().weight == (1.0, 1.0)
+    assert ObjectiveConfig(name="rlcr", preset="dcpo_proper").resolve().weight == (1.0, 1.0)
     assert ObjectiveConfig(clip_high=0.3, clip_high_confidence=0.1).resolve().clip_high == (0.3, 0.1)
     assert ObjectiveConfig(name="ccgspg", preset="verl_compat").resolve().loss_aggregation == "sequence_mean"
 
