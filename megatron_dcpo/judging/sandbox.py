@@ -364,9 +364,9 @@ def _library_places() -> list[str]:
 
 
 def _reachable(path: str) -> bool:
-    """Whether any user may walk to ``path``."""
-    place = Path(path)
-    return all(os.stat(part).st_mode & 0o005 for part in [place, *place.parents])
+    """Whether any user may walk to ``path``, and root's launcher, which mounts its own /tmp, does not cover it."""
+    place = Path(os.path.realpath(path))
+    return Path("/tmp") not in place.parents and all(os.stat(part).st_mode & 0o005 for part in [place, *place.parents])
 
 
 def remaining(deadline: float) -> float:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -283,6 +284,17 @@ def test_bad_limits() -> None:
         CodePool(workers=0)
     with pytest.raises(UserError, match="sandbox 'docker'"):
         CodePool(sandbox="docker")
+
+
+def test_an_environment_below_tmp_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root's launcher mounts its own /tmp over the one in which the packages lie."""
+    if problem := sandbox.problem_of("bubblewrap"):
+        pytest.skip(f"bubblewrap does not work on this machine: {problem}")
+    with tempfile.TemporaryDirectory(dir="/tmp") as site:
+        Path(site).chmod(0o755)  # any user may walk there, unlike pytest's own directories
+        (Path(site) / "sortedcontainers").mkdir()
+        monkeypatch.setattr(sandbox, "_site", lambda: site)
+        assert sandbox.problem_of.__wrapped__("bubblewrap") == ""
 
 
 def test_no_sandbox_is_refused_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

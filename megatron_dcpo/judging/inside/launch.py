@@ -8,6 +8,7 @@ that place. Ends by executing the command.
 import ctypes
 import json
 import os
+import stat
 import sys
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -29,7 +30,7 @@ def main(order: dict) -> None:
     os.chmod("/tmp", 0o755)
     for number, descriptor in held.items():
         places[f"@{number}"] = target = f"/tmp/{number}"
-        if os.path.isdir(order["sources"][number]):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
             os.mkdir(target)
         else:
             os.close(os.open(target, os.O_CREAT | os.O_WRONLY))
