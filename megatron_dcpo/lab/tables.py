@@ -120,11 +120,11 @@ def type_table(cells: Sequence[dict[str, Any]], methods: Sequence[str]) -> str:
         mine = [c["by_type"] for c in cells if c["family"] == "qwen3" and c["method"] == method and "by_type" in c]
         for kind in dict.fromkeys(name for one in mine for name in one):
             rows = [one[kind] for one in mine]
-            means = {
-                key: float(np.nanmean([math.nan if row[key] is None else row[key] for row in rows]))
+            known = {
+                key: [row[key] for row in rows if row[key] is not None]
                 for key in ("accuracy", "mean_confidence", "ece", "auroc")
             }
-            shown = " | ".join(_digits(key, value) for key, value in means.items())
+            shown = " | ".join(_digits(key, interval(values).mean) for key, values in known.items())
             lines.append(f"| {METHODS[method].title} | {kind} | {len(rows)} | {shown} |")
     return "\n".join(lines) + "\n"
 

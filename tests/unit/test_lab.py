@@ -18,7 +18,7 @@ from megatron_dcpo.lab.render import render
 from megatron_dcpo.lab.results import collect, load_cells, rounded
 from megatron_dcpo.lab.runner import EXAMPLES, FULL, SMOKE, Lab
 from megatron_dcpo.lab.statistics import apart, crossed, interval, row_title, values_by_row
-from megatron_dcpo.lab.tables import bars, claims, markdown_table
+from megatron_dcpo.lab.tables import bars, claims, markdown_table, type_table
 from megatron_dcpo.objectives import ObjectiveConfig, build_objective
 from megatron_dcpo.training.rollouts import Rollout
 from megatron_dcpo.types import Judgement
@@ -231,6 +231,17 @@ def test_tables_leave_out_what_was_not_run() -> None:
     assert "GRPO" not in table
     assert "| DCPO | 1 | 0.600 | 0.100 |" in table
     assert row_title("grpo_token") == "GRPO, token"
+
+
+@pytest.mark.filterwarnings("error")
+def test_types_of_problem_are_averaged_over_the_seeds_that_know_the_number() -> None:
+    """Where all responses to a type are right there is no AUROC."""
+    scores = {"accuracy": 0.5, "mean_confidence": 0.75, "ece": 0.25}
+    rows = [{"2x1": {**scores, "auroc": a}, "3x2": {**scores, "auroc": None}} for a in (0.5, None, 0.75)]
+    cells = [{"family": "qwen3", "method": "dcpo", "seed": i, "by_type": row} for i, row in enumerate(rows)]
+    *_, known, unknown = type_table(cells, ["dcpo"]).splitlines()
+    assert known == "| DCPO | 2x1 | 3 | 0.500 | 0.750 | 0.250 | 0.625 |"
+    assert unknown == "| DCPO | 3x2 | 3 | 0.500 | 0.750 | 0.250 | – |"
 
 
 def test_rounding_keeps_six_digits_and_nothing_collected_is_an_error(tmp_path) -> None:
