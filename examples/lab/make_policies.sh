@@ -13,7 +13,8 @@ build() { # NAME options of the architecture
     $make "$@" --clean-steps 0 --imperfect-steps 800 --hesitation 0.25 --start "$work/policy" --out "$name" --data data
     rm -r "$work"
 }
-for policy in ${*:-qwen3 llama large}; do
+[ $# -gt 0 ] || set -- qwen3 llama large
+for policy in "$@"; do
     case $policy in
     qwen3) build qwen3 ;;
     llama) build llama --family llama ;;
