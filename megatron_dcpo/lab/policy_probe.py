@@ -10,15 +10,17 @@ a backward pass of its own, under the configuration's parallel layout:
 | ``coupled_accuracy`` | (R - mean R) / std(R + w R_c) | all tokens |
 | ``coupled_calibration`` | w (R_c - mean R_c) / std(R + w R_c) | all tokens |
 | ``dcpo_accuracy`` | A_r | reasoning tokens |
-| ``dcpo_calibration`` | A_c | confidence tokens |
+| ``dcpo_calibration`` | A_c, or the digits' scores with ``confidence_gradient: digits`` | confidence tokens |
 | ``group_baseline`` | R_c - mean of the group's R_c | confidence tokens |
 | ``counterfactual`` | R_c - mean of the others' score on this response's target | confidence tokens |
+| ``all_digits`` | the same on one scale (``batch_std``), with the scores of all digits at the decimals | confidence tokens |
 
 Options of the objective are the configuration's, whatever method it names. The first two are the directions of the paper's
 proposition: one raises the accuracy, the other moves the mean confidence towards it. The next two add up to the coupled
-objective's gradient, the next two to DCPO's. The last two have the same expectation; their noise is what differs. The Fisher
-metric is the mean square of the coupled objective's two parts over the batches. Memory: nine fp32 copies of what this rank's
-optimizer holds, so use the distributed optimizer for a large model.
+objective's gradient, the next two to DCPO's. The last three are steps from DCPO's confidence gradient to that of
+``dcpo_proper``; the first two of them have the same expectation, and noise is what differs. The Fisher metric is the mean
+square of the coupled objective's two parts over the batches. Memory: ten fp32 copies of what this rank's optimizer holds, so
+use the distributed optimizer for a large model.
 """
 
 from __future__ import annotations
@@ -70,7 +72,9 @@ PARTS = (
     "dcpo_calibration",
     "group_baseline",
     "counterfactual",
+    "all_digits",
 )
+STEPS = PARTS[-3:]  # from DCPO's confidence gradient to dcpo_proper's
 PAIRS = {
     "proposition": ("accuracy", "mean_calibration"),
     "coupled": ("coupled_accuracy", "coupled_calibration"),
@@ -133,8 +137,11 @@ def parts_of(rollout: Rollout, objective: ObjectiveConfig) -> dict[str, Scored]:
     def score(**changes: Any) -> Scored:
         return build_objective(dataclasses.replace(objective, **changes)).score(rollout.judgements)
 
+    def confidence(baseline: str, scale: str, gradient: str = "sampled") -> Scored:
+        options = {"advantage_normalization_confidence": scale, "confidence_gradient": gradient}
+        return score(name="dcpo", confidence_baseline=baseline, **options)
+
     scored, scalar = score(name="dcpo"), score(name="coupled")
-    centred: dict[str, Any] = {"name": "dcpo", "advantage_normalization_confidence": "mean"}
     groups: dict[str, list[int]] = {}
     for row, judgement in enumerate(rollout.judgements):
         groups.setdefault(judgement.prompt_id, []).append(row)
@@ -156,15 +163,20 @@ def parts_of(rollout: Rollout, objective: ObjectiveConfig) -> dict[str, Scored]:
     columns["dcpo_accuracy"][0], columns["dcpo_calibration"][1] = scored.A_r, scored.A_c
     size = np.array([len(groups[j.prompt_id]) for j in rollout.judgements])
     # its own R_c left out of the mean, as the counterfactual one does
-    columns["group_baseline"][1] = score(confidence_baseline="group", **centred).A_c * size / (size - 1)
-    columns["counterfactual"][1] = score(confidence_baseline="counterfactual", **centred).A_c
-    return {part: _with_advantages(scored, *columns[part]) for part in PARTS}
+    columns["group_baseline"][1] = confidence("group", "mean").A_c * size / (size - 1)
+    columns["counterfactual"][1] = confidence("counterfactual", "mean").A_c
+    all_digits = confidence("counterfactual", "batch_std", "digits")
+    columns["all_digits"][1] = all_digits.A_c
+    digits = {"dcpo_calibration": scored, "all_digits": all_digits}
+    return {part: _with_advantages(scored, columns[part], digits.get(part)) for part in PARTS}
 
 
-def _with_advantages(scored: Scored, reasoning: np.ndarray, confidence: np.ndarray) -> Scored:
+def _with_advantages(scored: Scored, advantages: np.ndarray, digits: Scored | None) -> Scored:
+    """``scored`` with other advantages [2, N], of the two blocks, and with the scores of all digits that ``digits`` has."""
+    choices = [t.digits for t in digits.tokens] if digits else [()] * len(scored)
     tokens = tuple(
-        dataclasses.replace(t, digits=(), advantages=np.where(t.block_ids == BLOCK_REASONING, a, b))
-        for t, a, b in zip(scored.tokens, reasoning, confidence, strict=True)
+        dataclasses.replace(t, digits=d, advantages=np.where(t.block_ids == BLOCK_REASONING, a, b))
+        for t, d, a, b in zip(scored.tokens, choices, *advantages, strict=True)
     )
     return dataclasses.replace(scored, tokens=tokens)
 
@@ -278,9 +290,10 @@ def summary_lines(found: dict[str, Any]) -> list[str]:
             f"{name:11} accuracy against calibration: cosine {plain['cosine']:+.3f} (Fisher {fisher['cosine']:+.3f}), "
             f"norms {plain['accuracy_norm']:.2e} and {plain['calibration_norm']:.2e}"
         )
-    for part in ("group_baseline", "counterfactual"):
-        variance = found["gradients"][part]["variance"]
-        lines.append(f"{part:15} variance of the confidence gradient: {'–' if variance is None else f'{variance:.2e}'}")
+    for part in STEPS:
+        ratio = found["gradients"][part]["signal_to_noise"]
+        shown = "–" if ratio is None else f"{ratio:.2f}"
+        lines.append(f"{part:15} signal to noise of the confidence gradient: {shown}")
     return lines
 
 
@@ -297,8 +310,6 @@ def draw_probe(found: dict[str, Any], path: Path) -> None:
             axes.set(ylim=(-1, 1), title=f"cosine, accuracy against calibration ({metric})")
             axes.set_xticks(np.arange(len(groups)), groups, rotation=45, ha="right")
         plain.legend()
-        parts = ("group_baseline", "counterfactual")
-        values = [found["gradients"][part]["variance"] or 0.0 for part in parts]
-        noise.bar(range(2), values, color=PALETTE[2:4])
-        noise.set_xticks(range(2), ["group baseline", "counterfactual"])
-        noise.set_title("variance of the confidence gradient")
+        noise.bar(range(3), [found["gradients"][part]["signal_to_noise"] or 0.0 for part in STEPS], color=PALETTE[2:5])
+        noise.set_xticks(range(3), ["group baseline", "counterfactual", "all digits"])
+        noise.set_title("signal to noise of the confidence gradient")

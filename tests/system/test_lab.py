@@ -56,6 +56,7 @@ def test_probe_leaves_numbers_that_do_not_depend_on_the_layout(tmp_path: Path) -
     conflict, gradients = expected["conflict"], expected["gradients"]
     assert abs(conflict["dcpo"]["plain"]["all"]["cosine"]) < abs(conflict["coupled"]["plain"]["all"]["cosine"])
     assert gradients["counterfactual"]["variance"] < gradients["group_baseline"]["variance"]
+    assert gradients["all_digits"]["signal_to_noise"] > gradients["counterfactual"]["signal_to_noise"]
 
 
 def same(found: object, expected: object, where: str = "") -> None:

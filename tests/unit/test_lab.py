@@ -19,9 +19,9 @@ from megatron_dcpo.lab.results import collect, load_cells, rounded
 from megatron_dcpo.lab.runner import EXAMPLES, FULL, SMOKE, Lab
 from megatron_dcpo.lab.statistics import apart, crossed, interval, row_title, values_by_row
 from megatron_dcpo.lab.tables import bars, claims, markdown_table, type_table
-from megatron_dcpo.objectives import ObjectiveConfig, build_objective
+from megatron_dcpo.objectives import ObjectiveConfig, Scored, build_objective
 from megatron_dcpo.training.rollouts import Rollout
-from megatron_dcpo.types import Judgement
+from megatron_dcpo.types import DecimalToken, Judgement
 
 
 def test_the_grid_has_every_method_with_its_seeds_and_starts_before_what_needs_them() -> None:
@@ -208,9 +208,11 @@ def test_the_probes_parts_add_up_to_the_objectives() -> None:
     for row in range(24):
         ok = rng.random() < 0.8
         status = "ok" if ok else "missing"
-        judgements.append(
-            Judgement(f"p{row % 4}", float(rng.random() < 0.5), float(rng.random()) if ok else None, status, 3, 5)
-        )
+        tenths, hundredths = (int(digit) for digit in rng.integers(0, 10, 2))
+        decimals = (DecimalToken(3, tenths, 1, 1), DecimalToken(4, hundredths, 1, 2)) if ok else ()
+        confidence = (10 * tenths + hundredths) / 100 if ok else None
+        right = float(rng.random() < 0.5)
+        judgements.append(Judgement(f"p{row % 4}", right, confidence, status, 3, 5, decimals=decimals))
     rollout = Rollout({}, [], judgements)
     for options in ({}, {"preset": "dcpo_proper"}, {"preset": "verl_compat", "lam": 0.25}):
         config = without_regularizers(ObjectiveConfig(**options, kl_coef=0.1, entropy_coef_confidence=0.1))
@@ -222,7 +224,15 @@ def test_the_probes_parts_add_up_to_the_objectives() -> None:
                 parts[f"{name}_accuracy"].tokens, parts[f"{name}_calibration"].tokens, whole.tokens, strict=True
             ):
                 assert a.advantages + b.advantages == pytest.approx(expected.advantages, abs=1e-9)
-        assert all(not t.advantages[:3].any() for t in parts["counterfactual"].tokens), "confidence tokens only"
+            assert digit_scores(parts[f"{name}_calibration"]) == digit_scores(whole)
+        for part in ("counterfactual", "all_digits"):
+            assert all(not t.advantages[:3].any() for t in parts[part].tokens), "confidence tokens only"
+        assert [len(scores) for scores in digit_scores(parts["all_digits"])] == [len(j.decimals) for j in judgements]
+        assert not any(digit_scores(parts["counterfactual"]))
+
+
+def digit_scores(scored: Scored) -> list[list[list[float]]]:
+    return [[choices.scores.tolist() for choices in tokens.digits] for tokens in scored.tokens]
 
 
 def test_tables_leave_out_what_was_not_run() -> None:
