@@ -18,8 +18,7 @@ def main() -> int:
     run = verbs.add_parser("run", help="train and evaluate the grid; finished cells are kept")
     run.add_argument("--out", type=Path, default=Path("runs/lab"))
     run.add_argument("--jobs", type=int, default=2, help="processes at a time, one core each")
-    run.add_argument("--seeds", type=int, default=5, help="seeds of the main table")
-    run.add_argument("--fewer-seeds", type=int, default=3, help="seeds of the sweeps and of the other policies")
+    run.add_argument("--seeds", type=int, default=5, help="of every method")
     run.add_argument("--families", help=f"of {', '.join(FAMILIES)} (default: those whose starting policy is there)")
     run.add_argument("--methods", help="only these (and what they start from), comma separated")
     run.add_argument("--smoke", action="store_true", help="three steps of everything, one seed")
@@ -56,8 +55,7 @@ def run_grid(args: argparse.Namespace) -> None:
     for family in sorted(set(FAMILIES) - set(families), key=FAMILIES.index):
         logging.info("policy %s is left out%s", family, "" if has_policy(family) else " (make lab-policies builds it)")
     seeds = range(1, (1 if args.smoke else args.seeds) + 1)
-    fewer = range(1, (1 if args.smoke else args.fewer_seeds) + 1)
-    cells = select(grid(seeds, fewer, families), args.methods)
+    cells = select(grid(seeds, families), args.methods)
     Lab(args.out.resolve(), SMOKE if args.smoke else FULL, args.jobs).run(cells)
 
 

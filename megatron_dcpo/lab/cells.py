@@ -102,11 +102,11 @@ class Cell:
         return Cell(self.family, start, self.seed) if start else None
 
 
-def grid(seeds: Sequence[int], fewer_seeds: Sequence[int], families: Sequence[str] = FAMILIES) -> list[Cell]:
+def grid(seeds: Sequence[int], families: Sequence[str] = FAMILIES) -> list[Cell]:
     """All cells, those that matter most first: the main table seed by seed, then sweeps, then other policies."""
     cells = [Cell("qwen3", method, seed) for seed in seeds for method in MAIN]
-    cells += [Cell("qwen3", method, seed) for seed in fewer_seeds for method in SWEEP]
-    cells += [Cell(family, method, seed) for family in FAMILIES[1:] for seed in fewer_seeds for method in TRANSFER]
+    cells += [Cell("qwen3", method, seed) for seed in seeds for method in SWEEP]
+    cells += [Cell(family, method, seed) for family in FAMILIES[1:] for seed in seeds for method in TRANSFER]
     return [cell for cell in cells if cell.family in families]
 
 
