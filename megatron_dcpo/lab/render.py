@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dcpo.calibration import json_ready
-from megatron_dcpo.lab.cells import FAMILIES, METHODS
+from megatron_dcpo.lab.cells import FAMILIES, METHODS, TRANSFER
 from megatron_dcpo.lab.figures import FIGURES
 from megatron_dcpo.lab.results import collect, load_cells, rounded
 from megatron_dcpo.lab.runner import EXAMPLES
@@ -93,6 +93,8 @@ def tables(cells: list[dict[str, Any]], rows: dict[str, Any], found: list[dict[s
         if rows[family]:
             verbal = [name for name in rows[family] if not name.endswith("_token")]
             parts += [f"## Another policy: {FAMILY_TITLES[family]}", markdown_table(rows[family], verbal)]
+            parts += ["**Accuracy minus GRPO's**", difference_table(cells, "grpo", TRANSFER, family)]
+            parts += ["**Accuracy minus DCPO's**", difference_table(cells, "dcpo", ("dcpo_proper",), family)]
     parts += ["## The paper's order, here", claims_table(claims(main))]
     parts += ["## What the lab is held to", bars_table(found), "## Every seed", every_seed(main)]
     return "\n\n".join(part.rstrip() for part in parts) + "\n"

@@ -92,9 +92,11 @@ def violation_table(cells: Sequence[dict[str, Any]], every: int = 50) -> str:
     return "\n".join(lines) + "\n"
 
 
-def difference_table(cells: Sequence[dict[str, Any]], against: str, methods: Sequence[str]) -> str:
-    """Accuracy of ``methods`` minus that of ``against`` in points, same seeds and problems of the main policy."""
-    right = {(c["method"], c["seed"]): c for c in cells if c["family"] == "qwen3" and "right" in c}
+def difference_table(
+    cells: Sequence[dict[str, Any]], against: str, methods: Sequence[str], family: str = "qwen3"
+) -> str:
+    """Accuracy of ``methods`` minus that of ``against`` in points, same seeds and problems, on the policy ``family``."""
+    right = {(c["method"], c["seed"]): c for c in cells if c["family"] == family and "right" in c}
     lines = ["| | n | difference | 95 %, other seeds | 95 %, other seeds and problems |", "|---" * 5 + "|"]
     for method in methods:
         seeds = sorted(seed for name, seed in right if name == method and (against, seed) in right)
