@@ -138,8 +138,12 @@ def parts_of(rollout: Rollout, objective: ObjectiveConfig) -> dict[str, Scored]:
         return build_objective(dataclasses.replace(objective, **changes)).score(rollout.judgements)
 
     def confidence(baseline: str, scale: str, gradient: str = "sampled") -> Scored:
-        options = {"advantage_normalization_confidence": scale, "confidence_gradient": gradient}
-        return score(name="dcpo", confidence_baseline=baseline, **options)
+        return score(
+            name="dcpo",
+            confidence_baseline=baseline,
+            advantage_normalization_confidence=scale,
+            confidence_gradient=gradient,
+        )
 
     scored, scalar = score(name="dcpo"), score(name="coupled")
     groups: dict[str, list[int]] = {}
