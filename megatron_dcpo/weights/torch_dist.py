@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
@@ -196,6 +197,11 @@ class _Opaque:
         pass
 
 
+def _memory_format(owner: Any, name: str) -> Any:
+    """``getattr`` as Python 3.11.0 to 3.11.3 pickles a member of an enumeration, for the one that metadata has."""
+    return _MEM_FORMAT_ENCODING[name] if owner is _MEM_FORMAT_ENCODING else _Opaque()
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     """Builds the known classes and nothing else: a checkpoint must not be able to run code."""
 
@@ -204,6 +210,8 @@ class _MetadataUnpickler(pickle.Unpickler):
             return _KNOWN[module, name]
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _memory_format
         if (module, name) in (
             ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
             ("torch.serialization", "_get_layout"),

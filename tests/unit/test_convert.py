@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import enum
 import filecmp
 import hashlib
+import io
 import json
+import pickle
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from convert_cases import FAMILIES, expected_megatron, load_model, save_model
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_dcpo.cli import main as dcpo
 from megatron_dcpo.errors import UserError
@@ -19,7 +23,7 @@ from megatron_dcpo.weights.convert import export_checkpoint, import_checkpoint
 from megatron_dcpo.weights.inspect_checkpoint import inspect_checkpoint
 from megatron_dcpo.weights.planner import Layout, padded_vocab_size
 from megatron_dcpo.weights.safetensors_io import write_checkpoint
-from megatron_dcpo.weights.torch_dist import read_checkpoint
+from megatron_dcpo.weights.torch_dist import _MetadataUnpickler, read_checkpoint
 
 
 @pytest.mark.parametrize("max_shard_size", ["1GB", "30KB"])
@@ -53,6 +57,36 @@ def test_megatron_tensors_by_torchs_own_reader(tmp_path, family, tied, dtype):
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype
         assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("by_name", [True, False], ids=["python3.11.0-3", "later"])
+def test_metadata_of_any_python_is_read(tmp_path, by_name):
+    """Python 3.11.0 to 3.11.3, Debian 12's among them, pickle a member of an enumeration as getattr(class, name)."""
+
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, value):
+            if not isinstance(value, enum.Enum):
+                return NotImplemented
+            return (getattr, (type(value), value.name)) if by_name else (type(value), (value.value,))
+
+    import_checkpoint(save_model(tmp_path / "hf", "qwen3"), tmp_path / "megatron")
+    path = tmp_path / "megatron" / ".metadata"
+    expected, metadata = set(read_checkpoint(tmp_path / "megatron")), pickle.loads(path.read_bytes())
+    with path.open("wb") as file:
+        Pickler(file).dump(metadata)
+    assert (b"getattr" in path.read_bytes()) == by_name
+    assert set(read_checkpoint(tmp_path / "megatron")) == expected
+
+
+def test_metadata_reaches_no_attribute_but_the_memory_format(tmp_path):
+    """The getattr of the older Pythons is no way to a function that the reader would not find by itself."""
+
+    class Attribute:
+        def __reduce__(self):
+            return getattr, (TensorStorageMetadata, "__init__")
+
+    file = io.BytesIO(pickle.dumps(Attribute()))
+    assert _MetadataUnpickler(file).load() is not TensorStorageMetadata.__init__
 
 
 @pytest.mark.parametrize(
