@@ -89,15 +89,15 @@ reference-solutions: setup
 
 # the calibration lab: every method, 5 seeds, on CPU, hours; finished cells are kept, an interrupted run continues
 lab: setup
-	$(BIN)/python -m megatron_dcpo.lab run --out $(LAB) --jobs $(JOBS)
-	$(BIN)/python -m megatron_dcpo.lab theory --out docs/lab
-	$(BIN)/python -m megatron_dcpo.lab render --grid $(LAB) --out docs/lab
+	$(BIN)/python -m lab run --out $(LAB) --jobs $(JOBS)
+	$(BIN)/python -m lab theory --out docs/lab
+	$(BIN)/python -m lab render --grid $(LAB) --out docs/lab
 
 # three steps of every method and every output, minutes
 lab-smoke: setup
-	$(BIN)/python -m megatron_dcpo.lab run --smoke --out $(LAB)-smoke --jobs $(JOBS)
-	$(BIN)/python -m megatron_dcpo.lab theory --smoke --out $(LAB)-smoke/docs
-	$(BIN)/python -m megatron_dcpo.lab render --grid $(LAB)-smoke --out $(LAB)-smoke/docs
+	$(BIN)/python -m lab run --smoke --out $(LAB)-smoke --jobs $(JOBS)
+	$(BIN)/python -m lab theory --smoke --out $(LAB)-smoke/docs
+	$(BIN)/python -m lab render --grid $(LAB)-smoke --out $(LAB)-smoke/docs
 
 # rebuild the starting policies and the problems of the lab (they are in git)
 lab-policies: setup

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from megatron_dcpo.judging.code import CodeLimits, CodePool
+from megatron_dcpo.sandbox.judge import CodeLimits, CodePool
 
 _CHANGED = """
 _right = {entry}

@@ -26,14 +26,14 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from megatron_dcpo.conversion.convert import export_checkpoint, import_checkpoint, megatron_to_hf
+from megatron_dcpo.conversion.lazy import open_files, read_rows
+from megatron_dcpo.conversion.memory import PeakMemory
+from megatron_dcpo.conversion.torch_dist import read_checkpoint
 from megatron_dcpo.weights.architecture import parse_architecture, read_architecture
-from megatron_dcpo.weights.convert import export_checkpoint, import_checkpoint, megatron_to_hf
-from megatron_dcpo.weights.lazy import open_files, read_rows
-from megatron_dcpo.weights.memory import PeakMemory
+from megatron_dcpo.weights.hf_checkpoint import assign_files, plan_shards, read_tensors, write_index
 from megatron_dcpo.weights.planner import Coordinates, Layout, plan
-from megatron_dcpo.weights.safetensors_io import assign_files, plan_shards, read_tensors, write_index
 from megatron_dcpo.weights.table import hf_shapes
-from megatron_dcpo.weights.torch_dist import read_checkpoint
 
 _COMMON = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -13,7 +13,7 @@ import time
 
 from megatron_dcpo.data.code_problems import code_problem, reference_solution
 from megatron_dcpo.data.datasets import read_rows
-from megatron_dcpo.judging.code import CodeLimits, judge_programs
+from megatron_dcpo.sandbox.judge import CodeLimits, judge_programs
 
 
 def main() -> int:

@@ -22,7 +22,7 @@ import time
 from multiprocessing.connection import Connection
 
 from megatron_dcpo.data import load_records
-from megatron_dcpo.judging.pool import VerifierPool
+from megatron_dcpo.judging.math.pool import VerifierPool
 
 PATHOLOGICAL = (
     r"\sum_{{k=1}}^{{10000000}} \frac{{1}}{{k^2+k+{0}}}",

@@ -15,8 +15,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from megatron_dcpo.conversion.inspect import inspect_checkpoint
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.weights.inspect_checkpoint import inspect_checkpoint
 
 
 def main() -> int:

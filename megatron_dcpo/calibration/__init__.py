@@ -5,13 +5,18 @@
 from megatron_dcpo.calibration.metrics import (
     BrierParts,
     accuracy,
+    accuracy_at_coverage,
+    accuracy_coverage,
     auprc,
+    aurc,
     auroc,
     bin_rows,
     bootstrap_ci,
     brier,
     brier_decomposition,
     ece,
+    ece_adaptive,
+    ece_debiased,
     ece_equal_mass,
     mce,
     nll,
@@ -19,13 +24,6 @@ from megatron_dcpo.calibration.metrics import (
     parse_rate,
     pce,
     worst_case,
-)
-from megatron_dcpo.calibration.selective import (
-    accuracy_at_coverage,
-    accuracy_coverage,
-    aurc,
-    ece_adaptive,
-    ece_debiased,
 )
 from megatron_dcpo.calibration.summary import json_ready, summarize, violation_rates
 

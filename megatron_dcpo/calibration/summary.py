@@ -9,8 +9,14 @@ from typing import Any
 import numpy as np
 
 from megatron_dcpo.calibration import metrics
-from megatron_dcpo.calibration.metrics import DEFAULT_BINS, Confidences, Correct
-from megatron_dcpo.calibration.selective import ece_adaptive, ece_debiased, selective_summary
+from megatron_dcpo.calibration.metrics import (
+    DEFAULT_BINS,
+    Confidences,
+    Correct,
+    ece_adaptive,
+    ece_debiased,
+    selective_summary,
+)
 from megatron_dcpo.types import MALFORMED
 
 INTERVALS = ("accuracy", "ece", "pce", "brier", "auroc")

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from megatron_dcpo.cli.arguments import whole
+from megatron_dcpo.cli.common import whole
 
 
 def add_parser(subparsers: Any) -> None:
@@ -32,11 +32,11 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from megatron_dcpo.calibration import posthoc
-    from megatron_dcpo.calibration.samples import read_samples
-    from megatron_dcpo.calibration.scoring import parse_kinds
     from megatron_dcpo.calibration.summary import json_ready
     from megatron_dcpo.cli.report import print_table
+    from megatron_dcpo.evaluation import posthoc
+    from megatron_dcpo.evaluation.samples import read_samples
+    from megatron_dcpo.evaluation.scoring import parse_kinds
 
     if args.source and args.source not in ("mean", "full"):
         parse_kinds(args.source)

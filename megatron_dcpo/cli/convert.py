@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_dcpo.cli.arguments import whole
+from megatron_dcpo.cli.common import whole
 from megatron_dcpo.errors import UserError
 
 if TYPE_CHECKING:
-    from megatron_dcpo.weights.convert import Conversion, Progress
+    from megatron_dcpo.conversion.convert import Conversion, Progress
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -99,7 +99,7 @@ def main(direction: str, description: str | None) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    from megatron_dcpo.weights.convert import export_checkpoint, import_checkpoint
+    from megatron_dcpo.conversion.convert import export_checkpoint, import_checkpoint
 
     with _progress(args.direction) as progress:
         common = {"verify": args.verify, "overwrite": args.overwrite, "progress": progress}

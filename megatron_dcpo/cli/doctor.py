@@ -68,7 +68,7 @@ def examine() -> list[Finding]:
 
 def _sandbox() -> Finding:
     """Optional: needed for programs only."""
-    from megatron_dcpo.judging.sandbox import problem_of
+    from megatron_dcpo.sandbox.local import problem_of
 
     problems = {level: problem_of(level) for level in ("bubblewrap", "landlock")}  # type: ignore[arg-type]
     found = next((level for level, problem in problems.items() if not problem), "none")

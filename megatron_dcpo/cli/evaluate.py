@@ -13,15 +13,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_dcpo.cli.arguments import whole
-from megatron_dcpo.cli.sandbox import add_sandbox_arguments, program_judge
+from megatron_dcpo.cli.common import add_sandbox_arguments, program_judge, whole
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.confidence import MARKER
 
 if TYPE_CHECKING:
-    from megatron_dcpo.calibration.evaluate import Complete, Generate, Progress
-    from megatron_dcpo.calibration.samples import Sample
     from megatron_dcpo.data import LoadedBenchmark
+    from megatron_dcpo.evaluation.evaluate import Complete, Generate, Progress
+    from megatron_dcpo.evaluation.samples import Sample
     from megatron_dcpo.rollout import SamplingConfig
     from megatron_dcpo.types import Prompt
 
@@ -108,10 +107,10 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from megatron_dcpo.calibration.evaluate import write_evaluation
-    from megatron_dcpo.calibration.posthoc import Posthoc
-    from megatron_dcpo.calibration.scoring import headline, parse_kinds, score_samples
     from megatron_dcpo.cli.report import print_table
+    from megatron_dcpo.evaluation.evaluate import write_evaluation
+    from megatron_dcpo.evaluation.posthoc import Posthoc
+    from megatron_dcpo.evaluation.scoring import headline, parse_kinds, score_samples
 
     kinds = parse_kinds(args.confidence)
     predictor = Posthoc.load(args.posthoc) if args.posthoc else None
@@ -140,8 +139,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _old_samples(args: argparse.Namespace) -> tuple[list[Sample], str]:
     """The responses of an earlier evaluation, and the name of the model that gave them if it is known."""
-    from megatron_dcpo.calibration.judges import is_code, read_tests, write_tests
-    from megatron_dcpo.calibration.samples import read_samples
+    from megatron_dcpo.evaluation.judges import is_code, read_tests, write_tests
+    from megatron_dcpo.evaluation.samples import read_samples
 
     samples = read_samples(args.samples)
     if not samples:
@@ -166,8 +165,8 @@ def _beside(samples: str) -> dict[str, Any]:
 
 def _judged_anew(samples: list[Sample], tests: dict[str, bytes], args: argparse.Namespace) -> list[Sample]:
     """Mathematics and programs each by their judge, in the order given."""
-    from megatron_dcpo.calibration.evaluate import rejudge
-    from megatron_dcpo.calibration.judges import equivalent_of, is_code, judge_of
+    from megatron_dcpo.evaluation.evaluate import rejudge
+    from megatron_dcpo.evaluation.judges import equivalent_of, is_code, judge_of
 
     judged: dict[int, Sample] = {}
     for of_kind in ({}, tests):
@@ -181,11 +180,11 @@ def _judged_anew(samples: list[Sample], tests: dict[str, bytes], args: argparse.
 
 def _new_samples(args: argparse.Namespace) -> tuple[list[Sample], str]:
     """Sample the model or the server on every benchmark and judge."""
-    from megatron_dcpo.calibration.evaluate import evaluate_benchmark
-    from megatron_dcpo.calibration.journal import Journal
-    from megatron_dcpo.calibration.judges import equivalent_of, judge_of, write_tests
     from megatron_dcpo.data.benchmarks import load_benchmark, parse_specs
     from megatron_dcpo.data.prompts import find_template
+    from megatron_dcpo.evaluation.evaluate import evaluate_benchmark
+    from megatron_dcpo.evaluation.judges import equivalent_of, judge_of, write_tests
+    from megatron_dcpo.evaluation.samples import Journal
 
     if not args.benchmarks:
         raise UserError("--benchmarks is missing; name at least one, for instance --benchmarks math500")
@@ -245,7 +244,7 @@ def _server(args: argparse.Namespace) -> tuple[str, Render, Complete]:
     """Name of the model, the prompts of a benchmark as messages, and the samples from ``--endpoint``."""
     from megatron_dcpo.data.datasets import message_prompts
     from megatron_dcpo.data.prompts import find_template
-    from megatron_dcpo.rollout.endpoint import Endpoint, served_model
+    from megatron_dcpo.rollout.openai_client import Endpoint, served_model
 
     api_key = os.environ.get(args.api_key_env) or None
     model = args.model_name or served_model(args.endpoint, api_key)
@@ -269,8 +268,8 @@ def _server(args: argparse.Namespace) -> tuple[str, Render, Complete]:
 
 def _local_model(args: argparse.Namespace) -> tuple[str, Render, Complete]:
     """The same for a checkpoint directory, sampled in this process."""
-    from megatron_dcpo.calibration.evaluate import complete_in_batches
     from megatron_dcpo.data import render_prompts
+    from megatron_dcpo.evaluation.evaluate import complete_in_batches
     from megatron_dcpo.judging.token_bytes import token_bytes
 
     tokenizer, generate, eos_ids = _load_engine(args)
@@ -298,7 +297,7 @@ def _load_engine(args: argparse.Namespace) -> tuple[Any, Generate, tuple[int, ..
     from megatron_dcpo.rollout import Engine, TransformersEngine, choose_engine
 
     if choose_engine(args.engine, args.model) == "vllm":
-        from megatron_dcpo.rollout.vllm import VllmEngine, VllmOptions
+        from megatron_dcpo.rollout.vllm_engine import VllmEngine, VllmOptions
 
         options = VllmOptions(dtype=args.dtype, max_num_seqs=args.batch_size, raw_logprobs=True, seed=args.seed)
         engine: Engine = VllmEngine(args.model, options)

@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     from torch.distributed.run import parse_args
     from torch.distributed.run import run as torchrun
 
-    from megatron_dcpo import signals
+    from megatron_dcpo.runtime import signals
 
     if not any(option.startswith(("--nnodes", "--rdzv", "--master", "--standalone")) for option in options):
         options = ["--standalone", *options]

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from megatron_dcpo.cli.arguments import whole
+from megatron_dcpo.cli.common import whole
 
 
 def add_parser(subparsers: Any) -> None:
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     from megatron_dcpo.planning.traffic import Rates
 
     if args.reshard:
-        from megatron_dcpo.cli.plan_reshard import reshard_facts, reshard_lines
+        from megatron_dcpo.planning.report import reshard_facts, reshard_lines
 
         facts = reshard_facts(load_config(args.config, args.overrides), args.gpus)
         print(json.dumps(facts) if args.json else "\n".join(reshard_lines(facts)))

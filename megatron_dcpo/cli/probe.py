@@ -28,8 +28,8 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from megatron_dcpo.config import load_config
     from megatron_dcpo.errors import UserError
-    from megatron_dcpo.lab.policy_probe import probe_policy, summary_lines, write_probe
     from megatron_dcpo.runtime import distributed
+    from megatron_dcpo.training.probe import probe_policy, summary_lines, write_probe
 
     config = load_config(args.config, args.overrides)
     if args.batches < 1:

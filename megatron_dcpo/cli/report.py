@@ -27,16 +27,16 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from megatron_dcpo.calibration import paper, report  # matplotlib is slow to import; other verbs do not need it
+    from megatron_dcpo.evaluation import published, report  # matplotlib is slow to import; other verbs do not need it
 
     runs = report.find_runs(args.runs)
-    published = paper.load_published(args.against) if args.against else []
-    page = report.write_report(runs, args.out or Path(args.runs[0]) / "report.html", args.title, published)
+    against = published.load_published(args.against) if args.against else []
+    page = report.write_report(runs, args.out or Path(args.runs[0]) / "report.html", args.title, against)
     numbers = report.comparison(runs)
-    beside = paper.compare({found.name: found.evaluation for found in runs}, published)
+    beside = published.compare({found.name: found.evaluation for found in runs}, against)
     if args.json:
-        against = {"against": beside} if args.against else {}
-        print(json.dumps(json_ready({"report": str(page), "runs": numbers, **against}), indent=1))
+        beside_runs = {"against": beside} if args.against else {}
+        print(json.dumps(json_ready({"report": str(page), "runs": numbers, **beside_runs}), indent=1))
     else:
         print_table(numbers)
         _print_published(beside)
@@ -57,7 +57,7 @@ def print_table(numbers: Mapping[str, Mapping[str, Any]], first: str = "run") ->
     from rich.console import Console
     from rich.table import Table
 
-    from megatron_dcpo.calibration.report import LABELS, format_value
+    from megatron_dcpo.evaluation.report import LABELS, format_value
 
     table = Table(box=None, pad_edge=False)
     table.add_column(first, no_wrap=True)

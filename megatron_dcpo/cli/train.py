@@ -23,8 +23,8 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from megatron_dcpo import signals
     from megatron_dcpo.config import load_config
+    from megatron_dcpo.runtime import signals
 
     if not args.dry_run:
         signals.listen()

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from megatron_dcpo.judging.answers import BOXED, AnswerForm
-from megatron_dcpo.judging.blocks import split_blocks
+from megatron_dcpo.judging.blocks import decimal_tokens, split_blocks
 from megatron_dcpo.judging.confidence import MARKER, parse_confidence
-from megatron_dcpo.judging.decimals import decimal_tokens
-from megatron_dcpo.judging.math import verify_many
+from megatron_dcpo.judging.math.verifier import verify_many
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.types import Judgement, Prompt, Response
 

@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_dcpo.objectives.advantages import Group, GroupScore, hybrid_target, shared_advantage
+from megatron_dcpo.objectives.advantages import (
+    Group,
+    GroupScore,
+    calibration_reward,
+    correctness_reward,
+    hybrid_target,
+    shared_advantage,
+)
 from megatron_dcpo.objectives.objective import Method
 from megatron_dcpo.objectives.options import ObjectiveConfig, Options
-from megatron_dcpo.objectives.scores import calibration_reward, correctness_reward
 
 
 def score_group(group: Group, options: Options) -> GroupScore:

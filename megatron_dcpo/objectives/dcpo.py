@@ -14,15 +14,17 @@ import numpy as np
 
 from megatron_dcpo.objectives.advantages import (
     LEAST_BATCH_RMS,
+    SCORES,
     Group,
     GroupScore,
     batch_scale,
+    calibration_reward,
+    correctness_reward,
     hybrid_target,
     normalize,
 )
 from megatron_dcpo.objectives.objective import Method
 from megatron_dcpo.objectives.options import ObjectiveConfig, Options
-from megatron_dcpo.objectives.scores import SCORES, calibration_reward, correctness_reward
 from megatron_dcpo.types import DecimalToken, DigitScores, Judgement
 
 

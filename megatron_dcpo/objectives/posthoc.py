@@ -10,10 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dcpo.objectives.advantages import Group, GroupScore, batch_scale, hybrid_target, normalize
+from megatron_dcpo.objectives.advantages import (
+    Group,
+    GroupScore,
+    batch_scale,
+    calibration_reward,
+    hybrid_target,
+    normalize,
+)
 from megatron_dcpo.objectives.objective import Method
 from megatron_dcpo.objectives.options import ObjectiveConfig, Options
-from megatron_dcpo.objectives.scores import calibration_reward
 
 
 def score_group(group: Group, options: Options) -> GroupScore:

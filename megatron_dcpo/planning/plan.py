@@ -9,15 +9,13 @@ from typing import Any
 from megatron_dcpo.config import Config
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.objectives import build_objective
-from megatron_dcpo.planning.activations import Activations, stage_activations
-from megatron_dcpo.planning.state import ITEMSIZE, State, stage_state
+from megatron_dcpo.planning.memory import ITEMSIZE, Activations, State, stage_activations, stage_state
 from megatron_dcpo.planning.traffic import Rates, Seconds, Traffic, Work, kv_bytes_per_token, step_seconds, step_traffic
 from megatron_dcpo.runtime import check_world_size
 from megatron_dcpo.training.preflight import layout_of
 from megatron_dcpo.weights.architecture import Architecture, read_architecture
-from megatron_dcpo.weights.engine_slices import check_engine
 from megatron_dcpo.weights.planner import Layout, check_layout
-from megatron_dcpo.weights.reshard_plan import most_received
+from megatron_dcpo.weights.reshard_plan import check_engine, most_received
 from megatron_dcpo.weights.table import number_of_parameters
 
 MOST_GPUS = 4096

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_dcpo.config import Config
-from megatron_dcpo.planning.state import ITEMSIZE
+from megatron_dcpo.planning.memory import ITEMSIZE
 from megatron_dcpo.weights.architecture import Architecture
 from megatron_dcpo.weights.planner import Layout, padded_vocab_size
 

@@ -12,9 +12,10 @@ from torch import Tensor
 from megatron_dcpo import runtime
 from megatron_dcpo.config import ModelConfig, ParallelConfig
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.policy.spec import block_spec, has_transformer_engine, layer_spec
+from megatron_dcpo.policy.layers import block_spec, has_transformer_engine, layer_spec
 from megatron_dcpo.runtime.distributed import Topology
 from megatron_dcpo.weights.architecture import Architecture, read_architecture
+from megatron_dcpo.weights.hf_checkpoint import HFReader, load_into
 from megatron_dcpo.weights.planner import (
     Coordinates,
     Copy,
@@ -24,7 +25,6 @@ from megatron_dcpo.weights.planner import (
     plan,
     sharded_dimensions,
 )
-from megatron_dcpo.weights.safetensors_io import HFReader, load_into
 
 from megatron.core import tensor_parallel  # isort: skip
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads

@@ -17,9 +17,9 @@ from torch import Tensor
 from megatron_dcpo import runtime
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.rollout.engine import SamplingConfig, read_eos_token_ids, uniforms
-from megatron_dcpo.signals import RolloutAbandoned, stop_requested
+from megatron_dcpo.runtime.signals import RolloutAbandoned, stop_requested
 from megatron_dcpo.types import Prompt, Response
-from megatron_dcpo.weights.piece import Piece
+from megatron_dcpo.weights.planner import Piece
 
 _COMPACT_BELOW = 0.75  # drop finished rows from the KV cache when less than this share is still running
 

@@ -29,8 +29,8 @@ from vllm.model_executor.model_loader.reload.meta import materialize_layer, rest
 
 from megatron_dcpo import runtime
 from megatron_dcpo.weights.architecture import Architecture
-from megatron_dcpo.weights.engine_slices import engine_slice
-from megatron_dcpo.weights.piece import Piece
+from megatron_dcpo.weights.planner import Piece
+from megatron_dcpo.weights.reshard_plan import engine_slice
 from megatron_dcpo.weights.table import hf_shapes
 
 BACKEND = "megatron_dcpo"
@@ -87,7 +87,7 @@ class SliceOfWhole(Tensor):
     def _misread(self, what: str) -> RuntimeError:
         return RuntimeError(
             f"vLLM's loader {what} of {self.piece.name}, of which this rank keeps {self.keeps}; this version of vLLM cuts "
-            "the model in another way than megatron_dcpo/weights/engine_slices.py says"
+            "the model in another way than megatron_dcpo/weights/reshard_plan.py says"
         )
 
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from megatron_dcpo.config import Config
+from megatron_dcpo.data.sampler import prompts_of_step
 from megatron_dcpo.runtime import distributed
-from megatron_dcpo.training.claim import claimed
-from megatron_dcpo.training.finish import export_policy
-from megatron_dcpo.training.prompt_stream import prompts_of_step
+from megatron_dcpo.runtime.run_lock import claimed
+from megatron_dcpo.runtime.timers import Timers
 from megatron_dcpo.training.recorder import Recorder
 from megatron_dcpo.training.recovery import resume, save, stop_if_asked
-from megatron_dcpo.training.rollouts import gather_judged, roll_out
-from megatron_dcpo.training.setup import Run, build_run
-from megatron_dcpo.training.synchronise import check_plan, synchronise_engine
-from megatron_dcpo.training.timers import Timers
+from megatron_dcpo.training.run import Run, build_run
+from megatron_dcpo.training.sampling import gather_judged, roll_out
 from megatron_dcpo.training.update import update_policy
+from megatron_dcpo.training.weight_sync import check_plan, export_policy, synchronise_engine
 
 
 def train(config: Config) -> None:

@@ -34,7 +34,7 @@ def check_processes(config: Config, processes: int | None) -> None:
     if processes is not None:
         check_world_size(parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, processes)
     if config.model.transformer_impl == "transformer_engine":
-        from megatron_dcpo.policy.spec import has_transformer_engine
+        from megatron_dcpo.policy.layers import has_transformer_engine
 
         if not has_transformer_engine():
             raise UserError(

@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 
 from megatron_dcpo.calibration import json_ready, summarize
-from megatron_dcpo.checkpoints.saving import last_complete
+from megatron_dcpo.checkpoints.saver import last_complete
 from megatron_dcpo.config import to_yaml
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.distributed import broadcast_object
+from megatron_dcpo.runtime.timers import Timers
 from megatron_dcpo.training.preflight import check_wandb
-from megatron_dcpo.training.rollouts import Rollout
-from megatron_dcpo.training.setup import Run
-from megatron_dcpo.training.timers import Timers
+from megatron_dcpo.training.run import Run
+from megatron_dcpo.training.sampling import Rollout
 from megatron_dcpo.training.update import BLOCKS, MISMATCH_EDGES, UpdateStatistics, mismatch_histogram
 from megatron_dcpo.types import MALFORMED
 

@@ -6,13 +6,13 @@ import logging
 import signal
 from typing import Any
 
-from megatron_dcpo import signals
-from megatron_dcpo.checkpoints.checkpoint import checkpoint_state, load_checkpoint, newest_intact
-from megatron_dcpo.checkpoints.integrity import iteration_dir, latest_iteration
-from megatron_dcpo.checkpoints.saving import remove_leftovers
+from megatron_dcpo.checkpoints.manifest import iteration_dir, latest_iteration
+from megatron_dcpo.checkpoints.saver import remove_leftovers
+from megatron_dcpo.checkpoints.state import checkpoint_state, load_checkpoint, newest_intact
 from megatron_dcpo.errors import EXIT_INTERRUPTED, EXIT_REQUEUE, Stopped, UserError
+from megatron_dcpo.runtime import signals
 from megatron_dcpo.runtime.distributed import broadcast_object, max_over_ranks
-from megatron_dcpo.training.setup import Run
+from megatron_dcpo.training.run import Run
 
 logger = logging.getLogger(__name__)
 

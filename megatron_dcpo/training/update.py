@@ -22,13 +22,13 @@ from megatron_dcpo import runtime
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.objectives import DigitBatch, Scored, TokenBatch
 from megatron_dcpo.policy.batching import MicroBatch, Sample, assign_to_ranks, split_micro_batches
-from megatron_dcpo.policy.forward_backward import Alternatives, accumulate_gradients, compute_logprobs
 from megatron_dcpo.policy.gradient_probe import probe_block_gradients
 from megatron_dcpo.policy.model import Policy
 from megatron_dcpo.policy.optimizer import complete_parameters, gradient_norm, zero_gradients
+from megatron_dcpo.policy.schedule import Alternatives, accumulate_gradients, compute_logprobs
 from megatron_dcpo.runtime.distributed import all_gather_objects, max_over_ranks
-from megatron_dcpo.training.rollouts import Rollout
-from megatron_dcpo.training.setup import Run
+from megatron_dcpo.training.run import Run
+from megatron_dcpo.training.sampling import Rollout
 from megatron_dcpo.types import BLOCK_CONFIDENCE, BLOCK_REASONING, TokenAdvantages
 
 logger = logging.getLogger(__name__)

@@ -3,6 +3,8 @@
 Every Megatron parameter is cut along one dimension, and so is every Hugging Face tensor in it; a plan is therefore a
 list of interval pairs along that dimension. Import runs the pairs from Hugging Face to Megatron, export and
 resharding run the same pairs the other way.
+
+What travels between a policy and whoever wants its weights: slices of Hugging Face tensors.
 """
 
 from __future__ import annotations
@@ -11,6 +13,9 @@ import functools
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.weights.architecture import Architecture
@@ -175,3 +180,18 @@ def _qkv_copies(arch: Architecture, tp: int, rank: int, row: Row, primary: bool)
         group, start = rank * groups + local, local * (queries + 2 * d)
         for name, size, offset in zip(row.hf, (queries, d, d), (0, queries, queries + d), strict=True):
             yield Copy(name, group * size, (group + 1) * size, row.megatron, start + offset, 0, primary)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """``values`` are rows (dim 0) or columns (dim 1) ``start : start + values.shape[dim]`` of tensor ``name``."""
+
+    name: str
+    dim: int
+    start: int
+    values: Tensor
+
+    @torch.no_grad()
+    def write_into(self, tensor: Tensor) -> None:
+        """Copy the slice to its place in the full ``tensor``."""
+        tensor.narrow(self.dim, self.start, self.values.shape[self.dim]).copy_(self.values)

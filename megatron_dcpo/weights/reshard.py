@@ -19,8 +19,7 @@ from torch import Tensor
 from megatron_dcpo import runtime
 from megatron_dcpo.runtime.distributed import Progress, Topology
 from megatron_dcpo.weights.architecture import Architecture
-from megatron_dcpo.weights.piece import Piece
-from megatron_dcpo.weights.planner import Copy, Layout
+from megatron_dcpo.weights.planner import Copy, Layout, Piece
 from megatron_dcpo.weights.reshard_plan import BUCKET_BYTES, Chunk, Message, ReshardPlan, reshard_plan
 from megatron_dcpo.weights.table import hf_shapes
 

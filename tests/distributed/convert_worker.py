@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from megatron_dcpo.checkpoints.checkpoint import checkpoint_state
-from megatron_dcpo.checkpoints.saving import Saver
+from megatron_dcpo.checkpoints.saver import Saver
+from megatron_dcpo.checkpoints.state import checkpoint_state
 from megatron_dcpo.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_dcpo.policy.model import build_policy
 from megatron_dcpo.policy.optimizer import build_optimizer

@@ -19,8 +19,8 @@ from megatron_dcpo.objectives import ObjectiveConfig, build_objective
 from megatron_dcpo.policy.model import build_policy
 from megatron_dcpo.policy.optimizer import build_optimizer
 from megatron_dcpo.runtime.distributed import all_gather_objects, destroy, initialize
-from megatron_dcpo.training.rollouts import Rollout
-from megatron_dcpo.training.setup import Progress, Run
+from megatron_dcpo.training.run import Progress, Run
+from megatron_dcpo.training.sampling import Rollout
 from megatron_dcpo.training.update import Share, UpdateStatistics, _update_once
 from megatron_dcpo.types import DecimalToken, Judgement, Prompt, Response
 from tests.unit.objective_cases import GOLDEN_OPTIONS, NEW, OLD, golden_judgements

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from megatron_dcpo.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_dcpo.policy.batching import assign_to_ranks, split_micro_batches
-from megatron_dcpo.policy.forward_backward import accumulate_gradients
+from megatron_dcpo.policy.layers import CausalAttention
 from megatron_dcpo.policy.model import build_policy
 from megatron_dcpo.policy.optimizer import build_optimizer, complete_parameters, gradient_norm, zero_gradients
-from megatron_dcpo.policy.spec import CausalAttention
+from megatron_dcpo.policy.schedule import accumulate_gradients
 from megatron_dcpo.runtime.distributed import all_gather_objects, destroy, initialize
 from tests.distributed.policy_worker import samples_for_test
 

@@ -14,12 +14,11 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 
 from megatron_dcpo.config import Config, DataConfig, ModelConfig, ParallelConfig
-from megatron_dcpo.planning.activations import saved_bytes, stage_activations
-from megatron_dcpo.planning.state import stage_state
+from megatron_dcpo.planning.memory import saved_bytes, stage_activations, stage_state
 from megatron_dcpo.policy.batching import Sample
-from megatron_dcpo.policy.forward_backward import accumulate_gradients
 from megatron_dcpo.policy.model import build_policy
 from megatron_dcpo.policy.optimizer import build_optimizer, zero_gradients
+from megatron_dcpo.policy.schedule import accumulate_gradients
 from megatron_dcpo.runtime.distributed import destroy, initialize
 
 

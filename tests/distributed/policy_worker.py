@@ -13,10 +13,10 @@ import torch
 
 from megatron_dcpo.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_dcpo.policy.batching import Sample, assign_to_ranks, split_micro_batches
-from megatron_dcpo.policy.forward_backward import accumulate_gradients, compute_logprobs
 from megatron_dcpo.policy.gradient_probe import probe_block_gradients
 from megatron_dcpo.policy.model import build_policy
 from megatron_dcpo.policy.optimizer import build_optimizer, zero_gradients
+from megatron_dcpo.policy.schedule import accumulate_gradients, compute_logprobs
 from megatron_dcpo.rollout import TransformersEngine
 from megatron_dcpo.runtime.distributed import all_gather_objects, destroy, initialize
 from megatron_dcpo.weights.reshard import Traffic, export_buckets, plan_for

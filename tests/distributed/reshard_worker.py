@@ -15,9 +15,9 @@ import torch.distributed as dist
 from megatron_dcpo.config import ModelConfig, ParallelConfig
 from megatron_dcpo.policy.model import build_policy
 from megatron_dcpo.runtime.distributed import initialize
-from megatron_dcpo.weights.engine_slices import engine_slice
+from megatron_dcpo.weights.hf_checkpoint import HFReader
 from megatron_dcpo.weights.reshard import SynchronisationError, Traffic, export_buckets, not_finite, plan_for
-from megatron_dcpo.weights.safetensors_io import HFReader
+from megatron_dcpo.weights.reshard_plan import engine_slice
 
 
 def receive(policy, plan, traffic, mode, engine_tp):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_dcpo.weights.convert import export_checkpoint, import_checkpoint
+from megatron_dcpo.conversion.convert import export_checkpoint, import_checkpoint
 from tests.distributed.launch import torchrun
 from tests.unit.convert_cases import load_model, save_model
 

@@ -12,14 +12,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_dcpo import signals
-from megatron_dcpo.runtime import watch
-from megatron_dcpo.runtime.watch import Watch
+from megatron_dcpo.runtime import signals, watchdog
+from megatron_dcpo.runtime.watchdog import Watch
 
 
 def main() -> None:
     scenario, directory = sys.argv[1], Path(sys.argv[2])
-    watch.LOST_AFTER_SECONDS = 5.0
+    watchdog.LOST_AFTER_SECONDS = 5.0
     signals.listen()
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -51,15 +50,15 @@ def main() -> None:
 
 def fail_alone(watching: Watch, rank: int) -> None:
     """The engine of both ranks fails on one; the other waits where no signal and no exception reaches it."""
-    from megatron_dcpo.training import synchronise
+    from megatron_dcpo.training import weight_sync
 
-    synchronise.LOST_AFTER_SECONDS = 3.0
+    weight_sync.LOST_AFTER_SECONDS = 3.0
     run: Any = SimpleNamespace(
         topology=SimpleNamespace(rank=rank), engine=SimpleNamespace(tensor_model_parallel_size=2), watch=watching
     )
     if rank == 0:
         time.sleep(600)
-    synchronise.recover_engines(run, "out of memory", version=6, restarts=0)
+    weight_sync.recover_engines(run, "out of memory", version=6, restarts=0)
 
 
 def dawdle() -> None:

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from megatron_dcpo import cli
-from megatron_dcpo.rollout.vllm import VllmEngine
+from megatron_dcpo.rollout.vllm_engine import VllmEngine
 
 
 def main() -> int:

@@ -19,14 +19,14 @@ import torch
 from megatron_dcpo import runtime
 from megatron_dcpo.config import Config, DataConfig, ModelConfig, ParallelConfig
 from megatron_dcpo.policy.batching import Sample
-from megatron_dcpo.policy.forward_backward import compute_logprobs
 from megatron_dcpo.policy.model import DTYPES, build_policy
+from megatron_dcpo.policy.schedule import compute_logprobs
 from megatron_dcpo.rollout import SamplingConfig
-from megatron_dcpo.rollout.vllm import VllmEngine, VllmOptions
+from megatron_dcpo.rollout.vllm_engine import VllmEngine, VllmOptions
 from megatron_dcpo.runtime.distributed import barrier, initialize
 from megatron_dcpo.types import Prompt
+from megatron_dcpo.weights.hf_checkpoint import write_checkpoint
 from megatron_dcpo.weights.reshard import Traffic, export_buckets, gather_full, plan_for
-from megatron_dcpo.weights.safetensors_io import write_checkpoint
 
 TEMPERATURE = 0.7
 

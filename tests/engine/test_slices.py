@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_dcpo.weights.piece import Piece
+from megatron_dcpo.weights.planner import Piece
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (make setup-engine)")
 

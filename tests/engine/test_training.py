@@ -168,7 +168,7 @@ def test_a_signal_ends_the_rollout_in_order(tmp_path: Path) -> None:
 @at_length
 def test_evaluation_is_the_same_on_both_engines(tmp_path: Path) -> None:
     """With ``--top-k 1`` both say the same; raw log-probs and entropies agree."""
-    from megatron_dcpo.calibration.samples import read_samples
+    from megatron_dcpo.evaluation.samples import read_samples
 
     found = {}
     for engine in ("vllm", "transformers"):

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dcpo.calibration.samples import Sample, read_samples
 from megatron_dcpo.cli import main
+from megatron_dcpo.evaluation.samples import Sample, read_samples
 
 ROOT = Path(__file__).parents[2]
 POLICY = ROOT / "examples" / "quickstart" / "policy"

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from megatron_dcpo.judging.code import CATEGORIES, CodeLimits, CodePool, CodeVerdict
-from megatron_dcpo.judging.sandbox import problem_of
+from megatron_dcpo.sandbox.judge import CATEGORIES, CodeLimits, CodePool, CodeVerdict
+from megatron_dcpo.sandbox.local import problem_of
 from tests.sandbox.attacks import ATTACKS, Attack
 
 LIMITS = CodeLimits(timeout=2.0, total_seconds=6.0, memory_mb=512, output_mb=8, scratch_mb=16, processes=16)
@@ -120,7 +120,7 @@ def own_processes() -> set[int]:
                 words = Path(f"/proc/{name}/cmdline").read_bytes()
             except OSError:
                 continue
-            if b"megatron_dcpo.judging.inside" in words:
+            if b"megatron_dcpo.sandbox.guest" in words:
                 found.add(int(name))
     return found
 

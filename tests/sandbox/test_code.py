@@ -17,9 +17,8 @@ import pytest
 from megatron_dcpo.cli import main
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging import sandbox
-from megatron_dcpo.judging.code import Bench, CodeLimits, CodePool
-from megatron_dcpo.judging.code_tests import check_syntax, checked_tests
-from megatron_dcpo.judging.stdout import same_output
+from megatron_dcpo.sandbox.judge import Bench, CodeLimits, CodePool
+from megatron_dcpo.sandbox.tests import check_syntax, checked_tests, same_output
 
 LIMITS = CodeLimits(timeout=10.0, total_seconds=60.0)
 SUM = {"kind": "stdin", "cases": [{"input": "1 2\n", "output": "3\n"}, {"input": "4 5", "output": "9"}]}
@@ -190,13 +189,13 @@ def _children() -> list[str]:
     """Sandboxes of this process, of whichever thread."""
     tasks = Path("/proc/self/task").iterdir()
     pids = [pid for task in tasks for pid in (task / "children").read_text().split()]
-    return [pid for pid in pids if b"judging.inside" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [pid for pid in pids if b"sandbox.guest" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def test_a_killed_judge_leaves_nothing(tmp_path: Path) -> None:
     """SIGKILL of the process that judges ends its sandboxes and the programs in them."""
     script = (
-        "from megatron_dcpo.judging.code import *\n"
+        "from megatron_dcpo.sandbox.judge import *\n"
         "pool = CodePool(limits=CodeLimits(timeout=300, total_seconds=300), workers=1)\n"
         "f = pool.submit('```\\nprint(1, flush=True)\\nwhile True: pass\\n```', {'kind': 'stdin', 'cases': [{'input': '', 'output': ''}]})\n"
         "import time, os; time.sleep(3); print(os.getpid(), flush=True); f.result()\n"

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from megatron_dcpo.judging.code import CodeLimits, CodeVerdict, judge_programs
-from megatron_dcpo.judging.sandbox import problem_of
+from megatron_dcpo.sandbox.judge import CodeLimits, CodeVerdict, judge_programs
+from megatron_dcpo.sandbox.local import problem_of
 
 SLOW = CodeLimits(timeout=120.0, total_seconds=600.0, memory_mb=4096, output_mb=64)
 ALL = pytest.mark.skipif(os.environ.get("DCPO_ALL_CODE") != "1", reason="long; make code-data runs it")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_dcpo.judging.programs import extract_program, find_marker_after_program
+from megatron_dcpo.judging.answers import extract_program, find_marker_after_program
 
 F = "```"
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import pytest
 
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.judging.code import CodeLimits, judge_programs
+from megatron_dcpo.sandbox.judge import CodeLimits, judge_programs
 
 
 class Fusion(BaseHTTPRequestHandler):

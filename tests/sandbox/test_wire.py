@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dcpo.judging.inside.wire import BadMessage, Decoder, Encoder, Unsendable
+from megatron_dcpo.sandbox.guest.rpc import BadMessage, Decoder, Encoder, Unsendable
 
 
 def cross(value: Any, classes: dict[str, type] | None = None) -> Any:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_dcpo import cli
 from megatron_dcpo.rollout import EngineError, TransformersEngine
-from megatron_dcpo.training import synchronise
+from megatron_dcpo.training import weight_sync
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 
@@ -24,7 +24,7 @@ class Failures:
         generate, update, not_finite = (
             TransformersEngine.generate,
             TransformersEngine.update_weights,
-            synchronise.not_finite,
+            weight_sync.not_finite,
         )
 
         def failing_generate(engine, prompts, sampling, step=0):
@@ -55,7 +55,7 @@ class Failures:
         TransformersEngine.generate, TransformersEngine.update_weights = failing_generate, failing_update
         TransformersEngine.restart = restart
         if self.mode == "nan":
-            synchronise.not_finite = lambda policy: not_finite(_poisoned(policy)) if self.updated == 2 else []
+            weight_sync.not_finite = lambda policy: not_finite(_poisoned(policy)) if self.updated == 2 else []
 
 
 def _poisoned(policy):

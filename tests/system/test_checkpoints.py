@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_dcpo.checkpoints.integrity import MANIFEST, digest, iteration_dir, latest_iteration
+from megatron_dcpo.checkpoints.manifest import MANIFEST, digest, iteration_dir, latest_iteration
 from tests.system.test_training import QUICKSTART, REPOSITORY, command, metrics, run, without_clocks
 
 SMALL = ("data.prompts_per_step=4", "rollout.group_size=4", "training.micro_batch_size=8", "logging.tensorboard=false")

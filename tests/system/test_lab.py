@@ -24,12 +24,12 @@ def run(*arguments: str, launcher: tuple[str, ...] = ("-m",)) -> subprocess.Comp
 
 
 def test_two_cells_are_trained_once_and_published(tmp_path: Path) -> None:
-    grid = ("megatron_dcpo.lab", "run", "--smoke", "--families", "qwen3", "--methods", "base,dcpo_proper")
+    grid = ("lab", "run", "--smoke", "--families", "qwen3", "--methods", "base,dcpo_proper")
     first = run(*grid, "--out", str(tmp_path / "lab"))
     assert first.returncode == 0, first.stderr
     again = run(*grid, "--out", str(tmp_path / "lab"))
     assert "0 of 2 cells to run" in again.stderr
-    shown = run("megatron_dcpo.lab", "render", "--grid", str(tmp_path / "lab"), "--out", str(tmp_path / "docs"))
+    shown = run("lab", "render", "--grid", str(tmp_path / "lab"), "--out", str(tmp_path / "docs"))
     assert shown.returncode == 0, shown.stderr
     summary = json.loads((tmp_path / "docs" / "summary.json").read_text())
     assert len(summary["dcpo_proper"]["ece"]) == 1

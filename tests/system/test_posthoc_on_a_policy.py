@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_dcpo.calibration.posthoc import Posthoc, is_held_out, problem_of
-from megatron_dcpo.calibration.samples import read_samples
 from megatron_dcpo.cli import main
+from megatron_dcpo.evaluation.posthoc import Posthoc, is_held_out, problem_of
+from megatron_dcpo.evaluation.samples import read_samples
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 SAMPLING = ["--template", "raw", "--max-tokens", "40", "--temperature", "1", "--top-p", "1", "--top-k", "0"]

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dcpo.calibration import paper, report
-from megatron_dcpo.calibration.evaluate import write_evaluation
-from megatron_dcpo.calibration.scoring import score_samples
+from megatron_dcpo.evaluation import published, report
+from megatron_dcpo.evaluation.evaluate import write_evaluation
+from megatron_dcpo.evaluation.scoring import score_samples
 from tests.unit.test_report import trained
 from tests.unit.test_scoring import make_samples
 
@@ -84,7 +84,9 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / name / "evaluation.json").write_text(json.dumps(evaluation))
         trained(root / name)
     return report.write_report(
-        report.find_runs([root / name for name in names]), root / "report.html", against=paper.load_published("paper")
+        report.find_runs([root / name for name in names]),
+        root / "report.html",
+        against=published.load_published("paper"),
     )
 
 

@@ -90,7 +90,7 @@ def test_signal_cuts_a_long_rollout_short(tmp_path):
 
 LISTENING = """
 import time
-from megatron_dcpo import signals
+from megatron_dcpo.runtime import signals
 signals.listen()
 print("ready", flush=True)
 time.sleep(600)

@@ -19,11 +19,10 @@ import pytest
 from megatron_dcpo.config import load_config
 from megatron_dcpo.data.code_problems import pack_tests
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.judging.code import CodeLimits
-from megatron_dcpo.judging.program_verifier import ProgramJudge
-from megatron_dcpo.training import rollouts
-from megatron_dcpo.training.setup import build_run
-from megatron_dcpo.training.timers import Timers
+from megatron_dcpo.runtime.timers import Timers
+from megatron_dcpo.sandbox.judge import CodeLimits, ProgramJudge
+from megatron_dcpo.training import sampling
+from megatron_dcpo.training.run import build_run
 from megatron_dcpo.types import Judgement, Prompt, Response
 from tests.system.test_training import QUICKSTART, train, without_clocks
 
@@ -148,8 +147,8 @@ def test_what_cannot_be_judged_is_said_before_anything_is_built(
 
 
 def fake_run(judge: Any, generate: Any, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> Any:
-    monkeypatch.setattr(rollouts, "all_gather_objects", lambda value: [value])
-    monkeypatch.setattr(rollouts, "recover_engines", lambda *_, **__: False)
+    monkeypatch.setattr(sampling, "all_gather_objects", lambda value: [value])
+    monkeypatch.setattr(sampling, "recover_engines", lambda *_, **__: False)
     config = load_config(QUICKSTART / "dcpo.yaml", ["rollout.group_size=2", *overrides])
     engine = SimpleNamespace(generate=generate, weights_version=0, tensor_model_parallel_size=1)
     return SimpleNamespace(config=config, topology=SimpleNamespace(rank=0, world_size=1), engine=engine, judge=judge)
@@ -194,7 +193,7 @@ def test_a_chunk_is_judged_while_the_next_one_is_generated(monkeypatch: pytest.M
 
     timers = unwatched()
     run = fake_run(judge, generate, monkeypatch, "rollout.chunks=3")
-    rollout = rollouts.gather_judged(run, prompts(7), rollouts.roll_out(run, prompts(7), 1, timers))
+    rollout = sampling.gather_judged(run, prompts(7), sampling.roll_out(run, prompts(7), 1, timers))
     assert [len(chunk) for chunk in calls] == [3, 3, 1]
     assert [name for chunk in calls for name in chunk] == [f"p{i}" for i in reversed(range(7))], (
         "prompts of similar length together"
@@ -219,7 +218,7 @@ def test_a_chunk_is_judged_while_the_next_one_is_generated(monkeypatch: pytest.M
 )
 def test_number_of_chunks(overrides: tuple[str, ...], per_rank: int, chunks: int) -> None:
     config = load_config(QUICKSTART / "dcpo.yaml", ["rollout.group_size=2", *overrides])
-    assert rollouts.number_of_chunks(config, per_rank) == chunks
+    assert sampling.number_of_chunks(config, per_rank) == chunks
 
 
 def test_a_judge_that_fails_ends_the_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,10 +227,10 @@ def test_a_judge_that_fails_ends_the_rollout(monkeypatch: pytest.MonkeyPatch) ->
 
     run = fake_run(judge, lambda chunk, sampling, step: responses_to(chunk), monkeypatch, "rollout.chunks=3")
     with pytest.raises(UserError, match="no sandbox"):
-        rollouts.gather_judged(run, prompts(7), rollouts.roll_out(run, prompts(7), 1, unwatched()))
+        sampling.gather_judged(run, prompts(7), sampling.roll_out(run, prompts(7), 1, unwatched()))
     stale = fake_run(judged, lambda chunk, sampling, step: responses_to(chunk), monkeypatch)
     with pytest.raises(UserError, match="weights version 0, the policy is at 3"):
-        rollouts.gather_judged(stale, prompts(2), rollouts.roll_out(stale, prompts(2), 4, unwatched()))
+        sampling.gather_judged(stale, prompts(2), sampling.roll_out(stale, prompts(2), 4, unwatched()))
 
 
 # ------------------------------------------------------------------------------------------------ dead sandboxes

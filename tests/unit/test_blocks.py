@@ -15,8 +15,8 @@ from tokenizers import Tokenizer, models
 from tokenizers_for_tests import EOS, byte_level, qwen, sentencepiece, table_of
 
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.judging.answers import last_box
 from megatron_dcpo.judging.blocks import split_blocks
-from megatron_dcpo.judging.boxes import last_box
 from megatron_dcpo.judging.judge import judge
 from megatron_dcpo.judging.token_bytes import TokenBytes, token_bytes
 from megatron_dcpo.types import MALFORMED, Prompt, Response

@@ -8,7 +8,7 @@ import pytest
 from megatron_dcpo import runtime
 from megatron_dcpo.config import validate
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.rollout import choose, choose_engine
+from megatron_dcpo.rollout import choose_engine, engine
 from megatron_dcpo.rollout.engine import read_eos_token_ids, request_seed
 
 
@@ -31,7 +31,7 @@ def installed(monkeypatch):
     """Pretend vLLM is (not) installed, on a machine without a GPU; nothing is imported."""
 
     def pretend(there):
-        monkeypatch.setattr(choose, "find_spec", lambda name: ModuleSpec(name, None) if there else None)
+        monkeypatch.setattr(engine, "find_spec", lambda name: ModuleSpec(name, None) if there else None)
         monkeypatch.setattr(runtime, "has_cuda", lambda: False)
 
     return pretend

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dcpo.cli import main
-from megatron_dcpo.judging.disagreements import read_answer
+from megatron_dcpo.cli.judge import read_answer
 
 ROWS = [
     ("so \\boxed{\\frac12}\n<conf> Confidence: 0.9", "0.5", True),

@@ -17,7 +17,7 @@ from megatron_dcpo.data.benchmarks import load_benchmark, parse_specs
 from megatron_dcpo.data.code_problems import code_problem, pack_tests, reference_solution, unpack_tests
 from megatron_dcpo.data.datasets import load_records, message_prompts, read_rows
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.judging.code import judge_programs
+from megatron_dcpo.sandbox.judge import judge_programs
 from tests.unit.test_datasets import DATA, real, write
 
 

@@ -18,10 +18,10 @@ from convert_cases import load_model, save_model
 from safetensors.torch import save_file
 
 from megatron_dcpo.cli import main as dcpo
+from megatron_dcpo.conversion.convert import export_checkpoint, import_checkpoint
+from megatron_dcpo.conversion.inspect import inspect_checkpoint
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.weights.convert import export_checkpoint, import_checkpoint
-from megatron_dcpo.weights.directory import new_directory
-from megatron_dcpo.weights.inspect_checkpoint import inspect_checkpoint
+from megatron_dcpo.runtime.files import new_directory
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -246,7 +246,7 @@ CONVERT = """
 import os, resource, signal, sys
 from pathlib import Path
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.weights import convert
+from megatron_dcpo.conversion import convert
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job has it ignored
 source, target, limit, kill = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 if limit:
@@ -295,7 +295,7 @@ def test_full_disk(tmp_path):
         with pytest.raises(UserError, match=r"needs 0.00 GB, .* free"):
             import_checkpoint(source, disk / "out")
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("megatron_dcpo.weights.convert.require_space", lambda *_: None)
+            patch.setattr("megatron_dcpo.conversion.convert.require_space", lambda *_: None)
             with pytest.raises(UserError, match=r"cannot write .*No space left on device"):
                 import_checkpoint(source, disk / "out")
         assert list(disk.iterdir()) == []
@@ -374,7 +374,7 @@ def test_header_nested_beyond_reason(tmp_path):
 @pytest.mark.parametrize("verb", ["import", "export"])
 def test_verification_notices_one_wrong_bit(tmp_path, monkeypatch, verb):
     """The result is damaged between writing and verification: no result."""
-    from megatron_dcpo.weights import convert
+    from megatron_dcpo.conversion import convert
 
     source = save_model(tmp_path / "hf", "qwen3")
     import_checkpoint(source, tmp_path / "megatron")

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from lab.theory.scoring_rules import first_digit
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.judging.blocks import split_blocks
-from megatron_dcpo.judging.decimals import decimal_tokens, digit_token_ids
+from megatron_dcpo.judging.blocks import decimal_tokens, digit_token_ids, split_blocks
 from megatron_dcpo.judging.token_bytes import TokenBytes
-from megatron_dcpo.lab.properness import first_digit
 from megatron_dcpo.objectives import DigitBatch, ObjectiveConfig, build_objective
 from megatron_dcpo.objectives.advantages import LEAST_BATCH_RMS
 from megatron_dcpo.objectives.policy_loss import digit_losses

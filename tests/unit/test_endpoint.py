@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_dcpo.calibration.evaluate import Request
-from megatron_dcpo.calibration.samples import read_samples
 from megatron_dcpo.cli import main
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.evaluation.evaluate import Request
+from megatron_dcpo.evaluation.samples import read_samples
 from megatron_dcpo.rollout import SamplingConfig
-from megatron_dcpo.rollout.endpoint import Endpoint, sample_seed, served_model
+from megatron_dcpo.rollout.openai_client import Endpoint, sample_seed, served_model
 from megatron_dcpo.types import Completion, Prompt
 
 Reply = tuple[int, dict[str, Any], dict[str, str]]

@@ -12,7 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_dcpo.calibration.evaluate import (
+from megatron_dcpo.cli import evaluate as cli
+from megatron_dcpo.data import load_benchmark, render_prompts
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.evaluation.evaluate import (
     complete_in_batches,
     decode_response,
     equivalent_math,
@@ -21,11 +24,8 @@ from megatron_dcpo.calibration.evaluate import (
     rejudge,
     write_evaluation,
 )
-from megatron_dcpo.calibration.samples import Sample, read_samples
-from megatron_dcpo.calibration.scoring import score_samples
-from megatron_dcpo.cli import evaluate as cli
-from megatron_dcpo.data import load_benchmark, render_prompts
-from megatron_dcpo.errors import UserError
+from megatron_dcpo.evaluation.samples import Sample, read_samples
+from megatron_dcpo.evaluation.scoring import score_samples
 from megatron_dcpo.judging.token_bytes import token_bytes
 from megatron_dcpo.types import Prompt, Response
 
@@ -117,7 +117,7 @@ def test_text_judging_equals_judging_on_ids(tokenizer: Any) -> None:
     """The same (R, c, status) as training's ``judge`` on the sampled ids, odd responses included."""
     from megatron_dcpo.judging.blocks import split_blocks
     from megatron_dcpo.judging.confidence import parse_confidence
-    from megatron_dcpo.judging.math import verify_math
+    from megatron_dcpo.judging.math.verifier import verify_math
 
     tokens = token_bytes(tokenizer)
     odd = [

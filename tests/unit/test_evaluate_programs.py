@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from megatron_dcpo.calibration.judges import judge_code, read_tests, write_tests
-from megatron_dcpo.calibration.samples import read_samples
 from megatron_dcpo.cli import main
 from megatron_dcpo.data.code_problems import pack_tests
 from megatron_dcpo.data.code_problems import tests_key as key_of
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.judging.program_verifier import ProgramJudge
+from megatron_dcpo.evaluation.judges import judge_code, read_tests, write_tests
+from megatron_dcpo.evaluation.samples import read_samples
+from megatron_dcpo.sandbox.judge import ProgramJudge
 from tests.unit.test_endpoint import FakeServer
 
 ADD = {"kind": "stdin", "cases": [{"input": "1 2\n", "output": "3\n"}, {"input": "-4 4\n", "output": "0\n"}]}
@@ -57,7 +57,7 @@ def reply(marker: str = "<conf>") -> Any:
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take most of the time, and other tests look at them."""
-    monkeypatch.setattr("megatron_dcpo.calibration.evaluate._draw", lambda *args: None)
+    monkeypatch.setattr("megatron_dcpo.evaluation.evaluate._draw", lambda *args: None)
     monkeypatch.setattr("megatron_dcpo.calibration.diagrams.inline_svg", lambda *args: "<svg></svg>")
 
 

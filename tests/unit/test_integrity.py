@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from megatron_dcpo.checkpoints.integrity import (
+from megatron_dcpo.checkpoints.manifest import (
     LATEST,
     MANIFEST,
     damage,

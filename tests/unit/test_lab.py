@@ -10,17 +10,16 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from lab.grid import MAIN, METHODS, SWEEP, Cell, grid, select
+from lab.publish import render
+from lab.results import apart, collect, crossed, interval, load_cells, rounded, row_title, values_by_row
+from lab.runner import EXAMPLES, FULL, SMOKE, Lab
+from lab.tables import bars, claims, markdown_table, type_table
 from megatron_dcpo.config import load_config
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.lab.cells import MAIN, METHODS, SWEEP, Cell, grid, select
-from megatron_dcpo.lab.policy_probe import parts_of, without_regularizers
-from megatron_dcpo.lab.render import render
-from megatron_dcpo.lab.results import collect, load_cells, rounded
-from megatron_dcpo.lab.runner import EXAMPLES, FULL, SMOKE, Lab
-from megatron_dcpo.lab.statistics import apart, crossed, interval, row_title, values_by_row
-from megatron_dcpo.lab.tables import bars, claims, markdown_table, type_table
 from megatron_dcpo.objectives import ObjectiveConfig, Scored, build_objective
-from megatron_dcpo.training.rollouts import Rollout
+from megatron_dcpo.training.probe import parts_of, without_regularizers
+from megatron_dcpo.training.sampling import Rollout
 from megatron_dcpo.types import DecimalToken, Judgement
 
 

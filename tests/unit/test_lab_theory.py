@@ -1,4 +1,4 @@
-"""The theory of the lab against closed forms: gradient conflict, group estimator, mode collapse, properness."""
+"""The theory of the lab against closed forms: gradient conflict, group estimator, mode collapse, scoring_rules."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import itertools
 import numpy as np
 import pytest
 
-from megatron_dcpo.lab import collapse, estimators, properness
-from megatron_dcpo.lab.exact_conflict import LOSSES, decoupled_conflict, fisher_conflict, softmax
-from megatron_dcpo.lab.giving_up import share_that_gives_up
-from megatron_dcpo.lab.theory import SAMPLED
+from lab.theory import estimators, mode_collapse, scoring_rules
+from lab.theory.gradient_conflict import LOSSES, decoupled_conflict, fisher_conflict, softmax
+from lab.theory.run import SAMPLED
+from lab.theory.tag_credit import share_that_gives_up
 from megatron_dcpo.objectives import ObjectiveConfig
 from megatron_dcpo.objectives.advantages import Group
 from megatron_dcpo.objectives.dcpo import score_group
@@ -139,29 +139,31 @@ def test_counterfactual_advantage_with_malformed_responses_is_its_formula() -> N
 @pytest.mark.parametrize("lam", [0.0, 0.25, 0.5, 0.75])
 @pytest.mark.parametrize("p", [0.1, 0.3, 0.7, 0.9])
 def test_l1_asks_for_a_median(lam: float, p: float) -> None:
-    assert properness.optimum("l1", lam, p) == pytest.approx(properness.l1_optimum(lam, p), abs=0.0051)
+    assert scoring_rules.optimum("l1", lam, p) == pytest.approx(scoring_rules.l1_optimum(lam, p), abs=0.0051)
 
 
 def test_proper_scores_ask_for_the_probability_and_lam_mixes_in_what_the_group_does() -> None:
     for lam, p in itertools.product((0.0, 0.5, 1.0), (0.1, 0.37, 0.8)):
         for score in ("brier", "log", "spherical")[: 2 if lam else 3]:
-            assert properness.optimum(score, lam, p) == pytest.approx(p, abs=0.0051), score
+            assert scoring_rules.optimum(score, lam, p) == pytest.approx(p, abs=0.0051), score
         # the response shows that it is right with 0.9: E[t] = lam p + (1 - lam) 0.9
-        seen = properness.optimum("brier", lam, p, q=0.9)
+        seen = scoring_rules.optimum("brier", lam, p, q=0.9)
         assert seen == pytest.approx(lam * p + (1 - lam) * 0.9, abs=0.0051)
 
 
 def test_std_keeps_pushing_a_saturated_group_and_the_mean_fades() -> None:
     near, nearer = np.array([0.98, 0.99, 0.98, 1.0]), 1 - 0.1 * (1 - np.array([0.98, 0.99, 0.98, 1.0]))
     paper, proper = ObjectiveConfig(), ObjectiveConfig(**SAMPLED, advantage_normalization_confidence="mean")
-    assert properness.saturated_push(paper, nearer) == pytest.approx(properness.saturated_push(paper, near), rel=1e-2)
-    assert properness.saturated_push(proper, nearer) < 0.02 * properness.saturated_push(proper, near)
+    assert scoring_rules.saturated_push(paper, nearer) == pytest.approx(
+        scoring_rules.saturated_push(paper, near), rel=1e-2
+    )
+    assert scoring_rules.saturated_push(proper, nearer) < 0.02 * scoring_rules.saturated_push(proper, near)
 
 
 def test_one_scale_per_batch_keeps_a_proper_score_where_the_groups_own_does_not() -> None:
     """Nine in ten are right: with a std of their own, groups that are all right push as hard as the others, to 1."""
     ends = {
-        how: properness.settle(
+        how: scoring_rules.settle(
             ObjectiveConfig(**SAMPLED, advantage_normalization_confidence=how), (0.5, 0.9),
             group_size=8, groups=6, steps=1000, lr=0.2, rng=np.random.default_rng(0),
         )
@@ -174,12 +176,12 @@ def test_one_scale_per_batch_keeps_a_proper_score_where_the_groups_own_does_not(
 
 def test_grpo_loses_entropy_though_the_reward_names_no_favourite() -> None:
     R, start = np.array([1.0, 1.0, 1.0, 0.0, 0.0]), np.zeros(5)
-    exact = collapse.exact_flow(start, R, 600, 0.5)
+    exact = mode_collapse.exact_flow(start, R, 600, 0.5)
     assert exact.entropy[-1] == pytest.approx(np.log(3), abs=0.05)  # without sampling, equal shares stay equal
-    sampled = [collapse.grpo_flow(start, R, 600, 0.5, 8, np.random.default_rng(seed)) for seed in range(8)]
+    sampled = [mode_collapse.grpo_flow(start, R, 600, 0.5, 8, np.random.default_rng(seed)) for seed in range(8)]
     assert min(run.accuracy[-1] for run in sampled) > 0.98
     assert np.mean([run.entropy[-1] for run in sampled]) < 0.85 * np.log(3)
-    uneven = collapse.exact_flow(np.array([1.0, 0.0, 0.0, 0.0, 0.0]), R, 600, 0.5)
+    uneven = mode_collapse.exact_flow(np.array([1.0, 0.0, 0.0, 0.0, 0.0]), R, 600, 0.5)
     assert uneven.top[-1] > uneven.top[0]
     assert uneven.entropy[-1] < uneven.entropy[0]
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from megatron_dcpo.judging.math import extract_boxed, verify_many, verify_math
+from megatron_dcpo.judging.math.verifier import extract_boxed, verify_many, verify_math
 
 
 @pytest.mark.parametrize(

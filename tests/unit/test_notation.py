@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dcpo.judging import notation, shapes
-from megatron_dcpo.judging.equivalence import equivalent, quick_verdict
+from megatron_dcpo.judging.math.equivalence import equivalent, quick_verdict
 
 # class: (equal pairs, unequal pairs), "answer | key"
 CLASSES: dict[str, tuple[str, str]] = {

@@ -15,9 +15,8 @@ from pydantic import ValidationError
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.objectives import METHODS, ObjectiveConfig, TokenBatch
-from megatron_dcpo.objectives.advantages import LEAST_BATCH_RMS, normalize
+from megatron_dcpo.objectives.advantages import LEAST_BATCH_RMS, SCORES, normalize
 from megatron_dcpo.objectives.policy_loss import kl_estimate
-from megatron_dcpo.objectives.scores import SCORES
 from megatron_dcpo.types import BLOCK_CONFIDENCE, BLOCK_NONE, MALFORMED, Judgement
 
 VARIANTS: list[dict[str, Any]] = [

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_dcpo.judging.pool import VerifierPool
+from megatron_dcpo.judging.math.pool import VerifierPool
 
 HANGING = ["9^{9^{9^{9}}}", "100000000!", r"\sum_{k=1}^{10000000} \frac{1}{k^2+k+1}"]
 
@@ -103,7 +103,7 @@ def test_a_forked_child_makes_its_own_workers(pool: VerifierPool) -> None:
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_workers_end_with_their_parent(how: signal.Signals) -> None:
     script = (
-        "from megatron_dcpo.judging.pool import shared_pool; import time\n"
+        "from megatron_dcpo.judging.math.pool import shared_pool; import time\n"
         "shared_pool().verify([('x+1', '1+x')])\n"
         "print(*[w.process.pid for w in shared_pool()._workers], flush=True); time.sleep(600)"
     )
@@ -120,8 +120,6 @@ def test_workers_end_with_their_parent(how: signal.Signals) -> None:
 
 
 def test_workers_import_no_torch() -> None:
-    script = (
-        "import sys, megatron_dcpo.judging.worker, megatron_dcpo.judging.equivalence as e; e.equivalent('x+1','1+x')"
-    )
+    script = "import sys, megatron_dcpo.judging.math.worker, megatron_dcpo.judging.math.equivalence as e; e.equivalent('x+1','1+x')"
     script += "; assert 'math_verify' in sys.modules and 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True)

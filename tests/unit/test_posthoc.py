@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from sklearn.isotonic import IsotonicRegression
 
-from megatron_dcpo.calibration import posthoc
-from megatron_dcpo.calibration.samples import Sample, mean_entropy, read_samples, write_samples
 from megatron_dcpo.cli import main
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.evaluation import posthoc
+from megatron_dcpo.evaluation.samples import Sample, mean_entropy, read_samples, write_samples
 
 
 def world(problems: int = 240, repeats: int = 5, seed: int = 0) -> list[Sample]:

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dcpo.calibration import paper, report
-from megatron_dcpo.calibration.samples import Sample, write_samples
-from megatron_dcpo.calibration.scoring import score_samples
 from megatron_dcpo.cli import main
 from megatron_dcpo.cli import report as cli
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.evaluation import published, report
+from megatron_dcpo.evaluation.samples import Sample, write_samples
+from megatron_dcpo.evaluation.scoring import score_samples
 from tests.unit.test_scoring import make_samples
 
 
@@ -189,7 +189,7 @@ def test_published_numbers_stand_beside_ours(tmp_path: Path, capsys: pytest.Capt
     evaluation = evaluated(tmp_path / "run")
     assert main(["report", str(tmp_path / "run"), "--against", "paper", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["against"]
-    shipped = paper.load_published("paper")
+    shipped = published.load_published("paper")
     assert len(rows) == len(shipped) > 15
     ours = {(r["method"], r["benchmark"], r["confidence"], r["metric"]): r["ours"]["run"] for r in rows}
     macro = evaluation["overall"]["macro"]  # type: ignore[index]
@@ -205,7 +205,7 @@ def test_published_numbers_stand_beside_ours(tmp_path: Path, capsys: pytest.Capt
 
 def test_marked_rows_are_really_inconsistent() -> None:
     """What is called no mean differs from the mean of the columns by more than rounding."""
-    for row in paper.load_published("paper"):
+    for row in published.load_published("paper"):
         if "five columns" in row.mark:
             assert row.recomputed is not None
             assert abs(row.printed - row.recomputed) > 0.001
@@ -217,15 +217,15 @@ def test_marked_rows_are_really_inconsistent() -> None:
 def test_another_table_and_bad_ones(tmp_path: Path) -> None:
     head = "method,benchmark,confidence,metric,printed,recomputed,mark,source\n"
     (tmp_path / "t.csv").write_text(head + "me,toy,verbal,ece,0.1,,,here\n")
-    assert paper.load_published(str(tmp_path / "t.csv")) == [
-        paper.Published("me", "toy", "verbal", "ece", 0.1, None, "", "here")
+    assert published.load_published(str(tmp_path / "t.csv")) == [
+        published.Published("me", "toy", "verbal", "ece", 0.1, None, "", "here")
     ]
     for text in (head + "me,toy,verbal,ece,much,,,here\n", "method,printed\nme,0.1\n"):
         (tmp_path / "bad.csv").write_text(text)
         with pytest.raises(UserError, match=r"bad\.csv:2"):
-            paper.load_published(str(tmp_path / "bad.csv"))
+            published.load_published(str(tmp_path / "bad.csv"))
     with pytest.raises(UserError, match="No such file"):
-        paper.load_published(str(tmp_path / "none.csv"))
+        published.load_published(str(tmp_path / "none.csv"))
 
 
 def test_run_names_that_begin_with_a_digit_or_are_no_words(tmp_path: Path) -> None:

@@ -7,9 +7,8 @@ import pytest
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.weights.architecture import parse_architecture
-from megatron_dcpo.weights.engine_slices import check_engine, engine_slice
 from megatron_dcpo.weights.planner import Coordinates, Layout, plan
-from megatron_dcpo.weights.reshard_plan import reshard_plan
+from megatron_dcpo.weights.reshard_plan import check_engine, engine_slice, reshard_plan
 from megatron_dcpo.weights.table import hf_shapes
 
 KINDS = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from megatron_dcpo.calibration import metrics, summarize
-from megatron_dcpo.calibration.samples import (
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.evaluation.samples import (
     Sample,
     geometric_mean_probability,
     read_samples,
     with_consistency,
     write_samples,
 )
-from megatron_dcpo.calibration.scoring import HEADLINE, bins_from_json, headline, parse_kinds, score_samples
-from megatron_dcpo.errors import UserError
+from megatron_dcpo.evaluation.scoring import HEADLINE, bins_from_json, headline, parse_kinds, score_samples
 
 
 def make_samples(problems: int = 30, repeats: int = 4, benchmark: str = "toy", seed: int = 0) -> list[Sample]:

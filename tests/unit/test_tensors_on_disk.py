@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_dcpo.weights.piece import Piece
-from megatron_dcpo.weights.safetensors_io import INDEX, tensors_on_disk
+from megatron_dcpo.weights.hf_checkpoint import INDEX, tensors_on_disk
+from megatron_dcpo.weights.planner import Piece
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

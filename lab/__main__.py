@@ -1,0 +1,63 @@
+"""``python -m lab run|render|theory``: the calibration lab. ``make lab`` and ``make lab-smoke`` call it."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+from lab.grid import FAMILIES, grid, select
+from lab.runner import FULL, SMOKE, Lab, has_policy
+from megatron_dcpo.errors import UserError
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m lab", description=__doc__)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    run = verbs.add_parser("run", help="train and evaluate the grid; finished cells are kept")
+    run.add_argument("--out", type=Path, default=Path("runs/lab"))
+    run.add_argument("--jobs", type=int, default=2, help="processes at a time, one core each")
+    run.add_argument("--seeds", type=int, default=5, help="of every method")
+    run.add_argument("--families", help=f"of {', '.join(FAMILIES)} (default: those whose starting policy is there)")
+    run.add_argument("--methods", help="only these (and what they start from), comma separated")
+    run.add_argument("--smoke", action="store_true", help="three steps of everything, one seed")
+    render = verbs.add_parser("render", help="tables and figures from finished cells")
+    render.add_argument("--grid", type=Path, help="the --out of a run whose cells to publish (default: as published)")
+    render.add_argument("--out", type=Path, default=Path("docs/lab"))
+    theory = verbs.add_parser("theory", help="the exact small cases")
+    theory.add_argument("--out", type=Path, default=Path("docs/lab"))
+    theory.add_argument("--smoke", action="store_true", help="short simulations")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
+    try:
+        if args.verb == "run":
+            run_grid(args)
+        elif args.verb == "theory":
+            from lab.theory.run import write_theory
+
+            write_theory(args.out, *((1, 100) if args.smoke else ()))
+        else:
+            from lab.publish import render as render_all
+
+            for bar in render_all(args.out, args.grid / "cells" if args.grid else None):
+                print(f"{'yes' if bar['holds'] else 'NO ':3}  {bar['bar']}: {bar['numbers']}")
+    except UserError as error:
+        print(f"lab: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def run_grid(args: argparse.Namespace) -> None:
+    families = tuple(args.families.split(",")) if args.families else tuple(f for f in FAMILIES if has_policy(f))
+    if set(families) - set(FAMILIES):
+        raise UserError(f"--families {args.families}: known are {', '.join(FAMILIES)}")
+    for family in sorted(set(FAMILIES) - set(families), key=FAMILIES.index):
+        logging.info("policy %s is left out%s", family, "" if has_policy(family) else " (make lab-policies builds it)")
+    seeds = range(1, (1 if args.smoke else args.seeds) + 1)
+    cells = select(grid(seeds, families), args.methods)
+    Lab(args.out.resolve(), SMOKE if args.smoke else FULL, args.jobs).run(cells)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""Which confidence an objective asks for: the optimum of the expected score, and where training actually settles.
+
+``optimum`` is exact: the level with the best expected score when labels are Bernoulli(p). ``settle`` trains a tabular
+confidence policy with the trainer's own advantages, so that it also shows what dividing by the standard deviation does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from scipy import stats
+
+from lab.theory.gradient_conflict import sampled_gradient
+from megatron_dcpo.objectives import DigitBatch, ObjectiveConfig
+from megatron_dcpo.objectives.advantages import LEAST_BATCH_RMS, SCORES, Group, batch_scale
+from megatron_dcpo.objectives.dcpo import score_group
+from megatron_dcpo.objectives.policy_loss import digit_losses
+
+LEVELS = np.linspace(0, 1, 101)
+PLAIN = 1e9  # a damping so large that the plain gradient is left
+
+
+def optimum(score: str, lam: float, p: float, group_size: int = 0, q: float | None = None) -> float:
+    """The confidence with the best expected score, on the grid of two decimals.
+
+    t = lam * Rt + (1 - lam) * R_i with R_i ~ Bernoulli(``q``; default ``p``), the others Bernoulli(``p``). ``group_size`` 0:
+    Rt is p exactly. ``q`` is what the response itself reveals about its being right: the confidence sees the response.
+    """
+    q = p if q is None else q
+    expected = np.zeros(len(LEVELS))
+    for R, weight in ((1.0, q), (0.0, 1 - q)):
+        if group_size == 0:
+            expected += weight * SCORES[score](LEVELS, np.full(len(LEVELS), lam * p + (1 - lam) * R), 0.01)
+            continue
+        for k in range(group_size):
+            t = lam * (k + R) / group_size + (1 - lam) * R
+            chance = weight * stats.binom.pmf(k, group_size - 1, p)
+            expected += chance * SCORES[score](LEVELS, np.full(len(LEVELS), t), 0.01)
+    return float(LEVELS[int(np.argmax(expected))])
+
+
+def l1_optimum(lam: float, p: float) -> float:
+    """The median of t for an exact Rt: lam p + (1 - lam) above p = 1/2, lam p below (lam < 1)."""
+    return lam * p + (1 - lam) * (p > 0.5)
+
+
+@dataclass(frozen=True)
+class Settled:
+    """Where a tabular confidence policy ends: mean and standard deviation of its confidence."""
+
+    mean: float
+    sd: float
+
+
+def settle(
+    objective: ObjectiveConfig,
+    probabilities: Sequence[float],
+    *,
+    group_size: int,
+    groups: int,
+    steps: int,
+    lr: float,
+    rng: np.random.Generator,
+) -> list[Settled]:
+    """Train one softmax(theta) over 21 levels for each p, all in the same batches; averages over the last quarter.
+
+    A batch has ``groups`` groups of every p, with labels Bernoulli(p); the advantages are DCPO's own.
+    """
+    options, levels = objective.resolve(), np.linspace(0, 1, 21)
+    theta = np.zeros((len(probabilities), len(levels)))
+    tail: list[tuple[np.ndarray, np.ndarray]] = []
+    for step in range(steps):
+        pi = np.exp(theta - theta.max(axis=1, keepdims=True))
+        pi /= pi.sum(axis=1, keepdims=True)
+        chosen = np.stack([rng.choice(len(levels), (groups, group_size), p=row) for row in pi])
+        correct = (rng.random(chosen.shape) < np.reshape(probabilities, (-1, 1, 1))).astype(np.float64)
+        A_c = np.zeros(chosen.shape)
+        for place in np.ndindex(chosen.shape[:2]):
+            c = levels[chosen[place]]
+            A_c[place] = score_group(Group(correct[place], c, c), options).A_c
+        A_c /= batch_scale(A_c, options)
+        for row, (picked, advantages) in enumerate(zip(chosen, A_c, strict=True)):
+            theta[row] += lr * options.weight.confidence * sampled_gradient(pi[row], picked.ravel(), advantages.ravel())
+        if step >= 3 * steps // 4:
+            means = pi @ levels
+            tail.append((means, np.sqrt((pi * (levels - means[:, None]) ** 2).sum(axis=1))))
+    means, sds = (np.mean(column, axis=0) for column in zip(*tail, strict=True))
+    return [Settled(float(mean), float(sd)) for mean, sd in zip(means, sds, strict=True)]
+
+
+def saturated_push(objective: ObjectiveConfig, confidences: np.ndarray) -> float:
+    """Largest |A_c| times the block's weight in a group that is all right and states ``confidences`` [G].
+
+    Divided by the standard deviation it is the same however close the confidences are to each other and to 1: the push to
+    exactly 1 never ends. Centred only, it fades with the differences themselves.
+    """
+    options = objective.resolve()
+    c = np.asarray(confidences, np.float64)
+    A_c = score_group(Group(np.ones(len(c)), c, c), options).A_c
+    return float(np.abs(A_c).max() * options.weight.confidence)
+
+
+def first_digit(damping: float | None, p: float, start: Sequence[float], *, steps: int, lr: float) -> np.ndarray:
+    """How often each first digit of ``0.d5`` is said along training, [steps + 1, 10], from ``start`` [10] on.
+
+    Exact: the expectation over labels Bernoulli(p) of the step that ``confidence_gradient: digits`` takes with Brier and
+    ``batch_std``, on the logits of a softmax. ``damping`` None: the expected step of the sampled digit's gradient.
+    """
+    options = ObjectiveConfig(digit_damping=PLAIN if damping is None else damping).resolve()
+    levels = np.arange(10) / 10 + 0.05
+    scores = SCORES["brier"](levels, np.array([[1.0], [0.0]]), 0.0)  # [label, digit]
+    chance = np.array([[p], [1 - p]])
+    z = torch.tensor(np.log(start), dtype=torch.float64)
+    path = [torch.softmax(z, -1).numpy()]
+    for _ in range(steps):
+        said = path[-1] if damping is None else np.full(10, 0.1)  # A_c's scale is of what was said, the place's of all
+        rms = np.sqrt((chance * said * np.square(scores - scores @ said[:, None])).sum())
+        expected = torch.from_numpy((chance * scores).sum(0) / max(rms, LEAST_BATCH_RMS))
+        z.requires_grad_()
+        rows = DigitBatch(torch.zeros(1, dtype=torch.int64), torch.log_softmax(z, -1)[None], expected[None])
+        (gradient,) = torch.autograd.grad(digit_losses(rows, options).sum(), z)
+        z = z.detach() - lr * gradient
+        path.append(torch.softmax(z, -1).numpy())
+    return np.array(path)

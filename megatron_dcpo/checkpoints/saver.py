@@ -1,0 +1,225 @@
+"""Writing a checkpoint: planned together, written by every rank for itself, in the background if asked, announced last.
+
+Megatron plans which rank writes what (``torch_dist`` format). The writing itself is one function per rank that
+communicates with nobody, so it can run in a thread on a snapshot of the state while training goes on. Only when all
+ranks have written does the first one complete the directory, rename it and name it in
+``latest_checkpointed_iteration.txt``: a process that dies at any moment leaves the previous checkpoint as it was.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import queue
+import shutil
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_dcpo.checkpoints.manifest import (
+    LATEST,
+    digest,
+    iteration_dir,
+    iterations,
+    latest_iteration,
+    sync_directory,
+    write_manifest,
+)
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.runtime.distributed import all_gather_objects, barrier, broadcast_object, max_over_ranks
+
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config  # isort: skip
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+COMMON = "common.pt"
+_NOTHING_FREE = 1 << 20  # bytes
+
+
+@dataclass
+class Pending:
+    """A checkpoint on its way. ``results``: what this rank wrote; ``error``: why it could not."""
+
+    iteration: int
+    temporary: Path
+    rank: int
+    writer: Any
+    metadata: Any
+    common: dict[str, Any]
+    thread: threading.Thread | None = None
+    results: list[Any] = field(default_factory=list)
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    error: str | None = None
+
+
+class Saver:
+    """Saves into ``directory``, keeps the newest ``keep`` checkpoints. All methods are collective.
+
+    ``background``: :meth:`save` returns as soon as the state is copied; :meth:`poll` or :meth:`wait` completes it.
+    ``damaged``: iterations that failed their check; they do not count among those to keep.
+    """
+
+    def __init__(self, directory: Path, rank: int, keep: int, background: bool) -> None:
+        self.directory, self.rank, self.keep, self.background = directory, rank, keep, background
+        self.damaged: set[int] = set()
+        self._pending: Pending | None = None
+
+    def save(self, iteration: int, state: dict[str, Any]) -> None:
+        """Write the sharded ``state`` as ``iter_<iteration>`` and make it the latest.
+
+        Raises :class:`UserError` when the disk refuses; the previous checkpoint stays the latest.
+        """
+        self.wait()
+        self._pending = pending = self._plan(iteration, state)
+        if self.background:
+            pending.thread = threading.Thread(target=_write, args=(pending,), name="checkpoint")
+            pending.thread.start()
+        else:
+            _write(pending)
+            self.wait()
+
+    def poll(self) -> None:
+        """Complete the pending checkpoint if every rank has written its part. Raises as :meth:`save` does."""
+        if self._pending is not None:
+            thread = self._pending.thread
+            if not max_over_ranks(int(thread is not None and thread.is_alive())):
+                self.wait()
+
+    def wait(self) -> None:
+        """Complete the pending checkpoint, however long it takes. Raises as :meth:`save` does."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        if pending.thread is not None:
+            pending.thread.join()
+        written = all_gather_objects((pending.error, pending.results, pending.files))
+        error = next((f"rank {rank}: {part[0]}" for rank, part in enumerate(written) if part[0] is not None), None)
+        if error is None and self.rank == 0:
+            try:
+                self._complete(pending, written)
+            except (OSError, RuntimeError) as refused:
+                error = _line(refused)
+        self._fail_if(broadcast_object(error), pending.iteration, pending.temporary)
+
+    def _plan(self, iteration: int, state: dict[str, Any]) -> Pending:
+        final = iteration_dir(self.directory, iteration)
+        temporary = final.with_name(final.name + ".tmp")
+        error: str | None = None
+        if self.rank == 0:
+            try:
+                shutil.rmtree(temporary, ignore_errors=True)
+                temporary.mkdir(parents=True)
+            except OSError as refused:
+                error = _line(refused)
+        self._fail_if(broadcast_object(error), iteration, temporary)
+        # Megatron would start a process to hold this queue; the thread that writes is in this one.
+        filesystem_async._results_queue = queue.Queue()
+        sharded, common = save_preprocess(state)
+        writer, metadata = _Planner("torch_dist", 1).async_save(sharded, temporary)
+        writer.write_buckets = _snapshot(writer.write_buckets, clone=self.background)
+        return Pending(iteration, temporary, self.rank, writer, metadata, copy.deepcopy(common))
+
+    def _complete(self, pending: Pending, written: list[tuple[Any, list[Any], dict[str, Any]]]) -> None:
+        """Rank 0: metadata, manifest, the final name, the announcement; then remove what is too old."""
+        temporary, final = pending.temporary, iteration_dir(self.directory, pending.iteration)
+        pending.writer.finish(pending.metadata, [results for _, results, _ in written])
+        save_config(CheckpointingConfig("torch_dist", 1), str(temporary))
+        files = {name: entry for _, _, part in written for name, entry in part.items()}
+        files |= {name: digest(temporary / name) for name in (".metadata", "metadata.json")}
+        write_manifest(temporary, pending.iteration, files)
+        if final.exists():  # a damaged one, or one of steps that were done again
+            os.replace(final, _free_name(final))
+        os.replace(temporary, final)
+        sync_directory(self.directory)
+        announce = self.directory / (LATEST + ".tmp")
+        announce.write_text(str(pending.iteration))
+        os.replace(announce, self.directory / LATEST)
+        self.damaged.discard(pending.iteration)
+        kept = [iteration for iteration in iterations(self.directory) if iteration not in self.damaged][-self.keep :]
+        for iteration in iterations(self.directory):
+            if iteration not in kept and iteration not in self.damaged:
+                shutil.rmtree(iteration_dir(self.directory, iteration), ignore_errors=True)
+        remove_leftovers(self.directory)
+
+    def _fail_if(self, error: str | None, iteration: int, temporary: Path) -> None:
+        if error is None:
+            return
+        if self.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        barrier()
+        raise UserError(
+            f"cannot write checkpoint {iteration_dir(self.directory, iteration)} ({error}); "
+            f"{last_complete(self.directory)}. Free space or change run_dir, and continue with --resume auto"
+        )
+
+
+def last_complete(directory: Path) -> str:
+    """What the first rank finds there, in words. Collective."""
+    last = broadcast_object(latest_iteration(directory))
+    return (
+        f"the last complete checkpoint is iteration {last}" if last is not None else "there is no complete checkpoint"
+    )
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Remove what a killed save left behind."""
+    for path in directory.glob("iter_*.tmp"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+class _Planner(TorchDistSaveShardedStrategy):
+    """Megatron's plan of a save, without its way of carrying it out (processes, and collectives amid the writing)."""
+
+    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> Any:
+        return writer, save_state_dict_ret[1]
+
+
+def _snapshot(buckets: list[Any] | None, clone: bool) -> list[Any]:
+    """The tensors to write, on the CPU; ``clone``: none of them shared with the training state."""
+    staged = []
+    for path, key, (data, tensors) in buckets or []:
+        held = [(item, t.cpu() if t.device.type != "cpu" else t.clone() if clone else t) for item, t in tensors]
+        staged.append((path, key, (data, held)))
+    return staged
+
+
+def _write(pending: Pending) -> None:
+    """This rank's files, forced to the disk, with their digests. Whatever goes wrong is kept in ``error``."""
+    try:
+        if pending.rank == 0:
+            with (pending.temporary / COMMON).open("wb") as file:
+                torch.save(pending.common, file)
+                file.flush()
+                os.fsync(file.fileno())
+            pending.files[COMMON] = digest(pending.temporary / COMMON)
+        transforms = [pending.writer.transforms] if hasattr(pending.writer, "transforms") else []
+        for index, bucket in enumerate(pending.writer.write_buckets):
+            outcome: queue.Queue[Any] = queue.Queue()
+            waiting: queue.Queue[int] = queue.Queue()
+            waiting.put(index)
+            pending.writer.write_preloaded_data(transforms, index, bucket, outcome, waiting, use_fsync=True)
+            _, results = outcome.get_nowait()
+            if isinstance(results, BaseException):
+                raise results
+            pending.results += results
+            pending.files[bucket[1]] = digest(pending.temporary / bucket[1])
+    except Exception as refused:  # nothing may be lost in the thread: a checkpoint with holes would be announced
+        # torch's writer turns a full disk into something about file positions
+        full = shutil.disk_usage(pending.temporary).free < _NOTHING_FREE
+        pending.error = "No space left on device" if full else _line(refused)
+    finally:
+        pending.writer.write_buckets = []  # the snapshot is not needed any more
+
+
+def _free_name(final: Path) -> Path:
+    aside = final.with_name(final.name + ".replaced.tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    return aside
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -1,0 +1,180 @@
+"""What a checkpoint holds, and putting it back. Megatron's layout: ``iter_0000120/`` in its ``torch_dist`` format.
+
+Model, optimizer and schedule are Megatron's own state, resumable at another parallel layout. Beside them stands
+``run``: seed, random generators, data cursor, reward state and engine version. The trainer's data order and sampling are
+functions of seed and step, so the cursor serves to check that the data are the same, and the generators to
+continue whatever else draws from them.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint import CheckpointException
+
+from megatron_dcpo.checkpoints.manifest import damage, iteration_dir, iterations, latest_iteration, listed_files
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.policy.model import Policy
+from megatron_dcpo.policy.optimizer import optimizer_parts
+from megatron_dcpo.runtime.distributed import Topology, all_gather_objects, broadcast_object
+
+from megatron.core import dist_checkpointing, tensor_parallel  # isort: skip
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+logger = logging.getLogger(__name__)
+
+# Resumable at another data-parallel size, also with the distributed optimizer.
+_SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}
+PARTS = ("optimizer", "opt_param_scheduler", "run")
+RUN_PARTS = ("iteration", "distributed_optimizer", "seed", "rng_state", "data", "reward", "engine")
+
+
+def checkpoint_state(
+    policy: Policy, optimizer: Any, scheduler: Any, iteration: int, run: dict[str, Any]
+) -> dict[str, Any]:
+    """The sharded state to save. ``run``: all of :data:`RUN_PARTS` but iteration and generators. Collective."""
+    state = _sharded_state(policy, optimizer, scheduler, is_loading=False)
+    parts = {
+        "iteration": iteration,
+        "rng_state": gather_rng_states(policy.topology),
+        "distributed_optimizer": _is_distributed(optimizer),
+    } | run
+    assert set(RUN_PARTS) <= set(parts)
+    # what dist_checkpointing.save(content_metadata=...) adds
+    return state | {"run": parts, "content_metadata": _SHARDING}
+
+
+def newest_intact(directory: Path, topology: Topology) -> tuple[int | None, dict[int, str]]:
+    """The newest checkpoint, of those up to the announced one, whose files are as they were written, and what is wrong
+    with the newer ones. Every rank reads its share of the files. Collective.
+
+    Raises :class:`UserError` when there are checkpoints, but no intact one: training anew would not be a resumption.
+    """
+    announced, present = broadcast_object((latest_iteration(directory), iterations(directory)))
+    if announced is None:
+        return None, {}
+    wrong: dict[int, str] = {}
+    if announced not in present:
+        wrong[announced] = "the directory is missing"
+    for iteration in reversed([i for i in present if i <= announced]):
+        found = _check(iteration_dir(directory, iteration), iteration, topology)
+        if found is None:
+            return iteration, wrong
+        wrong[iteration] = found
+    listed = "; ".join(f"{iteration_dir(directory, i)}: {why}" for i, why in wrong.items())
+    raise UserError(f"no intact checkpoint to resume from ({listed}); restore one, or start in another run_dir")
+
+
+def load_checkpoint(directory: Path, iteration: int, policy: Policy, optimizer: Any, scheduler: Any) -> dict[str, Any]:
+    """Restore policy, optimizer, schedule and random generators in place; returns the ``run`` part. Collective.
+
+    Raises :class:`UserError` naming the checkpoint when a part is missing or unreadable.
+    """
+    path = iteration_dir(directory, iteration)
+    logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.ERROR)
+    try:
+        _check_parts(path, optimizer)
+        loaded = dist_checkpointing.load(_sharded_state(policy, optimizer, scheduler, is_loading=True), str(path))
+        for index, gpt in enumerate(policy.gpt):
+            result = gpt.load_state_dict(loaded[_model_key(policy, index)], strict=False)
+            missing = [name for name in result.missing_keys if not name.endswith("_extra_state")]
+            if missing:
+                raise CheckpointingException(f"parameter {missing[0]} missing")
+        optimizer.load_state_dict(loaded["optimizer"])
+        # The schedule takes its count of steps from the checkpoint and everything else from the configuration.
+        for group in optimizer.param_groups:
+            group["max_lr"], group["min_lr"] = scheduler.max_lr, scheduler.min_lr
+        scheduler.load_state_dict(loaded["opt_param_scheduler"])
+        _restore_rng_states(policy.topology, loaded["run"]["rng_state"])
+        return dict(loaded["run"])
+    except (OSError, KeyError, TypeError, ValueError, CheckpointingException, CheckpointException) as error:
+        raise UserError(
+            f"checkpoint {path} cannot be read ({type(error).__name__}: {' '.join(str(error).split())})"
+        ) from None
+
+
+def _check_parts(path: Path, optimizer: Any) -> None:
+    """Everything that is not a tensor must be there before anything is loaded."""
+    common = dist_checkpointing.load_common_state_dict(str(path))
+    absent = [part for part in PARTS if part not in common]
+    absent += [part for part in RUN_PARTS if part not in common.get("run", {})]
+    if absent:
+        raise CheckpointingException(f"it has no {', '.join(absent)}")
+    saved, now = common["run"]["distributed_optimizer"], _is_distributed(optimizer)
+    if saved != now:
+        raise UserError(
+            f"checkpoint {path} was saved with parallel.use_distributed_optimizer={str(saved).lower()}, whose state "
+            "Megatron stores in another form; keep the option to resume (TP, PP and DP may change)"
+        )
+
+
+def _is_distributed(optimizer: Any) -> bool:
+    return any(isinstance(part, DistributedOptimizer) for part in optimizer_parts(optimizer))
+
+
+def gather_rng_states(topology: Topology) -> dict[str, Any]:
+    """The generators of each tensor- and pipeline-parallel rank; data-parallel replicas have the same. Collective."""
+    _, keys, *rest = np.random.get_state(legacy=True)
+    own = {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": (torch.from_numpy(np.asarray(keys, np.int64)), *rest),
+        "torch_rng_state": torch.get_rng_state(),
+        "cuda_rng_state": torch.cuda.get_rng_state().cpu(),
+        "rng_tracker_states": {
+            name: state.cpu() if isinstance(state, torch.Tensor) else state
+            for name, state in tensor_parallel.get_cuda_rng_tracker().get_states().items()
+        },
+    }
+    everyone = all_gather_objects((_place(topology), own) if topology.dp_rank == 0 else None)
+    return dict(entry for entry in everyone if entry is not None)
+
+
+def _restore_rng_states(topology: Topology, states: dict[str, Any]) -> None:
+    own = states.get(_place(topology))
+    if own is None:
+        if topology.rank == 0:
+            logger.info("saved at another parallel layout: random generators start from the seed")
+        return
+    version, internal, gauss = own["random_rng_state"]
+    random.setstate((version, tuple(internal), gauss))
+    keys, *rest = own["np_rng_state"]
+    np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(own["torch_rng_state"])
+    torch.cuda.set_rng_state(own["cuda_rng_state"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(own["rng_tracker_states"])
+
+
+def _place(topology: Topology) -> str:
+    """The tensor- and pipeline-parallel rank in its layout."""
+    return f"tp{topology.tp_rank}of{topology.tp_size}_pp{topology.pp_rank}of{topology.pp_size}"
+
+
+def _check(path: Path, iteration: int, topology: Topology) -> str | None:
+    """What is wrong with a checkpoint, found by all ranks together."""
+    problem: str | None = None
+    try:
+        files = sorted(listed_files(path, iteration).items())
+        problem = damage(path, files[topology.rank :: topology.world_size])
+    except ValueError as error:
+        problem = str(error)
+    return next((found for found in all_gather_objects(problem) if found), None)
+
+
+def _model_key(policy: Policy, index: int) -> str:
+    return "model" if len(policy.gpt) == 1 else f"model{index}"
+
+
+@torch.no_grad()
+def _sharded_state(policy: Policy, optimizer: Any, scheduler: Any, is_loading: bool) -> dict[str, Any]:
+    model = {_model_key(policy, index): gpt.sharded_state_dict() for index, gpt in enumerate(policy.gpt)}
+    return {
+        **model,
+        "optimizer": optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_SHARDING),
+        "opt_param_scheduler": scheduler.state_dict(),
+    }

@@ -1,0 +1,289 @@
+r"""Confidence after the fact: predictors trained on judged samples, the policy stays as it is.
+
+| method | predicts | from |
+|---|---|---|
+| ``confclass`` | the share of correct repeats of the problem (soft target) | the 20 largest log-probs of every token |
+| ``temperature`` | :math:`\sigma(\mathrm{logit}(c)/T)` | one kind of confidence c |
+| ``platt`` | :math:`\sigma(a\,\mathrm{logit}(c)+b)` | one kind of confidence c |
+| ``isotonic`` | the best non-decreasing step function of c | one kind of confidence c |
+
+ConfClass has the settings of the DCPO paper (algorithms 3.4): 20 runs, top-20 log-probs, a three-layer perceptron of
+width 2048, cross-entropy with soft targets, lr 1e-4. Where the paper is silent: the mean over the tokens of the 20
+sorted log-probs is the input (``full`` adds their standard deviation and the last token's), standardised; Adam, batches
+of 256, early stopping on a tenth of the fitted problems. The scalings are controls: if one of them does as well, the
+classifier has learnt nothing but the scale. Fitting, stopping and reporting never share a problem: the split is by
+problem, by a hash, so that it is the same in every run and for every method.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from megatron_dcpo.calibration import metrics
+from megatron_dcpo.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron_dcpo.evaluation.samples import Sample
+
+TOP_LOGPROBS = 20
+LOWEST_LOGPROB = -30.0  # below it one log-prob is as good as another, and some engines say -9999
+WIDTH = 2048
+STOPPING_SHARE = 0.1  # of the problems that are not held out
+_EDGE = 1e-6  # logit(0) and logit(1) are infinite
+
+Weights = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Posthoc:
+    """A fitted predictor. ``source``: ``mean`` or ``full`` features, or the kind of confidence that is scaled."""
+
+    method: str
+    source: str
+    weights: Weights
+
+    def predict(self, samples: Sequence[Sample]) -> list[float | None]:
+        """Confidence in [0, 1] per sample, None where the sample lacks what it is made from."""
+        inputs, known = inputs_of(samples, self.source)
+        found: list[float | None] = [None] * len(samples)
+        if len(known):
+            values = _PREDICT[self.method](self.weights, inputs)
+            for index, value in zip(known, values, strict=True):
+                found[index] = float(value)
+        return found
+
+    def apply(self, samples: Sequence[Sample]) -> list[Sample]:
+        """The samples with ``posthoc_confidence``."""
+        return [replace(s, posthoc_confidence=c) for s, c in zip(samples, self.predict(samples), strict=True)]
+
+    def save(self, path: str | Path) -> None:
+        header = json.dumps({"method": self.method, "source": self.source})
+        arrays: dict[str, Any] = {"header": np.array(header), **self.weights}
+        with open(path, "wb") as file:
+            np.savez(file, **arrays)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Posthoc:
+        """Raises :class:`UserError` for anything that ``save`` has not written."""
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                header = json.loads(str(file["header"]))
+                weights = {name: file[name] for name in file.files if name != "header"}
+                method, source = header["method"], header["source"]
+        except FileNotFoundError:
+            raise UserError(f"{path}: no such file") from None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path}: not a file of dcpo calibrate ({type(error).__name__}: {error})") from None
+        if method not in METHODS:
+            raise UserError(f"{path}: unknown method {method!r}; known: {', '.join(METHODS)}")
+        return cls(method, source, MappingProxyType(weights))
+
+
+# ------------------------------------------------------------------------------------------------ inputs
+
+
+def features(top_logprobs: np.ndarray | None) -> list[float] | None:
+    """[3 * 20]: mean, standard deviation over the tokens, and last token, of the falling log-probs [T, K]."""
+    if top_logprobs is None or top_logprobs.size == 0:
+        return None
+    rows = np.full((len(top_logprobs), TOP_LOGPROBS), LOWEST_LOGPROB)
+    width = min(TOP_LOGPROBS, top_logprobs.shape[1])
+    rows[:, :width] = np.maximum(top_logprobs[:, :width], LOWEST_LOGPROB)
+    return [round(float(value), 6) for value in np.concatenate([rows.mean(0), rows.std(0), rows[-1]])]
+
+
+def inputs_of(samples: Sequence[Sample], source: str) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs [n, D] and the indices [n] of the samples that have them."""
+    from megatron_dcpo.evaluation.scoring import CONFIDENCE_KINDS
+
+    if source in ("mean", "full"):
+        width = TOP_LOGPROBS if source == "mean" else 3 * TOP_LOGPROBS
+        rows = [None if s.features is None else s.features[:width] for s in samples]
+    else:
+        values = metrics.as_confidences([CONFIDENCE_KINDS[source](s) for s in samples])
+        rows = [[value] if 0.0 <= value <= 1.0 else None for value in values]
+    known = [index for index, row in enumerate(rows) if row is not None]
+    return np.array([rows[index] for index in known], np.float64), np.array(known, int)
+
+
+def is_held_out(problem: str, share: float, seed: int) -> bool:
+    """Whether a problem belongs to the held-out share; all its repeats do, or none."""
+    digest = hashlib.blake2b(f"{seed}/{problem}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") < share * 2.0**64
+
+
+def problem_of(sample: Sample) -> str:
+    return f"{sample.benchmark}/{sample.prompt_id}"
+
+
+def soft_targets(samples: Sequence[Sample]) -> np.ndarray:
+    """[N]: the share of correct ones among all repeats of the sample's problem."""
+    groups: dict[str, list[bool]] = {}
+    for sample in samples:
+        groups.setdefault(problem_of(sample), []).append(sample.correct)
+    return np.array([np.mean(groups[problem_of(sample)]) for sample in samples])
+
+
+# ------------------------------------------------------------------------------------------------ fitting
+
+
+def fit(
+    method: str,
+    samples: Sequence[Sample],
+    source: str | None = None,
+    *,
+    held_out: float = 0.2,
+    seed: int = 0,
+    epochs: int = 200,
+    width: int = WIDTH,
+) -> tuple[Posthoc, list[Sample]]:
+    """Fit on the problems that are not held out. Returns the predictor and the held-out samples with its predictions.
+
+    Raises :class:`UserError` when there is nothing to learn from: no inputs, one class only, no problem on one side.
+    """
+    if method not in METHODS:
+        raise UserError(f"unknown method {method!r}; known: {', '.join(METHODS)}")
+    source = source or ("mean" if method == "confclass" else "token")
+    if (method == "confclass") != (source in ("mean", "full")):
+        raise UserError(
+            f"{method} does not read {source!r}; confclass reads features (mean, full), scalings a confidence"
+        )
+    outside = [is_held_out(problem_of(sample), held_out, seed) for sample in samples]
+    targets = soft_targets(samples) if method == "confclass" else np.array([float(s.correct) for s in samples])
+    hint = "; sample with --features" if method == "confclass" else ""
+
+    def side(name: str, chosen: Sequence[bool]) -> tuple[np.ndarray, np.ndarray]:
+        index = [i for i, taken in enumerate(chosen) if taken]
+        inputs, known = inputs_of([samples[i] for i in index], source)
+        if not len(known):
+            raise UserError(f"no samples with {source} for {name}; more problems are needed{hint}")
+        return inputs, targets[np.array(index)[known]]
+
+    side("holding out", outside)
+    inputs, wanted = side("fitting", [not out for out in outside])
+    if wanted.min() == wanted.max():
+        raise UserError("every response is " + ("correct" if wanted.min() else "wrong") + ": nothing to learn from")
+    if method == "confclass":
+        # What decides when to stop is neither fitted nor reported on; with very few problems it is fitted on as well.
+        stops = [is_held_out(f"stop/{problem_of(sample)}", STOPPING_SHARE, seed) for sample in samples]
+        sides = [
+            [not out and stop is chosen for out, stop in zip(outside, stops, strict=True)] for chosen in (False, True)
+        ]
+        both = all(any(chosen) for chosen in sides)
+        fitted, stopping = (side("fitting", c) for c in sides) if both else ((inputs, wanted), (inputs, wanted))
+        weights: Weights = _fit_perceptron(*fitted, *stopping, seed, epochs, width)
+    else:
+        weights = _FIT[method](inputs[:, 0], wanted)
+    predictor = Posthoc(method, source, MappingProxyType(dict(weights)))
+    return predictor, predictor.apply([s for s, out in zip(samples, outside, strict=True) if out])
+
+
+def _logit(c: np.ndarray) -> np.ndarray:
+    p = np.clip(c, _EDGE, 1.0 - _EDGE)
+    return np.log(p) - np.log1p(-p)
+
+
+def _sigmoid(z: np.ndarray) -> np.ndarray:
+    return 0.5 * (1.0 + np.tanh(0.5 * z))
+
+
+def _log_loss(z: np.ndarray, y: np.ndarray) -> float:
+    """Mean cross-entropy of logits z [N] with targets y [N] in [0, 1]."""
+    return float(np.mean(np.logaddexp(0.0, z) - y * z))
+
+
+def _fit_temperature(c: np.ndarray, y: np.ndarray) -> Weights:
+    from scipy.optimize import minimize_scalar
+
+    z = _logit(c)
+    found = minimize_scalar(lambda t: _log_loss(z / np.exp(t), y), bounds=(-7.0, 7.0), method="bounded")
+    return {"temperature": np.exp(np.array(found.x))}
+
+
+def _fit_platt(c: np.ndarray, y: np.ndarray) -> Weights:
+    from sklearn.linear_model import LogisticRegression
+
+    model = LogisticRegression(C=1e10, max_iter=1000, tol=1e-10).fit(_logit(c)[:, None], y)
+    return {"slope": model.coef_[0, 0], "intercept": model.intercept_[0]}
+
+
+def _fit_isotonic(c: np.ndarray, y: np.ndarray) -> Weights:
+    from sklearn.isotonic import IsotonicRegression
+
+    model = IsotonicRegression(y_min=0.0, y_max=1.0, out_of_bounds="clip").fit(c, y)
+    return {"x": model.X_thresholds_, "y": model.y_thresholds_}
+
+
+def _fit_perceptron(
+    x: np.ndarray, y: np.ndarray, x_stop: np.ndarray, y_stop: np.ndarray, seed: int, epochs: int, width: int
+) -> Weights:
+    """Three layers, standardised inputs; the weights of the epoch with the least cross-entropy on the stopping problems."""
+    import torch
+
+    mean, deviation = x.mean(0), np.maximum(x.std(0), 1e-6)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        layers = [torch.nn.Linear(a, b) for a, b in ((x.shape[1], width), (width, width), (width, 1))]
+        model = torch.nn.Sequential(layers[0], torch.nn.ReLU(), layers[1], torch.nn.ReLU(), layers[2])
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+        inside, outside = (torch.tensor((part - mean) / deviation, dtype=torch.float32) for part in (x, x_stop))
+        target, target_out = (torch.tensor(part, dtype=torch.float32) for part in (y, y_stop))
+        loss = torch.nn.BCEWithLogitsLoss()
+        best, waited, state = float("inf"), 0, model.state_dict()
+        for _ in range(epochs):
+            for rows in torch.randperm(len(inside)).split(256):
+                optimizer.zero_grad()
+                loss(model(inside[rows]).squeeze(-1), target[rows]).backward()
+                optimizer.step()
+            with torch.no_grad():
+                now = float(loss(model(outside).squeeze(-1), target_out))
+            if now < best - 1e-6:
+                best, waited, state = now, 0, {name: value.clone() for name, value in model.state_dict().items()}
+            elif (waited := waited + 1) >= 10:
+                break
+    names = {"0": "1", "2": "2", "4": "3"}
+    layer = {f"{kind}{names[at]}": state[f"{at}.{kind}"].numpy() for at in names for kind in ("weight", "bias")}
+    return {"mean": mean, "deviation": deviation, **layer}
+
+
+# ------------------------------------------------------------------------------------------------ predicting
+
+
+def _predict_perceptron(weights: Weights, x: np.ndarray) -> np.ndarray:
+    h = (x - weights["mean"]) / weights["deviation"]
+    for layer in ("1", "2"):
+        h = np.maximum(h @ weights[f"weight{layer}"].T + weights[f"bias{layer}"], 0.0)
+    return _sigmoid((h @ weights["weight3"].T + weights["bias3"])[:, 0])
+
+
+_FIT: Mapping[str, Callable[[np.ndarray, np.ndarray], Weights]] = MappingProxyType(
+    {"temperature": _fit_temperature, "platt": _fit_platt, "isotonic": _fit_isotonic}
+)
+_PREDICT: Mapping[str, Callable[[Weights, np.ndarray], np.ndarray]] = MappingProxyType(
+    {
+        "confclass": _predict_perceptron,
+        "temperature": lambda w, x: _sigmoid(_logit(x[:, 0]) / w["temperature"]),
+        "platt": lambda w, x: _sigmoid(w["slope"] * _logit(x[:, 0]) + w["intercept"]),
+        "isotonic": lambda w, x: np.interp(x[:, 0], w["x"], w["y"]),
+    }
+)
+METHODS: tuple[str, ...] = tuple(_PREDICT)
+Method = Literal["confclass", "temperature", "platt", "isotonic"]
+
+
+def scores(samples: Sequence[Sample], kind: str = "posthoc") -> dict[str, Any]:
+    """ECE, Brier score, AUROC and mean of one kind of confidence."""
+    from megatron_dcpo.calibration.summary import summarize
+    from megatron_dcpo.evaluation.scoring import CONFIDENCE_KINDS
+
+    values = [CONFIDENCE_KINDS[kind](sample) for sample in samples]
+    found = summarize(values, [float(sample.correct) for sample in samples])
+    return {name: found[name] for name in ("n", "accuracy", "mean_confidence", "ece", "pce", "brier", "auroc")}

@@ -1,0 +1,218 @@
+"""The judged sample: one line of ``samples.jsonl``, all that scoring needs and all that re-judging needs.
+
+The samples of an evaluation in progress: each is on disk as soon as it is judged, and none is asked for twice.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+import numpy as np
+
+from megatron_dcpo.calibration.summary import json_ready
+from megatron_dcpo.errors import UserError
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One response to one problem of a benchmark, judged.
+
+    ``confidence`` (verbal) is ``None`` exactly when ``status`` is not ``ok``. ``token_confidence`` is exp(mean log p),
+    the geometric mean over the ``num_tokens`` sampled tokens, EOS included, of the raw logits (no temperature);
+    ``min_logprob`` (nats) is the least likely of them, ``mean_entropy`` (nats) the mean over tokens of the entropy of
+    the engine's largest log-probs, what is left of the mass counting as one more token, hence a lower bound.
+    ``consistency_confidence`` is the share of the problem's repeats whose answer is equivalent to this one; ``None``
+    without an answer. ``features``: what post-hoc predictors read (``posthoc.features``), where asked for. For programs
+    ``answer`` is the program, ``ground_truth`` the key of its tests and ``category`` how it ended.
+    """
+
+    benchmark: str
+    prompt_id: str
+    repeat: int
+    problem: str
+    response: str
+    answer: str | None
+    ground_truth: str
+    correct: bool
+    confidence: float | None
+    status: str
+    token_confidence: float | None
+    min_logprob: float | None
+    num_tokens: int
+    finish_reason: str
+    consistency_confidence: float | None = None
+    mean_entropy: float | None = None
+    features: list[float] | None = None
+    posthoc_confidence: float | None = None
+    category: str | None = None
+
+
+_OPTIONAL = frozenset(
+    {"mean_entropy", "features", "posthoc_confidence", "category"}
+)  # left out of the file where there is none
+
+
+def with_consistency(samples: Sequence[Sample], equivalent: Callable[[str, str], bool]) -> list[Sample]:
+    """Fill in ``consistency_confidence``: agreement among the repeats of a problem, itself included.
+
+    ``equivalent(a, b)`` decides whether two answers are the same; equal strings are never asked about. A new answer
+    joins the first class whose representative it is equivalent to.
+    """
+    groups: dict[tuple[str, str], list[int]] = {}
+    for index, sample in enumerate(samples):
+        groups.setdefault((sample.benchmark, sample.prompt_id), []).append(index)
+    result = list(samples)
+    for members in groups.values():
+        classes = _answer_classes([samples[i].answer for i in members], equivalent)
+        for i, name in zip(members, classes, strict=True):
+            agreement = classes.count(name) / len(members) if name is not None else None
+            result[i] = replace(samples[i], consistency_confidence=agreement)
+    return result
+
+
+def _answer_classes(answers: Sequence[str | None], equivalent: Callable[[str, str], bool]) -> list[str | None]:
+    """For every answer the representative of its class, ``None`` for no answer."""
+    representative: dict[str, str] = {}
+    for answer in answers:
+        if answer is None or answer in representative:
+            continue
+        known = dict.fromkeys(representative.values())
+        representative[answer] = next((other for other in known if equivalent(answer, other)), answer)
+    return [None if answer is None else representative[answer] for answer in answers]
+
+
+def write_samples(samples: Iterable[Sample], path: str | Path) -> None:
+    """Complete or not there: an older file stays until the new one is written."""
+    target = Path(path)
+    temporary = target.with_name(target.name + ".tmp")
+    temporary.write_text("".join(map(sample_line, samples)), encoding="utf-8")
+    os.replace(temporary, target)
+
+
+def sample_line(sample: Sample) -> str:
+    row = {key: value for key, value in asdict(sample).items() if key not in _OPTIONAL or value is not None}
+    return json.dumps(json_ready(row), ensure_ascii=False) + "\n"
+
+
+def read_samples(path: str | Path, torn_tail: bool = False) -> list[Sample]:
+    """Samples as written; unknown keys are ignored, a broken or incomplete line is a ``UserError``.
+
+    ``torn_tail``: a broken last line, as a killed evaluation leaves it, is left out.
+    """
+    known = {field.name for field in fields(Sample)}
+    samples = []
+    for where, row in read_jsonl(path, torn_tail):
+        try:
+            samples.append(Sample(**{key: value for key, value in row.items() if key in known}))
+        except TypeError as error:
+            reason = str(error).replace("Sample.__init__() ", "")
+            raise UserError(f"{where}: not a sample of dcpo evaluate ({reason})") from None
+    return samples
+
+
+def read_jsonl(path: str | Path, torn_tail: bool = False) -> list[tuple[str, dict[str, Any]]]:
+    """(FILE:LINE, object) of every line that is not blank. NaN and Infinity are read, as trainers write them.
+
+    ``torn_tail``: a last line without its newline is left out when it is broken, as a killed run leaves it.
+    """
+    try:
+        content = Path(path).read_bytes()
+        lines = (gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content).decode().split("\n")
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            if torn_tail and number == len(lines):
+                break
+            raise UserError(f"{path}:{number}: not valid JSON ({error.msg}); fix or remove the line") from None
+        if not isinstance(row, dict):
+            raise UserError(f"{path}:{number}: not a JSON object; fix or remove the line")
+        rows.append((f"{path}:{number}", row))
+    return rows
+
+
+def mean_entropy(top_logprobs: np.ndarray | None) -> float | None:
+    """Mean over tokens of -sum p log p of the K largest [T, K] and of the remaining mass, in nats."""
+    if top_logprobs is None or top_logprobs.size == 0:
+        return None
+    logp = top_logprobs.astype(np.float64)
+    p = np.exp(logp)
+    rest = np.clip(1.0 - p.sum(axis=-1), 0.0, 1.0)
+    known = np.where(p > 0, -p * np.where(p > 0, logp, 0.0), 0.0).sum(axis=-1)
+    return float(np.mean(known - rest * np.log(np.where(rest > 0, rest, 1.0))))
+
+
+def geometric_mean_probability(logprobs: Sequence[float]) -> float | None:
+    """exp(mean log p), in [0, 1]; ``None`` for an empty response."""
+    return min(1.0, math.exp(math.fsum(logprobs) / len(logprobs))) if len(logprobs) else None
+
+
+class Journal:
+    """``samples.jsonl`` of a run directory, appended to line by line, with ``settings.json`` beside it.
+
+    A directory that holds samples drawn with other settings is refused: they must not be mixed. A last line that a
+    killed process left unfinished is cut off; its sample is drawn again.
+    """
+
+    def __init__(self, directory: str | Path, settings: Mapping[str, Any], fresh: bool = False) -> None:
+        root = Path(directory)
+        root.mkdir(parents=True, exist_ok=True)
+        self.path, settings_path = root / "samples.jsonl", root / "settings.json"
+        if fresh:
+            self.path.unlink(missing_ok=True)
+            settings_path.unlink(missing_ok=True)
+        if self.path.exists():
+            _check_settings(settings_path, settings)
+            _cut_torn_line(self.path)
+        self._found = read_samples(self.path) if self.path.exists() else []
+        settings_path.write_text(json.dumps(dict(settings), indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        self._file: IO[str] = open(self.path, "a", encoding="utf-8")  # noqa: SIM115
+
+    def finished(self, benchmark: str) -> dict[tuple[str, int], Sample]:
+        """The samples of a benchmark found on disk, by prompt id and repeat."""
+        return {(s.prompt_id, s.repeat): s for s in self._found if s.benchmark == benchmark}
+
+    def add(self, sample: Sample) -> None:
+        self._file.write(sample_line(sample))
+        self._file.flush()
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+def _check_settings(path: Path, settings: Mapping[str, Any]) -> None:
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise UserError(f"{path.parent} holds samples of unknown settings; give another --out, or --fresh") from None
+    for name in sorted({*before, *settings}):
+        if before.get(name) != settings.get(name):
+            raise UserError(
+                f"{path.parent} was begun with {name} = {before.get(name)!r}, now it is {settings.get(name)!r}; "
+                "give another --out, or --fresh to drop its samples"
+            )
+
+
+def _cut_torn_line(path: Path) -> None:
+    content = path.read_bytes()
+    end = content.rfind(b"\n") + 1
+    if end < len(content):
+        os.truncate(path, end)

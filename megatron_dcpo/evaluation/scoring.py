@@ -1,0 +1,178 @@
+"""From judged samples to ``evaluation.json``. Needs no model: old ``samples.jsonl`` files can be scored again."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from megatron_dcpo.calibration import metrics
+from megatron_dcpo.calibration.metrics import DEFAULT_BINS, Bins, coverage_to_json
+from megatron_dcpo.calibration.summary import INTERVALS, json_ready, summarize, violation_rates
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.evaluation.samples import Sample
+
+CONFIDENCE_KINDS: Mapping[str, Callable[[Sample], float | None]] = MappingProxyType(
+    {
+        "verbal": lambda sample: sample.confidence,
+        "token": lambda sample: sample.token_confidence,
+        "token_product": lambda sample: _power(sample.token_confidence, sample.num_tokens),
+        "token_min": lambda sample: None if sample.min_logprob is None else math.exp(sample.min_logprob),
+        "token_mean_logprob": lambda sample: _log(sample.token_confidence),
+        "token_entropy": lambda sample: None if sample.mean_entropy is None else math.exp(-sample.mean_entropy),
+        "consistency": lambda sample: sample.consistency_confidence,
+        "posthoc": lambda sample: sample.posthoc_confidence,
+    }
+)
+RANKING_ONLY = frozenset({"token_mean_logprob"})  # in nats, no probability: it ranks, and has no calibration error
+HEADLINE = ("accuracy", "ece", "pce", "brier", "auroc", "mean_confidence", "violation_rate", "n")
+
+
+def _power(base: float | None, exponent: int) -> float | None:
+    return None if base is None else base**exponent
+
+
+def _log(value: float | None) -> float | None:
+    return None if value is None else math.log(value) if value > 0 else -math.inf
+
+
+def parse_kinds(text: str) -> tuple[str, ...]:
+    """``"verbal,token"`` -> its parts, checked."""
+    kinds = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    unknown = [kind for kind in kinds if kind not in CONFIDENCE_KINDS]
+    if unknown or not kinds:
+        raise UserError(f"unknown confidence {(unknown or [text])[0]!r}; known: {', '.join(CONFIDENCE_KINDS)}")
+    return kinds
+
+
+def score_samples(
+    samples: Sequence[Sample],
+    kinds: Sequence[str] = ("verbal", "token", "consistency"),
+    model: str = "",
+    bins: int = DEFAULT_BINS,
+    resamples: int = 1000,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """``{"model", "benchmarks": {NAME: scores}, "overall": scores}``, strict JSON (undefined values are ``None``).
+
+    ``overall`` pools the samples of all benchmarks; its ``macro`` is the plain mean over benchmarks, which is what the
+    papers of the field print as "Overall".
+    """
+    by_benchmark: dict[str, list[Sample]] = {}
+    for sample in samples:
+        by_benchmark.setdefault(sample.benchmark, []).append(sample)
+    options = {"bins": bins, "resamples": resamples, "seed": seed}
+    benchmarks = {name: _score(group, kinds, **options) for name, group in by_benchmark.items()}
+    # The intervals are the slow part, and one benchmark alone is its own pool.
+    overall = dict(*benchmarks.values()) if len(benchmarks) == 1 else _score(samples, kinds, **options)
+    overall["macro"] = _macro(benchmarks, kinds)
+    return json_ready({"model": model, "benchmarks": benchmarks, "overall": overall})
+
+
+def headline(evaluation: Mapping[str, Any], kind: str = "verbal", benchmark: str | None = None) -> dict[str, Any]:
+    """The one-line summary of an evaluation: ``HEADLINE`` of one kind of confidence, overall or of one benchmark."""
+    scores = evaluation["benchmarks"][benchmark] if benchmark else evaluation["overall"]
+    flat = {**scores.get(kind, {}), "accuracy": scores["accuracy"], "n": scores["n"]}
+    return {key: flat.get(key) for key in HEADLINE}
+
+
+def _score(samples: Sequence[Sample], kinds: Sequence[str], bins: int, resamples: int, seed: int) -> dict[str, Any]:
+    """One benchmark (or all of them pooled): accuracy, then one block per kind of confidence."""
+    correct = [float(sample.correct) for sample in samples]
+    problems = [f"{sample.benchmark}/{sample.prompt_id}" for sample in samples]
+    repeats = sorted({sample.repeat for sample in samples})
+    scores: dict[str, Any] = {
+        "accuracy": metrics.accuracy(correct),
+        "n": len(samples),
+        "problems": len(set(problems)),
+        "repeats": len(repeats),
+        "mean_length": _mean([sample.num_tokens for sample in samples]),
+        "truncated_rate": _mean([sample.finish_reason == "length" for sample in samples]),
+        "answer_rate": _mean([sample.answer is not None for sample in samples]),
+        "parse_rate": metrics.parse_rate([sample.confidence for sample in samples]),
+        **violation_rates([sample.status for sample in samples]),
+    }
+    if any(sample.category is not None for sample in samples):
+        categories = Counter(sample.category for sample in samples if sample.category is not None)
+        scores["categories"] = {name: count / len(samples) for name, count in sorted(categories.items())}
+    intervals: dict[str, Any] = {}
+    for kind in kinds:
+        confidences = [CONFIDENCE_KINDS[kind](sample) for sample in samples]
+        statuses = [sample.status for sample in samples] if kind == "verbal" else None
+        block = summarize(
+            confidences,
+            correct,
+            problems,
+            statuses,
+            bins=bins,
+            resamples=resamples,
+            seed=seed,
+            ranking_only=kind in RANKING_ONLY,
+        )
+        found = block.pop("ci95", {})
+        intervals["accuracy"] = found.pop("accuracy", None)
+        intervals[kind] = found
+        block["mean"] = block["mean_confidence"]
+        block["bins"] = bins_to_json(metrics.bin_rows(confidences, correct, bins))
+        block["curve"] = coverage_to_json(*_ranked(confidences, correct, kind))
+        block["runs"] = _per_run(samples, kind, repeats, bins)
+        scores[kind] = block
+    scores["runs"] = _spread([metrics.accuracy([float(s.correct) for s in samples if s.repeat == r]) for r in repeats])
+    if resamples:
+        scores["ci95"] = intervals
+    return scores
+
+
+def _ranked(confidences: Sequence[float | None], correct: Sequence[float], kind: str) -> tuple[np.ndarray, np.ndarray]:
+    """The rows that rank: all with a score where only the rank counts, else the valid ones."""
+    rows = metrics.ranked_rows if kind in RANKING_ONLY else metrics.valid_rows
+    return rows(confidences, correct)
+
+
+def _per_run(samples: Sequence[Sample], kind: str, repeats: Sequence[int], bins: int) -> dict[str, Any]:
+    """The calibration metrics of every repeat on its own: mean and sample standard deviation over the repeats."""
+    values: dict[str, list[float]] = {name: [] for name in INTERVALS if name != "accuracy"}
+    for repeat in repeats:
+        rows = [sample for sample in samples if sample.repeat == repeat]
+        confidences = [CONFIDENCE_KINDS[kind](sample) for sample in rows]
+        correct = [float(sample.correct) for sample in rows]
+        summary = summarize(confidences, correct, bins=bins, ranking_only=kind in RANKING_ONLY)
+        for name, found in values.items():
+            found.append(summary[name])
+    return {name: _spread(found) for name, found in values.items()}
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    defined = [value for value in values if not math.isnan(value)]
+    deviation = float(np.std(defined, ddof=1)) if len(defined) > 1 else math.nan
+    return {"mean": _mean(defined), "sd": deviation}
+
+
+def _macro(benchmarks: Mapping[str, Mapping[str, Any]], kinds: Sequence[str]) -> dict[str, Any]:
+    names = [name for name in INTERVALS if name != "accuracy"]
+    macro: dict[str, Any] = {"accuracy": _mean([scores["accuracy"] for scores in benchmarks.values()])}
+    for kind in kinds:
+        macro[kind] = {name: _spread([s[kind][name] for s in benchmarks.values()])["mean"] for name in names}
+    return macro
+
+
+def bins_to_json(bins: Bins) -> dict[str, list[float]]:
+    return {
+        "edges": bins.edges.tolist(),
+        "count": bins.count.tolist(),
+        "confidence_sum": bins.confidence_sum.tolist(),
+        "correct_sum": bins.correct_sum.tolist(),
+    }
+
+
+def bins_from_json(value: Mapping[str, Sequence[float]]) -> Bins:
+    names = ("edges", "count", "confidence_sum", "correct_sum")
+    return Bins(*(np.asarray(value[name], dtype=int if name == "count" else float) for name in names))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values)) if len(values) else math.nan

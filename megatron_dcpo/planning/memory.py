@@ -1,0 +1,291 @@
+"""Weights, gradients and optimizer state of a pipeline stage, as Megatron lays them out. Exact: counted parameter by
+parameter, with the padding of the distributed optimizer's buffers.
+
+What the backward pass keeps of a micro-batch: bytes per token, operator by operator.
+
+Two layer specs, two formulas. ``local`` is ``policy/spec.py`` (fp32 norms, ungrouped products, every operator keeps its
+own input); it is measured. ``transformer_engine`` keeps less: its fused linears hold a norm's input and output once, its
+fused SwiGLU holds only its input; it follows the fused operators' definitions.
+
+Symbols, per rank: h hidden size, q and k the widths of queries and keys, f the MLP's width, b bytes per number, t tokens.
+Under sequence parallelism a rank has t / TP tokens between the linear layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron_dcpo.config import Config
+from megatron_dcpo.weights.architecture import Architecture
+from megatron_dcpo.weights.planner import Coordinates, Layout, interleavings, padded_vocab_size, plan
+from megatron_dcpo.weights.table import hf_shapes
+
+ITEMSIZE = {"bf16": 2, "fp32": 4}
+PARAMETER_ALIGNMENT, BUCKET_ALIGNMENT = 64, 128  # numbers; the distributed optimizer's buffers
+# Tied, on the first and the last pipeline stage: a bucket of its own.
+_SHARED = ("embedding.word_embeddings.weight", "output_layer.weight")
+
+
+@dataclass(frozen=True)
+class State:
+    """Bytes of one rank, all its model chunks together. ``numel``: its parameters, padding not counted;
+    ``buffer_numel``: the gradient buffers' length; ``shard_numel``: parameters of which it holds the optimizer state."""
+
+    numel: int
+    buffer_numel: int
+    shard_numel: int
+    weights: int
+    gradients: int
+    main_params: int
+    moments: int
+
+
+def stage_state(arch: Architecture, layout: Layout, config: Config, stage: int, data_parallel: int) -> State:
+    """The state of a rank of pipeline ``stage``; with the distributed optimizer, of the one with the largest shard."""
+    itemsize, parallel = ITEMSIZE[config.model.params_dtype], config.parallel
+    numel = buffer_numel = 0
+    shards = [0] * (data_parallel if parallel.use_distributed_optimizer else 1)
+    for virtual in range(layout.virtual_pipeline_model_parallel_size):
+        sizes = parameter_sizes(arch, layout, Coordinates(0, stage, virtual))
+        numel += sum(size for _, size in sizes)
+        if not parallel.use_distributed_optimizer:
+            buffer_numel += sum(size for _, size in sizes)
+            shards[0] += sum(size for _, size in sizes)
+            continue
+        bucketing = parallel.overlap_grad_reduce and stage == 0 and virtual == 0
+        bucket_size = max(40_000_000, 1_000_000 * data_parallel) if bucketing else None
+        shared = _SHARED if arch.tied_embeddings and layout.pipeline_model_parallel_size > 1 else ()
+        for bucket in _buckets([(size, name in shared) for name, size in sizes], data_parallel, bucket_size):
+            buffer_numel += bucket.length
+            for rank, held in enumerate(_held(bucket, data_parallel)):
+                shards[rank] += held
+    shard = max(shards)
+    padded = buffer_numel if parallel.use_distributed_optimizer else numel
+    return State(
+        numel=numel,
+        buffer_numel=buffer_numel,
+        shard_numel=shard,
+        weights=itemsize * padded,
+        gradients=4 * buffer_numel,
+        main_params=4 * shard if itemsize == 2 else 0,
+        moments=8 * shard,
+    )
+
+
+def parameter_sizes(arch: Architecture, layout: Layout, at: Coordinates) -> list[tuple[str, int]]:
+    """(name, numbers) of every parameter of a model chunk on one rank, in the model's order."""
+    shapes, kinds = hf_shapes(arch), interleavings(arch, layout, at)
+    sizes = dict.fromkeys(kinds, 0)
+    for copy in plan(arch, layout, at):
+        shape = shapes[copy.hf]
+        if kinds[copy.megatron] == "vocab":
+            rows = padded_vocab_size(arch, layout) // layout.tensor_model_parallel_size
+            sizes[copy.megatron] = rows * shape[1]
+        else:
+            sizes[copy.megatron] += copy.length * math.prod(shape) // shape[copy.dim]
+    return list(sizes.items())
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """A stretch of the gradient buffer: ``params`` are (start, stop) within it."""
+
+    length: int
+    params: tuple[tuple[int, int], ...]
+
+
+def _buckets(sizes: Sequence[tuple[int, bool]], data_parallel: int, bucket_size: int | None) -> Iterator[_Bucket]:
+    """Megatron's ``_ParamAndGradBuffer``: parameters from last to first, each aligned, buckets aligned at their end.
+
+    ``sizes``: (numbers, whether the parameter is the shared embedding).
+    """
+    alignment = math.lcm(data_parallel, BUCKET_ALIGNMENT)
+    params: list[tuple[int, int]] = []
+    position = 0
+    for size, shared in reversed(sizes):
+        position = -(-position // PARAMETER_ALIGNMENT) * PARAMETER_ALIGNMENT
+        if shared and params:
+            yield _Bucket(-(-position // alignment) * alignment, tuple(params))
+            params, position = [], 0
+        params.append((position, position + size))
+        position += size
+        if shared or (bucket_size is not None and position >= bucket_size):
+            yield _Bucket(-(-position // alignment) * alignment, tuple(params))
+            params, position = [], 0
+    if params:
+        yield _Bucket(-(-position // alignment) * alignment, tuple(params))
+
+
+def _held(bucket: _Bucket, ranks: int) -> list[int]:
+    """Numbers of the bucket's parameters in each data-parallel rank's equal part of it."""
+    part = bucket.length // ranks
+    held = [0] * ranks
+    for start, stop in bucket.params:
+        for rank in range(start // part, (stop - 1) // part + 1):
+            held[rank] += min(stop, (rank + 1) * part) - max(start, rank * part)
+    return held
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Sizes of one rank. ``hidden`` is an average: under sequence parallelism a rank has one in TP tokens."""
+
+    hidden: float
+    queries: int
+    keys: int
+    heads: int
+    groups: int
+    ffn: int
+    vocab: int
+    head_dim: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes at the peak of one rank: ``layers`` kept for the backward pass by all micro-batches in flight, ``logits``
+    on the last stage with their gradients, ``working``: the largest transient of one layer's backward pass."""
+
+    layers: int
+    logits: int
+    working: int
+    in_flight: float
+
+    @property
+    def total(self) -> int:
+        return self.layers + max(self.logits, self.working)
+
+
+def widths(arch: Architecture, layout: Layout, config: Config) -> Widths:
+    tp = layout.tensor_model_parallel_size
+    return Widths(
+        hidden=arch.hidden_size / (tp if config.parallel.sequence_parallel else 1),
+        queries=arch.num_attention_heads * arch.kv_channels // tp,
+        keys=arch.num_query_groups * arch.kv_channels // tp,
+        heads=arch.num_attention_heads // tp,
+        groups=arch.num_query_groups // tp,
+        ffn=arch.ffn_hidden_size // tp,
+        vocab=padded_vocab_size(arch, layout) // tp,
+        head_dim=arch.kv_channels,
+        bytes=ITEMSIZE[config.model.params_dtype],
+    )
+
+
+def layer_bytes(arch: Architecture, layout: Layout, config: Config, recompute: str) -> float:
+    """Bytes per token that one layer keeps under ``recompute`` (``none``, ``selective``: without the core attention's
+    output, ``full``: its input alone)."""
+    w = widths(arch, layout, config)
+    b = w.bytes
+    if recompute == "full":
+        return b * w.hidden
+    kept = _transformer_engine(arch, w) if layout.transformer_engine else _local(arch, w)
+    if recompute == "selective":
+        # The checkpoint keeps q, k and v, which the attention would have kept anyway.
+        kept -= 4 * w.heads + (0 if layout.transformer_engine else b * w.queries)
+    return kept
+
+
+def _local(arch: Architecture, w: Widths) -> float:
+    b, q, k = w.bytes, w.queries, w.keys
+    norms = 2 * ((4 + 2 * b) * w.hidden + 4)  # fp32 input, normalised, scaled (the next linear's input); 1/rms
+    qkv = b * (q + 2 * k)  # the projection's output, which the values point into
+    qk_norms = 0
+    if arch.qk_layernorm:
+        regrouped = w.heads != w.groups  # queries of a group are copied out of the projection's output
+        fp32_inputs = 4 * (q + k) if b == 2 else (4 * q if regrouped else 0)
+        qk_norms = fp32_inputs + b * (q + k) + 4 * (w.heads + w.groups)
+    rotary = 4 * b * w.head_dim  # cosine and sine, for queries and for keys
+    attention = b * (q + k) + b * q + 4 * w.heads  # rotated queries and keys, output, log-sum-exp
+    projection = b * q
+    mlp = b * (2 * w.ffn + 3 * w.ffn)  # fc1's output; SiLU's output, the linear half, their product
+    return norms + qkv + qk_norms + rotary + attention + projection + mlp
+
+
+def _transformer_engine(arch: Architecture, w: Widths) -> float:
+    b, q, k = w.bytes, w.queries, w.keys
+    norms = 2 * (2 * b * w.hidden + 4)  # the norm's input and its output
+    qkv = b * (q + 2 * k)
+    qk_norms = b * q + 4 * (w.heads + w.groups) if arch.qk_layernorm else 0
+    rotary = 4 * b * w.head_dim
+    attention = b * (q + k) + b * q + 4 * w.heads  # the output is the projection's input too
+    mlp = b * (2 * w.ffn + w.ffn)  # fc1's output; SwiGLU's output
+    return norms + qkv + qk_norms + rotary + attention + mlp
+
+
+def head_bytes(arch: Architecture, layout: Layout, config: Config) -> float:
+    """Bytes per token that the final norm and the output layer keep, the logits not counted."""
+    w = widths(arch, layout, config)
+    return (2 if layout.transformer_engine else 1) * w.bytes * w.hidden + (
+        (4 + w.bytes) * w.hidden + 4 if not layout.transformer_engine else 4
+    )
+
+
+def in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
+    """Micro-batches whose activations a stage holds at once, as a number of whole stages. 1F1B holds one per stage still
+    to come; the interleaved schedule holds chunks of 1 / VPP of a stage."""
+    pp, vp = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
+    if vp == 1:
+        return min(pp - stage, micro_batches)
+    return min(2 * (pp - stage - 1) + (vp - 1) * pp + 1, micro_batches * vp) / vp
+
+
+def kept_per_token(arch: Architecture, layout: Layout, config: Config, stage: int, flying: float) -> float:
+    """Bytes per token that a rank of pipeline ``stage`` keeps of ``flying`` micro-batches, the logits not counted."""
+    pp, vp = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
+    w, recompute = widths(arch, layout, config), config.parallel.recompute_granularity
+    kept = flying * (arch.num_layers // pp) * layer_bytes(arch, layout, config, recompute)
+    if pp > 1:
+        # A chunk's output stays until its backward pass; its input only as the first layer's, except that the local
+        # bf16 norm keeps a copy in fp32. The first chunk receives nothing, the last sends nothing.
+        between = w.bytes * w.hidden * flying
+        copied = not layout.transformer_engine and w.bytes == 2 and recompute != "full"
+        kept += between * (vp - (stage == pp - 1))
+        kept += between * (vp - (stage == 0)) * copied
+    if stage == pp - 1:
+        kept += head_bytes(arch, layout, config)
+    return kept
+
+
+def saved_bytes(
+    arch: Architecture, layout: Layout, config: Config, stage: int, tokens: int, responses: int, micro_batches: int
+) -> int:
+    """What a measurement sees on a rank of ``stage`` when its first backward pass begins: saved tensors, tensors between
+    the stages, the logits of one micro-batch. ``responses``: its response tokens."""
+    w, flying = widths(arch, layout, config), in_flight(layout, stage, micro_batches)
+    per_token = kept_per_token(arch, layout, config, stage, flying) + 8 + 4 * w.head_dim  # ids, angles
+    scored = responses * (4 * w.vocab + 25) if stage == layout.pipeline_model_parallel_size - 1 else 0
+    return int(tokens * per_token) + scored
+
+
+def stage_activations(
+    arch: Architecture, layout: Layout, config: Config, stage: int, tokens: int, responses: int, micro_batches: int
+) -> Activations:
+    """The activations of a rank of pipeline ``stage`` with micro-batches of ``tokens``, ``responses`` of them scored."""
+    w, recompute = widths(arch, layout, config), config.parallel.recompute_granularity
+    b, flying = w.bytes, in_flight(layout, stage, micro_batches)
+    last = stage == layout.pipeline_model_parallel_size - 1
+    # Where a layer's backward pass begins: gradients of its output, of fc2's input and of fc2's weight.
+    working = tokens * (b * w.ffn + 8 * arch.hidden_size) + b * w.ffn * arch.hidden_size
+    if recompute == "full":
+        working += int(tokens * layer_bytes(arch, layout, config, "none"))
+    return Activations(
+        layers=int(tokens * kept_per_token(arch, layout, config, stage, flying)),
+        logits=logits_bytes(w.vocab, tokens, responses) if last else 0,
+        working=int(working),
+        in_flight=flying,
+    )
+
+
+def logits_bytes(vocab: int, tokens: int, responses: int) -> int:
+    """The logits of a micro-batch at their peak, fp32.
+
+    The largest of: all rows, the selected ones and two chunks of them (``policy/logprobs.py``'s forward pass); the
+    selected rows, their gradient and three chunks (its backward pass); the gradients of the selected rows and of all, and
+    their sum with the gradient of the term that keeps a micro-batch without response tokens attached to the graph.
+    """
+    chunk = min(1 << 26, vocab * responses)
+    forward = vocab * (tokens + responses) + 2 * chunk
+    backward = 2 * vocab * responses + 3 * chunk
+    return 4 * max(forward, backward, vocab * (responses + 2 * tokens))

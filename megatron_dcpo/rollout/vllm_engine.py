@@ -1,0 +1,309 @@
+"""The vLLM engine, in this process: one per GPU, or one over several consecutive ranks of ``torchrun``.
+
+What vLLM does to its host process is put back: random number generators, thread count, environment. The default process
+group must exist before the engine and is kept when the engine is dropped.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import glob
+import hashlib
+import logging
+import os
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_dcpo import runtime
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.rollout.engine import EngineError, SamplingConfig, choose_engine, read_eos_token_ids, request_seed
+from megatron_dcpo.runtime.signals import RolloutAbandoned, stop_requested
+from megatron_dcpo.types import Prompt, Response
+from megatron_dcpo.weights.architecture import read_architecture
+from megatron_dcpo.weights.planner import Piece
+from megatron_dcpo.weights.reshard_plan import check_engine
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class VllmOptions:
+    """Sizes 0 are left to vLLM. ``dummy_weights``: start with random weights, the first update brings the real ones.
+
+    ``raw_logprobs``: the engine reports log-probs of the raw logits (fixed for its life; see :class:`SamplingConfig`).
+    """
+
+    dtype: str = "bf16"
+    tensor_model_parallel_size: int = 1
+    gpu_memory_utilization: float = 0.6
+    max_model_len: int = 0
+    max_num_seqs: int = 512
+    enforce_eager: bool = False
+    kv_cache_memory_bytes: int = 0
+    sleep: bool = True
+    raw_logprobs: bool = False
+    dummy_weights: bool = False
+    seed: int = 0
+
+
+class VllmEngine:
+    """Implements :class:`megatron_dcpo.rollout.engine.Engine`.
+
+    Raises :class:`UserError` when vLLM cannot be imported or cannot run the model.
+    """
+
+    def __init__(self, model_dir: str | Path, options: VllmOptions) -> None:
+        self.model_dir, self.options = Path(model_dir), options
+        self.arch = read_architecture(model_dir)
+        check_engine(self.arch, options.tensor_model_parallel_size)
+        choose_engine("vllm", model_dir)
+        self.tensor_model_parallel_size = options.tensor_model_parallel_size
+        self.eos_token_ids = read_eos_token_ids(self.model_dir)
+        self.weights_version = 0
+        self._asleep = False
+        self.llm: Any = self._start()
+        atexit.register(self.close)  # before vLLM's own finalizer, which would tear down groups that are not its own
+
+    # ------------------------------------------------------------------------------------------------- sampling
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig, step: int = 0) -> list[Response]:
+        """See :class:`megatron_dcpo.rollout.engine.Engine`. Every sample is a request of its own with its own seed."""
+        if (sampling.raw_logprobs or sampling.top_logprobs) and not self.options.raw_logprobs:
+            raise ValueError("this engine reports log-probs of the sampled distribution; build it with raw_logprobs")
+        if self.llm.get_weight_version() != str(self.weights_version):
+            raise EngineError(
+                f"the engine holds weights version {self.llm.get_weight_version()}, not {self.weights_version}"
+            )
+        wanted = [(prompt, i) for prompt in prompts for i in range(sampling.n)]
+        inputs = [{"prompt_token_ids": list(prompt.token_ids)} for prompt, _ in wanted]
+        params = [self._params(sampling, step, prompt, i) for prompt, i in wanted]
+        try:
+            with _host_kept():
+                outputs = self._run(inputs, params)
+        except RolloutAbandoned:
+            raise
+        except ValueError as error:
+            raise UserError(f"vLLM refuses a prompt: {' '.join(str(error).split())[:300]}") from None
+        except Exception as error:
+            raise EngineError(f"vLLM failed in generation: {type(error).__name__}: {error}") from error
+        responses = [
+            self._response(prompt, i, output.outputs[0], sampling.top_logprobs)
+            for (prompt, i), output in zip(wanted, outputs, strict=True)
+        ]
+        self._check_ranks_agree(responses)
+        return responses
+
+    def _run(self, inputs: Sequence[Any], params: Sequence[Any]) -> list[Any]:
+        """Step until all requests are done, in the order of ``inputs``. A signal ends it early, but not between the ranks
+        of one engine: they would no longer step together."""
+        engine = self.llm.llm_engine
+        ids = [str(number) for number in range(len(inputs))]
+        finished: dict[str, Any] = {}
+        for name, prompt, param in zip(ids, inputs, params, strict=True):
+            engine.add_request(name, prompt, param)
+        while engine.has_unfinished_requests():
+            if self.tensor_model_parallel_size == 1 and stop_requested():
+                engine.abort_request(ids)
+                raise RolloutAbandoned
+            finished |= {output.request_id: output for output in engine.step() if output.finished}
+        return [finished[name] for name in ids]
+
+    def _params(self, sampling: SamplingConfig, step: int, prompt: Prompt, index: int) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k or -1,
+            max_tokens=sampling.max_tokens,
+            seed=request_seed(sampling.seed, step, prompt.prompt_id, index),
+            logprobs=sampling.top_logprobs,
+            stop_token_ids=list(self.eos_token_ids),
+            ignore_eos=True,  # the ids above are the only end, as with every other engine
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def _response(self, prompt: Prompt, index: int, completion: Any, top_logprobs: int) -> Response:
+        versions = {span.version for span in completion.weight_versions or ()}
+        if versions - {str(self.weights_version)}:
+            raise EngineError(f"{prompt.prompt_id} was sampled by weights {versions}, not {self.weights_version}")
+        ids = np.array(completion.token_ids, np.int64)
+        logprobs = [row[token].logprob for row, token in zip(completion.logprobs, ids.tolist(), strict=True)]
+        tops = None
+        if top_logprobs:
+            best = (
+                sorted((e.logprob for e in row.values()), reverse=True)[:top_logprobs] for row in completion.logprobs
+            )
+            tops = np.array(list(best), np.float32).reshape(len(ids), -1)
+        return Response(
+            prompt_id=prompt.prompt_id,
+            sample_index=index,
+            token_ids=ids,
+            logprobs=np.array(logprobs, np.float32),
+            finish_reason="stop" if completion.finish_reason == "stop" else "length",
+            weights_version=self.weights_version,
+            top_logprobs=tops,
+        )
+
+    def _check_ranks_agree(self, responses: Sequence[Response]) -> None:
+        """The ranks of one engine sample each for themselves; with equal seeds they must agree."""
+        if self.tensor_model_parallel_size == 1:
+            return
+        from vllm.distributed import get_tp_group
+
+        digest = hashlib.sha256(b"".join(r.token_ids.tobytes() for r in responses)).hexdigest()
+        digests: list[Any] = [None] * self.tensor_model_parallel_size
+        dist.all_gather_object(digests, digest, group=get_tp_group().cpu_group)
+        if len(set(digests)) > 1:
+            raise EngineError("the ranks of one engine sampled different tokens")
+
+    # -------------------------------------------------------------------------------------------------- weights
+    def update_weights(self, buckets: Iterable[Sequence[Piece]], version: int) -> None:
+        """Through vLLM's weight-transfer API; a sleeping engine gets its weights' memory back first, its KV cache last."""
+        self._wake("weights")
+        self.llm.start_weight_update()
+        for bucket in buckets:
+            try:
+                self.llm.update_weights({"update_info": {"pieces": bucket, "arch": self.arch}})
+            except Exception as error:
+                raise EngineError(f"vLLM refused a bucket of weights: {type(error).__name__}: {error}") from error
+        try:
+            self.llm.finish_weight_update(weight_version=str(version))
+        except Exception as error:
+            raise EngineError(f"vLLM could not finish the weight update: {type(error).__name__}: {error}") from error
+        self._wake("kv_cache")
+        self._asleep = False
+        if not self.llm.reset_prefix_cache():  # or prompts would be continued from the old weights' keys and values
+            raise EngineError("vLLM did not clear its prefix cache: a request is still running")
+        self.weights_version = version
+
+    def sleep(self) -> None:
+        """Level 2: weights and KV cache are discarded, for new weights are about to come."""
+        if self._can_sleep() and not self._asleep:
+            self.llm.sleep(level=2)
+            self._asleep = True
+
+    def _wake(self, tag: str) -> None:
+        if self._asleep:
+            self.llm.wake_up(tags=[tag])
+
+    def _can_sleep(self) -> bool:
+        return self.options.sleep and runtime.has_cuda()
+
+    # ------------------------------------------------------------------------------------------- start and stop
+    def restart(self) -> None:
+        self.close()
+        self.llm = self._start()
+        self.weights_version = 0
+
+    def close(self) -> None:
+        """Drop the engine, keep the process group it would tear down with it."""
+        if self.llm is None:
+            return
+        import vllm.v1.engine.core as core
+
+        kept = core.cleanup_dist_env_and_memory
+        core.cleanup_dist_env_and_memory = lambda *args, **kwargs: None
+        try:
+            with contextlib.suppress(Exception):  # a broken engine may not shut down in order
+                self.llm.llm_engine.engine_core.shutdown()
+            self.llm = None
+            gc.collect()
+        finally:
+            core.cleanup_dist_env_and_memory = kept
+        self._asleep = False
+
+    def _start(self) -> Any:
+        options = self.options
+        _prepare_environment()
+        self._unlink_shared_memory()
+        arguments: dict[str, Any] = {}
+        if options.max_model_len:
+            arguments["max_model_len"] = min(options.max_model_len, self.arch.max_position_embeddings)
+        if options.kv_cache_memory_bytes:
+            arguments["kv_cache_memory_bytes"] = options.kv_cache_memory_bytes
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            arguments["distributed_executor_backend"] = "external_launcher"
+        try:
+            with _host_kept():
+                from vllm import LLM
+
+                from megatron_dcpo.rollout.vllm_weights import register
+
+                llm = LLM(
+                    str(self.model_dir),
+                    dtype=_DTYPES.get(options.dtype, options.dtype),
+                    tensor_parallel_size=options.tensor_model_parallel_size,
+                    gpu_memory_utilization=options.gpu_memory_utilization,
+                    max_num_seqs=options.max_num_seqs,
+                    enforce_eager=options.enforce_eager or not runtime.has_cuda(),
+                    logprobs_mode="raw_logprobs" if options.raw_logprobs else "processed_logprobs",
+                    load_format="dummy" if options.dummy_weights else "auto",
+                    weight_transfer_config={"backend": register()},
+                    enable_sleep_mode=self._can_sleep(),
+                    skip_tokenizer_init=True,
+                    generation_config="vllm",  # nothing but what SamplingConfig says
+                    seed=options.seed,
+                    disable_log_stats=True,
+                    **arguments,
+                )
+        except ImportError as error:
+            raise UserError(f"rollout.engine=vllm: vLLM is installed but cannot be imported ({error})") from None
+        self._unlink_shared_memory()
+        llm.update_weight_version("0")
+        return llm
+
+    def _unlink_shared_memory(self) -> None:
+        """On the CPU the ranks of an engine talk through shared memory whose name is the same in every job of a machine,
+        and stays behind when a job is killed. Without its name it works on, and stands in no one's way."""
+        size, rank = self.tensor_model_parallel_size, int(os.environ.get("RANK", "0"))
+        first = rank - rank % size
+        name = f"[{'-'.join(str(r) for r in range(first, first + size))}]-cpushm_{rank % size}"
+        for path in Path("/dev/shm").glob(f"*-tp:*-{glob.escape(name)}"):
+            path.unlink(missing_ok=True)
+
+
+def _prepare_environment() -> None:
+    """What vLLM reads when it is imported. The engine core stays in this process, or weights would have to be pickled."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    if not runtime.has_cuda():
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+
+@contextlib.contextmanager
+def _host_kept() -> Iterator[None]:
+    """Put back what vLLM changes in its host: generators, thread count, environment."""
+    python, array = random.getstate(), np.random.get_state()
+    cpu = torch.get_rng_state()
+    gpu = torch.cuda.get_rng_state() if runtime.has_cuda() else None
+    set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
+    environment = dict(os.environ)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(array)
+        torch.set_rng_state(cpu)
+        if gpu is not None:
+            torch.cuda.set_rng_state(gpu)
+        torch.set_num_threads = set_num_threads
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        for key in set(os.environ) - set(environment):
+            if not key.startswith("VLLM_"):
+                del os.environ[key]
+        os.environ.update({key: value for key, value in environment.items() if os.environ.get(key) != value})

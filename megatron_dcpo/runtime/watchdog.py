@@ -1,0 +1,272 @@
+"""Who is where, and is everybody still there? A heartbeat beside the main thread, which may wait in a collective.
+
+Every rank notes each second in the job's store what its main thread does: step, phase, line of code. From these notes
+
+* a signal that reached one rank reaches all of them within a second or two (:mod:`megatron_dcpo.runtime.signals`),
+* a rank that was not heard of for :data:`LOST_AFTER_SECONDS` ends the job with a line that names it. Collectives alone
+  would wait for ``parallel.distributed_timeout_minutes`` when a node or a link dies without closing its connections,
+* a phase that exceeds its budget is reported with the place where every rank waits, and with the Python stacks in
+  ``run_dir/heartbeat/``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_dcpo.errors import EXIT_PEER_LOST, Stopped
+from megatron_dcpo.runtime import signals
+
+LOST_AFTER_SECONDS = 30.0
+_INTERVAL = 1.0
+_FILE_INTERVAL = 10.0
+_SETUP_PATIENCE = 10
+_DONE = "done"
+_LIBRARIES = ("torch", "megatron", "transformers", "selectors", "subprocess", "threading")
+_SHOWN = 8  # ranks or places named in one line
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a rank said last. ``since``: Unix time at which the phase began; ``count`` grows with every beat."""
+
+    rank: int
+    host: str
+    pid: int
+    step: int
+    phase: str
+    since: float
+    where: str
+    count: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.host}, pid {self.pid}), in {self.phase} of step {self.step} at {self.where}"
+
+
+class Watch:
+    """Watches from :meth:`start` on; used as a context around everything that communicates.
+
+    Leaving it by an exception that a lost rank has caused ends the process with a line that names the rank: any clean-up
+    would wait for it.
+    """
+
+    def __init__(self, directory: Path, rank: int, world_size: int, phase_warning_seconds: float) -> None:
+        self.directory, self.rank, self.world_size = directory, rank, world_size
+        self.budget = phase_warning_seconds
+        self._main = threading.get_ident()
+        self._step, self._phase, self._since, self._count = 0, "setup", time.time(), 0
+        self._warned_at = 0.0
+        self._over = threading.Event()
+        self._heard: dict[int, tuple[int, float]] = {}  # rank -> (count, when it changed)
+        self._beats: dict[int, Beat] = {}
+        self._contact = time.monotonic()
+        self._store: Any = None
+
+    def start(self) -> Watch:
+        """Begin to beat. Collective."""
+        if self.world_size > 1:
+            store: Any = dist.distributed_c10d._get_default_store()
+            self._store = store.clone()  # a connection of its own: the main thread may wait on the other one
+            self._store.set_timeout(timedelta(seconds=LOST_AFTER_SECONDS))
+            self._store.set(f"beat/{self.rank}", self._note())
+            if self.rank == 0:
+                self._store.set("stop", "")
+                self._store.set("lost", "")
+            dist.barrier()
+            self._contact = time.monotonic()
+            threading.Thread(target=self._keep_beating, name="heartbeat", daemon=True).start()
+        threading.Thread(target=self._keep_guard, name="watch", daemon=True).start()
+        return self
+
+    def enter(self, phase: str, step: int) -> None:
+        """The main thread begins ``phase`` of ``step``."""
+        self._phase, self._step, self._since, self._warned_at = phase, step, time.time(), 0.0
+        self._write()
+
+    def finish(self, well: bool = True) -> None:
+        """Watch no more. ``well``: this rank ends in good order and is not missed; ranks end at different moments."""
+        self._over.set()
+        self.enter(_DONE if well else "failed", self._step)
+        if well and self._store is not None:
+            with contextlib.suppress(RuntimeError):
+                self._store.set(f"beat/{self.rank}", self._note())
+
+    def give_up(self, message: str) -> None:
+        """End the job on every rank with ``message``: for what a rank cannot get out of otherwise."""
+        self._store.set("lost", message)
+        self._end_process(message)
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, RuntimeError) and self.world_size > 1:
+            lost = self._who_is_lost()
+            if lost:
+                self._end_process(f"{lost} ({' '.join(str(error).split())[:200]})")
+        self.finish(well=error is None or isinstance(error, Stopped))
+
+    def _who_is_lost(self) -> str:
+        """After a failed collective: the ranks that beat no more, or nothing when all of them do."""
+        signals.ignore_from_now_on()  # the launcher is about to end everybody
+        try:
+            before = self._read()
+            time.sleep(3 * _INTERVAL)
+            after = self._read()
+            message = str(self._store.get("lost").decode())
+            gone = [after[rank] for rank in after if after[rank].count == before[rank].count and rank != self.rank]
+            if gone and not message:
+                message = _lost(gone)
+                self._store.set("lost", message)
+            if not message:
+                print(
+                    f"dcpo: rank {self.rank} fails while all ranks are alive: {_places(before.values())}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            return message
+        except RuntimeError:
+            return self._out_of_contact()
+
+    def _keep_beating(self) -> None:
+        while not self._over.wait(_INTERVAL):
+            try:
+                if time.monotonic() - self._contact > LOST_AFTER_SECONDS / 2:
+                    self._heard.clear()  # this process was frozen itself, and so perhaps were the others
+                self._beat()
+                self._contact = time.monotonic()
+            except RuntimeError:  # torch's store errors
+                self._over.wait(3 * _INTERVAL)  # the main thread may be about to end in good order, or to say it better
+                if not self._over.is_set():
+                    self._end_process(self._out_of_contact())
+
+    def _beat(self) -> None:
+        self._store.set(f"beat/{self.rank}", self._note())
+        stop, lost = (value.decode() for value in self._store.multi_get(["stop", "lost"]))
+        mine = signals.stop_requested()
+        if mine and not stop:
+            self._store.set("stop", str(int(mine)))
+        elif stop and not mine:
+            signals.request_stop(int(stop))
+        if lost and not self._over.is_set():
+            self._end_process(lost)
+        # The first rank watches all the others, and they watch the first.
+        self._beats = self._read(range(self.world_size) if self.rank == 0 else (0,))
+        now = time.monotonic()
+        silent = []
+        for rank, beat in self._beats.items():
+            count, since = self._heard.get(rank, (-1, now))
+            self._heard[rank] = (count, since) if count == beat.count else (beat.count, now)
+            # Reading a large model from a slow disk may hold up every thread of a process for long.
+            patience = LOST_AFTER_SECONDS * (_SETUP_PATIENCE if beat.phase == "setup" else 1)
+            if now - self._heard[rank][1] > patience and beat.phase != _DONE and rank != self.rank:
+                silent.append(beat)
+        if silent and not self._over.is_set():
+            message = _lost(silent)
+            self._store.set("lost", message)
+            self._end_process(message)
+
+    def _keep_guard(self) -> None:
+        written = before = 0.0
+        while not self._over.wait(_INTERVAL):
+            now = time.time()
+            if now - before > LOST_AFTER_SECONDS / 2:
+                self._contact = time.monotonic()  # frozen and woken again, as a scheduler that suspends jobs does
+            before = now
+            if now - written > _FILE_INTERVAL:
+                self._write()
+                written = now
+            if self._store is not None and time.monotonic() - self._contact > 1.5 * LOST_AFTER_SECONDS:
+                self._end_process(self._out_of_contact())  # the heartbeat itself hangs in a dead connection
+            if now - max(self._since, self._warned_at) > self.budget:
+                self._warned_at = now
+                self._warn(now - self._since)
+
+    def _warn(self, seconds: float) -> None:
+        with contextlib.suppress(OSError), (self.directory / f"stacks_rank{self.rank:05d}.txt").open("w") as file:
+            faulthandler.dump_traceback(file)
+        if self.rank == 0:
+            beats = self._beats or {0: Beat(**json.loads(self._note()))}
+            print(
+                f"dcpo: {self._phase} of step {self._step} has taken {seconds:.0f} s (training.phase_warning_seconds="
+                f"{self.budget:g}). {_places(beats.values())}. Stacks of all ranks: {self.directory}",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _note(self) -> str:
+        self._count += 1
+        where = _place_in_code(self._main)
+        beat = Beat(
+            self.rank, socket.gethostname(), os.getpid(), self._step, self._phase, self._since, where, self._count
+        )
+        return json.dumps(asdict(beat))
+
+    def _read(self, ranks: Iterable[int] | None = None) -> dict[int, Beat]:
+        ranks = list(range(self.world_size) if ranks is None else ranks)
+        notes = self._store.multi_get([f"beat/{rank}" for rank in ranks])
+        return {rank: Beat(**json.loads(note)) for rank, note in zip(ranks, notes, strict=True)}
+
+    def _write(self) -> None:
+        path = self.directory / f"rank{self.rank:05d}.json"
+        with contextlib.suppress(OSError):  # a full disk is reported by what matters
+            self.directory.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_name(f"{path.name}.{threading.get_ident()}")
+            temporary.write_text(self._note() + "\n")
+            os.replace(temporary, path)
+
+    def _out_of_contact(self) -> str:
+        last = f"; the first rank was {self._beats[0]}" if 0 in self._beats else ""
+        return (
+            f"the job's store at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} does not answer: its "
+            f"launcher, its node or the link to it is gone{last}"
+        )
+
+    def _end_process(self, message: str) -> None:
+        print(f"dcpo: rank {self.rank} ends: {message}", file=sys.stderr, flush=True)
+        if self.rank == 0:
+            time.sleep(2.5 * _INTERVAL)  # it may be the host of the store where the others read why
+        os._exit(EXIT_PEER_LOST)
+
+
+def _lost(beats: list[Beat]) -> str:
+    named = "; ".join(map(str, beats[:_SHOWN])) + (f"; and {len(beats) - _SHOWN} more" if len(beats) > _SHOWN else "")
+    return f"lost {named}. --resume auto continues after the last checkpoint"
+
+
+def _places(beats: Iterable[Beat]) -> str:
+    """``rank 0, 2 and 5 more: train of step 3 at update.py:210 _reduce; rank 1: ...``"""
+    ranks: dict[str, list[int]] = {}
+    for beat in beats:
+        ranks.setdefault(f"{beat.phase} of step {beat.step} at {beat.where}", []).append(beat.rank)
+    shown = []
+    for place, members in list(ranks.items())[:_SHOWN]:
+        more = f" and {len(members) - _SHOWN} more" if len(members) > _SHOWN else ""
+        shown.append(f"rank {', '.join(map(str, members[:_SHOWN]))}{more}: {place}")
+    return "; ".join(shown)
+
+
+def _place_in_code(thread: int) -> str:
+    """``file.py:line function`` of ``thread``: the innermost frame outside the libraries it waits in."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").split(".")[0] not in _LIBRARIES:
+            return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
+        frame = frame.f_back
+    return "start"

@@ -1,0 +1,12 @@
+"""What runs inside a sandbox, on the standard library alone (the checker also has NumPy at hand).
+
+| file | what it holds |
+|---|---|
+| `fork_server.py` | the warm server: forks a supervised process per program |
+| `isolation.py` | namespaces, seccomp, Landlock, limits, by system call |
+| `program.py` | runs a program on stdin, or answers calls to its functions |
+| `test_runner.py` | runs the tests, in another process, and calls the program through a pipe |
+| `rpc.py` | values and messages between the two, without pickle |
+
+The sources are sent to the sandbox through a pipe at its start; nothing of the package is visible inside.
+"""

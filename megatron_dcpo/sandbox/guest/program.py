@@ -1,0 +1,223 @@
+"""Inside the program's own process: run it on its stdin, or define its functions and answer calls.
+
+Nothing here is secret: the process knows its source, its inputs and, for calls, the arguments of each.
+"""
+
+from __future__ import annotations
+
+import _sitebuiltins
+import base64
+import builtins
+import itertools
+import os
+import re
+import sys
+import time
+import traceback
+import types
+from typing import Any
+
+from megatron_dcpo.sandbox.guest import rpc
+
+EXIT_MEMORY, EXIT_FORBIDDEN, EXIT_OUTPUT = 96, 97, 98
+_REFUSED = (1, 13, 30, 101)  # EPERM, EACCES, EROFS, ENETUNREACH
+_STREAMS = (
+    ("stdin", 0, "r", "surrogateescape"),
+    ("stdout", 1, "w", "surrogateescape"),
+    ("stderr", 2, "w", "backslashreplace"),
+)
+FLUSH_BYTES, FLUSH_SECONDS = 1 << 16, 0.01  # answers to calls asked ahead are gathered this much
+_METHOD = re.compile(r"^(\w+)(?:\(\))?\.(\w+)$")
+
+
+def run_program(job: dict[str, Any], calls: int | None, message_bytes: int) -> None:
+    """Ends the process. ``job``: ``program``, ``setup``; ``calls``: the pipe of the tests, None for stdin tests."""
+    code = 1
+    try:
+        _fresh_streams()
+        module, shared = define(job, "__main__" if calls is None else "solution")
+        if calls is not None:
+            Answers(module, shared, calls, message_bytes).serve()
+        code = 0
+    except SystemExit as end:
+        code = _exit_code(end)
+    except BaseException as error:
+        code = category_code(error)
+        _complain()
+    finally:
+        _end(code)
+
+
+def define(job: dict[str, Any], name: str) -> tuple[types.ModuleType, set[str]]:
+    """Run the task's setup and the program as the module ``name``; the names of the classes that the setup made."""
+    module = types.ModuleType(name)
+    sys.modules[name] = module
+    sys.argv = ["solution.py"]
+    for word in ("exit", "quit"):  # an interpreter started without its site module has none
+        setattr(builtins, word, _sitebuiltins.Quitter(word, ""))
+    if job.get("setup"):
+        exec(compile(job["setup"], "<setup>", "exec"), module.__dict__)
+    shared = {word for word, value in vars(module).items() if isinstance(value, type) and value.__module__ == name}
+    exec(compile(job["program"], "<program>", "exec"), module.__dict__)
+    return module, shared
+
+
+def answer_calls(job: dict[str, Any], calls: list[dict[str, Any]], output: int, message_bytes: int) -> None:
+    """Where there is no pipe to the tests: all answers at once, in base64 on ``output``."""
+    module, shared = define(job, "solution")
+    answers = Answers(module, shared, output, message_bytes)
+    data = b"".join(answers.answer(call) for call in calls)
+    rpc.write_all(output, base64.b64encode(data) + b"\n")
+
+
+def category_code(error: BaseException) -> int:
+    """The exit status that tells the judge what kind of failure an exception was."""
+    if isinstance(error, MemoryError):
+        return EXIT_MEMORY
+    if isinstance(error, OSError):
+        if error.errno in _REFUSED:
+            return EXIT_FORBIDDEN
+        if error.errno == 27:
+            return EXIT_OUTPUT
+        if error.errno == 12:
+            return EXIT_MEMORY
+    return 1
+
+
+def _exit_code(end: SystemExit) -> int:
+    if end.code is None:
+        return 0
+    if isinstance(end.code, int):
+        return end.code & 255
+    return 1
+
+
+def _fresh_streams() -> None:
+    """New objects on 0, 1, 2: those of the server were made for other files."""
+    for name, number, mode, errors in _STREAMS:
+        stream = open(number, mode, encoding="utf-8", errors=errors, closefd=False)  # noqa: SIM115
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _complain() -> None:
+    try:
+        text = traceback.format_exc(limit=8)
+        os.write(2, text[-4000:].encode(errors="backslashreplace"))
+    except BaseException:
+        pass
+
+
+def _end(code: int) -> None:
+    """Join threads, run exit handlers and flush as an interpreter does at its end; then leave without tearing down."""
+    import atexit
+    import threading
+
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+    except SystemExit as end:
+        code = _exit_code(end)
+    except BaseException as error:
+        code = code or category_code(error)
+    for stream in {id(stream): stream for stream in (sys.stdout, sys.__stdout__)}.values():
+        try:
+            if stream is not None:
+                stream.flush()
+        except BaseException as error:
+            code = code or category_code(error)
+    os._exit(code)
+
+
+class Answers:
+    """The program's functions, called by the tests through a pipe."""
+
+    def __init__(self, module: types.ModuleType, shared: set[str], pipe: int, message_bytes: int) -> None:
+        self.module, self.shared, self.pipe, self.message_bytes = module, shared, pipe, message_bytes
+        self.reader = rpc.Reader(pipe, 1 << 30)
+        self.references: dict[int, Any] = {}
+        self.numbers: dict[int, int] = {}
+        self.count = itertools.count(1)
+
+    def serve(self) -> None:
+        """Answer until the tests are done."""
+        while True:
+            try:
+                message = self.reader.read()
+            except rpc.Gone:
+                return
+            answers, size, since = [], 0, time.monotonic()
+            for call in message["calls"]:
+                answers.append(self.answer(call))
+                size += len(answers[-1])
+                if size > FLUSH_BYTES or time.monotonic() - since > FLUSH_SECONDS:
+                    rpc.write_all(self.pipe, b"".join(answers))
+                    answers, size, since = [], 0, time.monotonic()
+            rpc.write_all(self.pipe, b"".join(answers))
+
+    def answer(self, call: dict[str, Any]) -> bytes:
+        """The packed answer to one call, whatever the program does but ending the process."""
+        try:
+            result = self.perform(call)
+            encoder = rpc.Encoder(self.shared, self.keep)
+            packed = rpc.pack({"ok": encoder.encode(result), "objects": encoder.objects()})
+            if len(packed) <= self.message_bytes:
+                return packed
+            return rpc.pack({"long": len(packed)})
+        except rpc.Unsendable as error:
+            return rpc.pack({"unsendable": str(error)})
+        except BaseException as error:
+            return rpc.pack({"raised": _builtin_name(error), "text": _text(error), "code": category_code(error)})
+
+    def perform(self, call: dict[str, Any]) -> Any:
+        decoder = rpc.Decoder(call.get("objects", []), self.by_value(), lambda number, _: self.references[number])
+        target = self.target(call["on"])
+        if "next" in call:
+            return next(target)
+        if call.get("attribute"):
+            target = getattr(target, call["attribute"])
+        if "args" not in call:
+            return target
+        args = [decoder.decode(value) for value in call["args"]]
+        return target(*args, **{name: decoder.decode(value) for name, value in call.get("kwargs", {}).items()})
+
+    def target(self, on: dict[str, Any]) -> Any:
+        """A name of the program, a reference given out before, or an entry point as the data sets write it."""
+        if "reference" in on:
+            return self.references[on["reference"]]
+        names = vars(self.module)
+        if on["name"] in names:
+            return names[on["name"]]
+        method = _METHOD.match(on["name"])
+        if method is None:
+            raise NameError(f"name {on['name']!r} is not defined")
+        owner = names.get(method[1])
+        if owner is None:
+            raise NameError(f"name {method[1]!r} is not defined")
+        bound = getattr(owner() if isinstance(owner, type) else owner, method[2])
+        names[on["name"]] = bound  # one instance for all tests, as the data sets have it
+        return bound
+
+    def by_value(self) -> dict[str, type]:
+        return {name: value for name in self.shared if isinstance(value := vars(self.module).get(name), type)}
+
+    def keep(self, value: Any) -> int:
+        number = self.numbers.get(id(value))
+        if number is None:
+            number = self.numbers[id(value)] = next(self.count)
+            self.references[number] = value
+        return number
+
+
+def _builtin_name(error: BaseException) -> str:
+    for kind in type(error).__mro__:
+        if getattr(builtins, kind.__name__, None) is kind:
+            return kind.__name__
+    return "Exception"
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)[:300]
+    except BaseException:
+        return ""

@@ -1,0 +1,398 @@
+"""Runs a task's tests in a process of its own and calls the program through a pipe.
+
+The expected values live here and nowhere else. The program is on the other end of ``Line``; what comes back is data of
+builtin types, or a ``Remote`` that stands for an object that stayed with the program. Arguments and results travel by
+value: a program that changes its arguments in place does not change the tests' copy.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import dis
+import importlib
+import json
+import marshal
+import resource
+import signal
+import socket
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from types import CodeType
+from typing import Any
+
+from megatron_dcpo.sandbox.guest import isolation, rpc
+
+EVALPLUS_ATOL, EVALPLUS_RTOL = 1e-6, 1e-7
+# Modules that assert lists use without importing them.
+_MODULES = (
+    "math cmath re sys itertools functools collections heapq bisect string random datetime copy json operator "
+    "statistics fractions decimal typing numpy"
+)
+_CATEGORY_OF_EXIT = {96: "memory", 97: "forbidden", 98: "output_limit"}
+
+
+class Stop(BaseException):
+    """The program cannot go on: its category. No ``Exception``, so that tests do not catch it in passing."""
+
+    def __init__(self, category: str, detail: str) -> None:
+        super().__init__(category, detail)
+        self.category, self.detail = category, detail
+
+
+class Line:
+    """Calls to the program, each within ``timeout`` seconds and ``limit`` bytes."""
+
+    def __init__(self, pipe: int, timeout: float, limit: int) -> None:
+        self.pipe, self.timeout = pipe, timeout
+        self.reader = rpc.Reader(pipe, limit)
+        self.classes: dict[str, type] = {}
+        self.remotes: dict[int, Remote] = {}
+        self.calls = 0
+        self.stopped: Stop | None = None
+        self.raised: tuple[BaseException, int] | None = None
+        self._ahead: deque[bytes] = deque()
+
+    def call(self, on: dict[str, Any], attribute: str | None, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """What the program returns; what it raises is raised here as the builtin exception that it derives from."""
+        self.calls += 1
+        if self._ahead:
+            if self._ahead[0] == _name_of(on, args, kwargs):
+                self._ahead.popleft()
+                return self._answer()
+            for _ in range(len(self._ahead)):  # the tests go another way than foreseen
+                self._hear()
+            self._ahead.clear()
+        return self._exchange({"on": on, "attribute": attribute, **self._arguments(args, kwargs)})
+
+    def ask_ahead(self, on: dict[str, Any], calls: Sequence[Sequence[Any]]) -> None:
+        """Send calls that the tests will make in this order; saves a change of processes per call."""
+        messages = [{"on": on, **self._arguments(args, {})} for args in calls]
+        self._send({"calls": messages})
+        self._ahead.extend(_name_of(on, args, {}) for args in calls)
+
+    def attribute(self, on: dict[str, Any], name: str) -> Any:
+        return self._exchange({"on": on, "attribute": name})
+
+    def next(self, on: dict[str, Any]) -> Any:
+        return self._exchange({"on": on, "next": True})
+
+    def _exchange(self, request: dict[str, Any]) -> Any:
+        self._send({"calls": [request]})
+        return self._answer()
+
+    def _arguments(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        encoder = rpc.Encoder(self.classes.keys(), _number)
+        return {
+            "args": [encoder.encode(value) for value in args],
+            "kwargs": {name: encoder.encode(value) for name, value in kwargs.items()},
+            "objects": encoder.objects(),
+        }
+
+    def _send(self, message: dict[str, Any]) -> None:
+        if self.stopped:
+            raise self.stopped
+        try:
+            rpc.write_all(self.pipe, rpc.pack(message))
+        except rpc.Gone:
+            self._stop("gone", "")
+
+    def _hear(self) -> dict[str, Any]:
+        if self.stopped:
+            raise self.stopped
+        try:
+            answer = self.reader.read(self.timeout)
+        except TimeoutError:
+            self._stop("timeout", f"a call took more than {self.timeout:g} s")
+        except rpc.Gone:
+            self._stop("gone", "")
+        except rpc.TooLong as error:
+            self._stop("output_limit", str(error))
+        except rpc.BadMessage as error:
+            self._stop("wrong", f"the program's answer is no value: {error}")
+        if not isinstance(answer, dict):
+            self._stop("wrong", "the program's answer is no message")
+        return answer
+
+    def _answer(self) -> Any:
+        answer = self._hear()
+        if "ok" in answer:
+            try:
+                decoder = rpc.Decoder(answer.get("objects", []), self.classes, self._remote)
+                return decoder.decode(answer["ok"])
+            except rpc.BadMessage as error:
+                self._stop("wrong", f"the program's answer is no value: {error}")
+        if "raised" in answer:
+            kind = getattr(builtins, str(answer["raised"]), None)
+            kind = kind if isinstance(kind, type) and issubclass(kind, Exception) else RuntimeError
+            try:
+                exception = kind(str(answer.get("text", "")))
+            except TypeError:  # UnicodeDecodeError and the like want more
+                exception = RuntimeError(str(answer.get("text", "")))
+            code = answer.get("code")
+            self.raised = exception, code if isinstance(code, int) else 1
+            raise exception
+        if "long" in answer:
+            self._stop("output_limit", f"a result of {answer['long']} bytes")
+        self._stop("wrong", f"the result cannot be compared: {answer.get('unsendable')}")
+
+    def _remote(self, number: int, kind: str) -> Remote:
+        if number not in self.remotes:
+            self.remotes[number] = Remote(self, {"reference": number}, kind)
+        return self.remotes[number]
+
+    def _stop(self, category: str, detail: str) -> Any:
+        self.stopped = Stop(category, detail)
+        raise self.stopped
+
+
+class Remote:
+    """Something of the program's. It equals itself only: the program's own ``__eq__`` is never asked."""
+
+    def __init__(self, line: Line, on: dict[str, Any], kind: str) -> None:
+        self._line, self._on, self._kind = line, on, kind
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._line.call(self._on, None, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._line.attribute(self._on, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._line.call(self._on, "__iter__", (), {})
+
+    def __next__(self) -> Any:
+        return self._line.next(self._on)
+
+    def __len__(self) -> int:
+        try:
+            return self._line.call(self._on, "__len__", (), {})
+        except AttributeError as error:  # what list() expects of things without a length
+            raise TypeError(str(error)) from None
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._line.call(self._on, "__getitem__", (key,), {})
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        return f"<{self._kind} of the program>"
+
+
+def _number(value: Any) -> int:
+    if isinstance(value, Remote) and "reference" in value._on:
+        return int(value._on["reference"])
+    raise rpc.Unsendable(f"the tests pass a value of type {type(value).__name__}")
+
+
+def _name_of(on: dict[str, Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bytes:
+    """The same for the same call: 1, 1.0 and True are different arguments."""
+    try:
+        return marshal.dumps((on, list(args), kwargs), 2)  # a version without references between equal parts
+    except ValueError:
+        return repr((on, list(args), kwargs)).encode(errors="surrogatepass")
+
+
+def run_checks(channel: int, task: int, pipe: int, limits: dict[str, Any]) -> None:
+    """Judge one program and say so on ``channel``: ``{"category": ..., "detail": ...}``."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, limits["total_seconds"])
+    isolation.limit(resource.RLIMIT_AS, limits["checker_bytes"])
+    isolation.limit(resource.RLIMIT_CORE, 0)
+    sys.setrecursionlimit(10_000)
+    with open(task, "rb") as stream:
+        tests = json.loads(stream.read())
+    line = Line(pipe, limits["timeout"], limits["output_bytes"])
+    category, detail = judge(tests, line)
+    socket.socket(fileno=channel).send(json.dumps({"category": category, "detail": detail[:1000]}).encode())
+
+
+def judge(tests: dict[str, Any], line: Line) -> tuple[str, str]:
+    """Category and detail. ``gone``: the program's process ended; its exit status tells why."""
+    try:
+        _KINDS[tests["kind"]](tests, line)
+    except BaseException as error:
+        if line.stopped:
+            return line.stopped.category, line.stopped.detail
+        if line.raised and line.raised[0] is error:
+            category = _CATEGORY_OF_EXIT.get(line.raised[1], "runtime_error")
+            return category, f"{type(error).__name__}: {error}"
+        if isinstance(error, MemoryError):
+            return "memory", "comparing the results"
+        return "wrong", f"{type(error).__name__}: {error}"
+    if line.stopped:
+        return line.stopped.category, line.stopped.detail
+    if not line.calls:
+        return "wrong", "the tests never called the program"
+    return "passed", ""
+
+
+def _namespace(tests: dict[str, Any], line: Line) -> dict[str, Any]:
+    """Names for the tests: what the task itself defines. Its classes travel by value."""
+    names: dict[str, Any] = {"__name__": "tests", "__builtins__": builtins}
+    if tests.get("setup"):
+        exec(compile(tests["setup"], "<setup>", "exec"), names)
+    line.classes = {
+        name: value for name, value in names.items() if isinstance(value, type) and value.__module__ == "tests"
+    }
+    return names
+
+
+def _lend_names(code: Any, names: dict[str, Any], line: Line) -> bool:
+    """Free names of the tests are the program's functions and classes, or well-known modules. Whether there were any
+    of the first. Builtins stay what they are: a program that redefines ``len`` does not change the tests."""
+    lent = False
+    for name in dict.fromkeys(_globals_read(code)):
+        if name in names or hasattr(builtins, name):
+            continue
+        if name == "np" or name in _MODULES.split():
+            names[name] = importlib.import_module("numpy" if name == "np" else name)
+        else:
+            names[name] = Remote(line, {"name": name}, name)
+            lent = True
+    return lent
+
+
+def _globals_read(code: CodeType) -> Iterator[str]:
+    """Global names that the code reads and, at its top level, does not set itself."""
+    own = {step.argval for step in dis.get_instructions(code) if step.opname in ("STORE_NAME", "STORE_GLOBAL")}
+    for step in dis.get_instructions(code):
+        if step.opname in ("LOAD_NAME", "LOAD_GLOBAL") and step.argval not in own:
+            yield step.argval
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from (name for name in _globals_read(constant) if name not in own)
+
+
+def _shadowed(tree: ast.Module) -> str | None:
+    """The builtin that an assert list is about, when it names nothing else of the program (MBPP 126 tests ``sum``):
+    what is called on ``*inp``, or first in the asserts."""
+    calls = [
+        *[call for call in ast.walk(tree) if isinstance(call, ast.Call) and ast.unparse(call).endswith("(*inp)")],
+        *[call for node in tree.body if isinstance(node, ast.Assert) for call in _calls(node.test)],
+    ]
+    names = [call.func.id for call in calls if isinstance(call.func, ast.Name) and hasattr(builtins, call.func.id)]
+    return names[0] if names else None
+
+
+def _calls(node: ast.AST) -> list[ast.Call]:
+    return [part for part in ast.walk(node) if isinstance(part, ast.Call)]
+
+
+def _execute(source: str, names: dict[str, Any], line: Line, target: str | None, entry: str) -> None:
+    tree = ast.parse(source)
+    foreseen = _foreseen(tree, target or entry, names) if target else None
+    code = compile(tree, "<tests>", "exec")
+    lent = _lend_names(code, names, line)
+    if not target and not lent and (shadowed := _shadowed(tree)):
+        names[shadowed] = Remote(line, {"name": shadowed}, "function")
+    if foreseen:
+        line.ask_ahead({"name": entry}, foreseen)
+    exec(code, names)
+
+
+def _check(tests: dict[str, Any], line: Line) -> None:
+    names = _namespace(tests, line)
+    _execute(tests["code"], names, line, "candidate", tests["entry_point"])
+    if isinstance(names.get("check"), Remote) or not callable(names.get("check")):
+        raise NameError("the tests define no check(candidate)")
+    names["check"](Remote(line, {"name": tests["entry_point"]}, "function"))
+
+
+def _asserts(tests: dict[str, Any], line: Line) -> None:
+    names = _namespace(tests, line)
+    entry = tests.get("entry_point")
+    if entry and entry.isidentifier():
+        names[entry] = Remote(line, {"name": entry}, "function")
+    _execute(tests["code"], names, line, entry, entry or "")
+
+
+def _function(tests: dict[str, Any], line: Line) -> None:
+    _namespace(tests, line)
+    decoder = rpc.Decoder(tests.get("objects", []), line.classes, line._remote)
+    on = {"name": tests["entry_point"]}
+    cases = [{name: decoder.decode(value) for name, value in case.items()} for case in tests["cases"]]
+    if not any(case["kwargs"] for case in cases):
+        line.ask_ahead(on, [case["args"] for case in cases])
+    function = Remote(line, on, "function")
+    for place, case in enumerate(cases, start=1):
+        result = function(*case["args"], **case["kwargs"])
+        assert same(result, case["expected"], float(tests.get("atol") or 0.0)), f"case {place}"
+
+
+def same(result: Any, expected: Any, atol: float) -> bool:
+    """Equality as evalplus has it: exact, or floats within ``atol`` (1e-6 where the expected value is one or a
+    sequence of them) and 1e-7 relative. Tuples equal lists: expected values come from JSON."""
+    result, expected = _lists(result), _lists(expected)
+    if result == expected:
+        return True
+    if atol == 0 and not _floats(expected):
+        return False
+    return _close(result, expected, atol or EVALPLUS_ATOL)
+
+
+def _close(result: Any, expected: Any, atol: float) -> bool:
+    """As ``numpy.allclose``, but a list of one number is no number."""
+    if isinstance(expected, list):
+        if not isinstance(result, list) or len(result) != len(expected):
+            return False
+        return all(_close(part, wanted, atol) for part, wanted in zip(result, expected, strict=True))
+    if result == expected:
+        return True
+    if not isinstance(result, int | float) or not isinstance(expected, int | float):
+        return False
+    try:
+        return abs(result - expected) <= atol + EVALPLUS_RTOL * abs(expected) < float("inf")
+    except OverflowError:
+        return False
+
+
+def _floats(value: Any) -> bool:
+    return isinstance(value, float) or (isinstance(value, list) and all(isinstance(item, float) for item in value))
+
+
+def _lists(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_lists(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _lists(item) for key, item in value.items()}
+    return value
+
+
+def _foreseen(tree: ast.Module, target: str, names: dict[str, Any]) -> list[list[Any]] | None:
+    """The arguments of the calls to come where the tests have the form of evalplus: ``inputs = [...]`` and one loop over
+    them with one call ``target(*inp)``. None where they have not, or where it cannot be told."""
+    bodies = [
+        tree.body,
+        *[node.body for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "check"],
+    ]
+    for body in bodies:
+        literals = [node for node in body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "inputs"]
+        loops = [node for node in body if isinstance(node, ast.For)]
+        if len(literals) == 1 and len(loops) == 1 and _calls_once(loops[0], target):
+            try:
+                inputs = eval(
+                    compile(ast.Expression(literals[0].value), "<inputs>", "eval"),
+                    dict(names, inf=float("inf"), nan=float("nan")),
+                )
+            except Exception:
+                return None
+            if isinstance(inputs, list) and all(isinstance(item, list | tuple) for item in inputs):
+                return [list(item) for item in inputs]
+    return None
+
+
+def _calls_once(loop: ast.For, target: str) -> bool:
+    calls = [node for node in ast.walk(loop) if isinstance(node, ast.Call) and ast.unparse(node.func) == target]
+    return len(calls) == 1 and ast.unparse(calls[0]).endswith("(*inp)") and "inputs" in ast.unparse(loop.iter)
+
+
+_KINDS: dict[str, Callable[[dict[str, Any], Line], None]] = {
+    "check": _check,
+    "asserts": _asserts,
+    "function": _function,
+}

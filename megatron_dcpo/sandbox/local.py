@@ -1,0 +1,373 @@
+"""Where untrusted programs run: one interface, and behind it the strongest isolation that the machine offers.
+
+``bubblewrap``: user, pid, mount, network and IPC namespaces. ``landlock``: Landlock, seccomp and limits, where user
+namespaces are switched off. ``unsafe``: limits only, for who types it. A remote service is in ``remote.py``.
+
+A ``Server`` is a warm interpreter inside the sandbox; ``Server.program`` forks a supervised process from it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+from dataclasses import dataclass
+from importlib import util
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_dcpo.errors import UserError
+
+Level = Literal["bubblewrap", "landlock", "unsafe"]
+Role = Literal["program", "checker"]
+LEVELS: tuple[Level, ...] = ("bubblewrap", "landlock", "unsafe")
+PACKAGES = ("numpy", "numpy.libs", "sortedcontainers")  # besides the standard library, where installed
+# Loaded before the fork: what programs import most, so that each does not load it anew.
+_MODULES = (
+    "abc argparse array ast atexit bisect calendar cmath collections contextlib copy dataclasses datetime decimal enum "
+    "fractions functools hashlib heapq io itertools json math numbers operator os pprint queue random re statistics "
+    "string struct sys textwrap threading time traceback types typing"
+)
+_SOURCES = ("rpc", "isolation", "program", "test_runner", "fork_server")
+_START_SECONDS = 60.0
+_GRACE_SECONDS = 5.0  # beyond a wall time that the supervisor keeps itself
+
+# The modules of guest/ from their sources in ``order``, where this package is not installed.
+DEFINE_SOURCES = """
+for name in ("megatron_dcpo", "megatron_dcpo.sandbox", "megatron_dcpo.sandbox.guest"):
+    sys.modules[name] = types.ModuleType(name); sys.modules[name].__path__ = []
+for name, source in order["sources"].items():
+    module = types.ModuleType("megatron_dcpo.sandbox.guest." + name)
+    sys.modules[module.__name__] = module
+    setattr(sys.modules["megatron_dcpo.sandbox.guest"], name, module)
+    exec(compile(source, name + ".py", "exec"), module.__dict__)
+"""
+_BOOT = f"""
+import json, sys, types, socket
+pipe = socket.socket(fileno=4)
+data = b""
+while chunk := pipe.recv(1 << 20): data += chunk
+pipe.close()
+order = json.loads(data)
+sys.path.extend(order["path"])
+{DEFINE_SOURCES}settings = order["settings"]
+del pipe, data, chunk, order, source
+sys.modules["megatron_dcpo.sandbox.guest.fork_server"].serve(settings)
+"""
+
+
+@dataclass(frozen=True)
+class CodeLimits:
+    """What one program may use. Seconds are wall time; ``timeout`` per test, ``total_seconds`` for all tests of a
+    program. ``memory_mb`` is address space per process and resident memory of all its processes together;
+    ``output_mb`` bounds stdout, a file, and a returned value; ``scratch_mb`` its /tmp; ``processes`` includes threads."""
+
+    timeout: float = 6.0
+    total_seconds: float = 60.0
+    memory_mb: int = 1024
+    output_mb: int = 16
+    scratch_mb: int = 64
+    processes: int = 32
+
+    def __post_init__(self) -> None:
+        for name in ("timeout", "total_seconds", "memory_mb", "output_mb", "scratch_mb", "processes"):
+            if not getattr(self, name) > 0:
+                raise UserError(f"{name} is {getattr(self, name)}: want a positive number")
+        if self.memory_mb < 128:
+            raise UserError(f"memory_mb is {self.memory_mb}: a Python program needs at least 128")
+
+    def message(self) -> dict[str, Any]:
+        """As the server wants them."""
+        return {
+            "timeout": self.timeout,
+            "total_seconds": self.total_seconds + _GRACE_SECONDS,
+            "cpu_seconds": int(self.total_seconds) + 1,
+            "memory_bytes": self.memory_mb << 20,
+            "checker_bytes": max(4096, 4 * self.memory_mb) << 20,
+            "output_bytes": self.output_mb << 20,
+            "scratch_bytes": self.scratch_mb << 20,
+            "processes": self.processes,
+        }
+
+
+class SandboxDied(Exception):
+    """The sandbox, not the program, has ended: killed from outside, or out of memory. The program may be tried again."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How one run of a program ended: its exit code (negative: the signal), and ``wall`` or ``memory`` where it was
+    ended for that."""
+
+    code: int
+    reason: str
+    cpu: float
+
+
+class Server:
+    """A warm interpreter in a sandbox. Not thread-safe; start it and use it in one thread, which must outlive it:
+    bubblewrap ends with the thread that started it."""
+
+    def __init__(self, level: Level, role: Role = "program") -> None:
+        self.level, self.role = level, role
+        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sources, boot = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with theirs, boot, sources:
+            self.process = _popen(level, theirs, boot)
+            boot.close()
+            theirs.close()
+            try:
+                sources.sendall(json.dumps(_order(level, role)).encode())
+                sources.close()
+                ready = receive(self.control, _START_SECONDS)
+            except (OSError, SandboxDied, TimeoutError):
+                ready = None
+        if ready != "ready":
+            self.close()
+            assert self.process.stderr is not None
+            said = self.process.stderr.read(4000).decode(errors="replace").strip().splitlines()
+            self.process.stderr.close()
+            raise SandboxDied(said[-1] if said else f"no answer from the {level} sandbox")
+
+    def spawn(self, limits: CodeLimits, *pipes: int) -> socket.socket:
+        """Fork a process that owns ``pipes``; the channel to it."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            socket.send_fds(self.control, [json.dumps(limits.message()).encode()], [theirs.fileno(), *pipes])
+        except OSError as error:
+            ours.close()
+            raise SandboxDied(str(error)) from None
+        finally:
+            theirs.close()
+        return ours
+
+    def close(self) -> None:
+        """End the server and everything in it."""
+        self.control.close()
+        self.process.kill()
+        self.process.wait()
+
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+
+@contextlib.contextmanager
+def in_memory(data: bytes = b"") -> Any:
+    """A file in memory that holds ``data``: the descriptor, at its start."""
+    descriptor = os.memfd_create("data", os.MFD_CLOEXEC)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(descriptor, view) :]
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def receive(channel: socket.socket, seconds: float) -> Any:
+    """One message. Raises SandboxDied when the other side is gone, TimeoutError when nothing comes."""
+    if not select.select([channel], [], [], max(0.0, seconds))[0]:
+        raise TimeoutError
+    try:
+        data = channel.recv(1 << 16)
+    except OSError as error:
+        raise SandboxDied(str(error)) from None
+    if not data:
+        raise SandboxDied("closed")
+    return json.loads(data)
+
+
+def start_run(channel: socket.socket, wall: float, *pipes: int) -> None:
+    """Start the program of a channel once, with stdin, stdout, stderr and perhaps the pipe of the tests."""
+    try:
+        socket.send_fds(channel, [json.dumps({"wall": wall}).encode()], list(pipes))
+    except OSError as error:
+        raise SandboxDied(str(error)) from None
+
+
+def end_of_run(channel: socket.socket, seconds: float) -> Ending:
+    """Wait for the end of the run that was started. Raises SandboxDied."""
+    try:
+        message = receive(channel, seconds + _GRACE_SECONDS)
+    except TimeoutError:
+        raise SandboxDied("the supervisor does not answer") from None
+    if "failed" in message:
+        raise SandboxDied(message["failed"])
+    return Ending(message["code"], message["reason"], message["cpu"])
+
+
+def choose(wanted: str) -> Level:
+    """The level for ``auto`` or a level's name, after a start-up test. Raises UserError where it does not work."""
+    if wanted == "unsafe":
+        return "unsafe"
+    if wanted in ("bubblewrap", "landlock"):
+        problem = problem_of(wanted)  # type: ignore[arg-type]
+        if problem:
+            raise UserError(f"sandbox {wanted} does not work here: {problem}")
+        return wanted  # type: ignore[return-value]
+    if wanted != "auto":
+        raise UserError(f"sandbox {wanted!r}: want auto, bubblewrap, landlock, unsafe or the URL of a remote sandbox")
+    problems = {}
+    for level in ("bubblewrap", "landlock"):
+        problem = problem_of(level)  # type: ignore[arg-type]
+        if not problem:
+            return level  # type: ignore[return-value]
+        problems[level] = problem
+    raise UserError(
+        "no sandbox for untrusted programs works here ("
+        + "; ".join(f"{level}: {problem}" for level, problem in problems.items())
+        + "); install bubblewrap (apt-get install bubblewrap), give the URL of a remote sandbox, "
+        "or type --sandbox unsafe to run without one"
+    )
+
+
+@functools.cache
+def problem_of(level: Level) -> str:
+    """Why ``level`` does not work on this machine, in words; empty when it does: a program was run and confined."""
+    if level == "bubblewrap" and shutil.which("bwrap") is None:
+        return "bwrap is not installed (apt-get install bubblewrap)"
+    program = "import os\ntry:\n    print(os.listdir('/root') + os.listdir('/home'))\nexcept OSError: print('closed')"
+    try:
+        server = Server(level)
+    except (SandboxDied, OSError) as error:
+        return str(error)
+    try:
+        job = json.dumps({"program": program}).encode()
+        with in_memory(job) as task, in_memory() as empty, in_memory() as out, in_memory() as err:
+            channel = server.spawn(CodeLimits(), task)
+            with channel:
+                start_run(channel, 20.0, empty, out, err)
+                ending = end_of_run(channel, 20.0)
+            said = os.pread(out, 100, 0).decode(errors="replace").strip()
+            complaint = os.pread(err, 1000, 0).decode(errors="replace").strip()
+            if ending.code or said != "closed":
+                return complaint.splitlines()[-1] if complaint else f"the test program ended with {ending.code}: {said}"
+            return ""
+    except (SandboxDied, OSError) as error:
+        return str(error)
+    finally:
+        server.close()
+        assert server.process.stderr is not None
+        server.process.stderr.close()
+
+
+def _order(level: Level, role: Role) -> dict[str, Any]:
+    """What the server is told at its start: its sources and settings."""
+    here = Path(__file__).parent / "guest"
+    site = _site()
+    return {
+        "sources": {name: (here / f"{name}.py").read_text(encoding="utf-8") for name in _SOURCES},
+        "path": ["/packages"] if level == "bubblewrap" else [site],
+        "settings": {
+            "level": level,
+            "role": role,
+            "modules": [*_MODULES.split(), *(["numpy"] if role == "checker" else [])],
+            "readable": [
+                *{sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")},
+                f"{_stdlib()}/lib-dynload",
+                *(f"{site}/{name}" for name in PACKAGES),
+                *_library_places(),
+            ],
+            "listable": [site],
+        },
+    }
+
+
+def _popen(level: Level, control: socket.socket, boot: socket.socket) -> subprocess.Popen[bytes]:
+    """Start the interpreter with the two sockets as 3 and 4."""
+    python = os.path.realpath(sys.executable)
+    interpreter = [python, "-I", "-S", "-B", "-X", "utf8", "-c", _BOOT]
+    if level == "bubblewrap":
+        interpreter = _bubblewrap(python, interpreter)
+    environment = {"PATH": "/usr/bin:/bin", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    start = f"""
+import os
+os.dup2({control.fileno()}, 503); os.dup2({boot.fileno()}, 504)
+os.dup2(503, 3); os.dup2(504, 4); os.closerange(5, 600)
+os.execve({interpreter[0]!r}, {interpreter!r}, {environment!r})
+"""
+    return subprocess.Popen(
+        [python, "-I", "-S", "-c", start],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        pass_fds=[control.fileno(), boot.fileno()],
+        env={"PATH": "/usr/bin:/bin"},
+        cwd="/",
+    )
+
+
+def _bubblewrap(python: str, interpreter: list[str]) -> list[str]:
+    """The command line. pid 1 inside is bubblewrap itself, whose environment is readable: it gets an empty one."""
+    bwrap = shutil.which("bwrap")
+    if bwrap is None:
+        raise SandboxDied("bwrap is not installed (apt-get install bubblewrap)")
+    command = [os.path.realpath(bwrap), "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"]
+    command += ["--uid", "65534", "--gid", "65534", "--cap-drop", "ALL", "--hostname", "sandbox"]
+    sources: dict[str, str] = {}
+
+    def bind(source: str, target: str) -> None:
+        word = source
+        if os.geteuid() == 0 and not _reachable(source):
+            word = f"@{len(sources)}"
+            sources[word[1:]] = source
+        command.extend(["--ro-bind", word, target])
+
+    for name in ("/usr/lib", "/usr/lib64", "/usr/bin", "/lib", "/lib64", "/bin"):
+        if os.path.islink(name):
+            command.extend(["--symlink", os.readlink(name).lstrip("/"), name])
+        elif os.path.isdir(name):
+            bind(name, name)
+    if os.path.exists("/etc/ld.so.cache"):
+        bind("/etc/ld.so.cache", "/etc/ld.so.cache")
+    for name in dict.fromkeys([python, _stdlib(), *_extra_libraries()]):
+        if not name.startswith(("/usr/lib/", "/usr/bin/")):
+            bind(name, name)
+    for name in PACKAGES:
+        if os.path.isdir(f"{_site()}/{name}"):
+            bind(f"{_site()}/{name}", f"/packages/{name}")
+    command += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev", "--dir", "/tmp", "--chdir", "/"]
+    command += ["--remount-ro", "/", *interpreter]
+    if os.geteuid() != 0:
+        return command
+    launcher = (Path(__file__).parent / "guest" / "become_user.py").read_text(encoding="utf-8")
+    return [python, "-I", "-S", "-c", launcher, json.dumps({"command": command, "sources": sources})]
+
+
+def _stdlib() -> str:
+    return os.path.realpath(sysconfig.get_path("stdlib"))
+
+
+def _site() -> str:
+    """Where NumPy is installed; programs see ``PACKAGES`` of it only."""
+    spec = util.find_spec("numpy")
+    return str(Path(spec.origin).parents[1]) if spec and spec.origin else sysconfig.get_path("purelib")
+
+
+def _extra_libraries() -> list[str]:
+    """Python's own shared library and its neighbours, when it lies outside the system's directories."""
+    name = os.path.join(sysconfig.get_config_var("LIBDIR") or "", sysconfig.get_config_var("LDLIBRARY") or "-")
+    return [os.path.realpath(name)] if name.endswith(".so") and os.path.isfile(name) else []
+
+
+def _library_places() -> list[str]:
+    return [name for name in ("/usr/lib", "/usr/lib64", "/lib", "/lib64") if os.path.isdir(name)]
+
+
+def _reachable(path: str) -> bool:
+    """Whether any user may walk to ``path``, and root's launcher, which mounts its own /tmp, does not cover it."""
+    place = Path(os.path.realpath(path))
+    return Path("/tmp") not in place.parents and all(os.stat(part).st_mode & 0o005 for part in [place, *place.parents])
+
+
+def remaining(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())

@@ -1,0 +1,180 @@
+"""The tests of a programming task: four kinds, checked once, in the form that the sandbox wants.
+
+Is a program's output the expected one? As LiveCodeBench has it: line by line, first as text, then as numbers.
+
+What becomes of a program: R, and why it is not 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from typing import Any, Literal, get_args
+
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.sandbox.guest.rpc import Encoder, Unsendable
+
+KINDS = ("stdin", "check", "asserts", "function")
+
+
+def checked_tests(tests: Any, where: str = "tests") -> dict[str, Any]:
+    """The tests as the judge uses them. Raises UserError, naming ``where``, when they are none.
+
+    * ``{"kind": "stdin", "cases": [{"input": str, "output": str}, ...]}``, perhaps ``atol``
+    * ``{"kind": "check", "entry_point": str, "code": "def check(candidate): ..."}``
+    * ``{"kind": "asserts", "asserts": [str, ...]}`` or ``"code": str``, perhaps ``entry_point``
+    * ``{"kind": "function", "entry_point": str, "cases": [{"args": [...], "kwargs": {...}, "expected": ...}, ...]}``,
+      perhaps ``atol``
+
+    ``setup`` (or ``prompt_prefix``): the task's own code, such as imports and ``class ListNode``, which is run before
+    the program and before the tests, each in their process.
+    """
+    if not isinstance(tests, Mapping):
+        raise UserError(f"{where}: tests must be an object, not {type(tests).__name__}")
+    kind = tests.get("kind")
+    if kind not in KINDS:
+        raise UserError(f"{where}: kind of tests {kind!r} is unknown; want one of {', '.join(KINDS)}")
+    setup = _text(tests, "setup", where, "") or _text(tests, "prompt_prefix", where, "")
+    known: dict[str, Any] = {"kind": kind, "setup": setup}
+    if kind == "stdin":
+        cases = _cases(tests, where)
+        known["cases"] = [
+            (_text(case, "input", f"{where}, case {place}"), _text(case, "output", f"{where}, case {place}"))
+            for place, case in enumerate(cases, start=1)
+        ]
+        known["atol"] = _atol(tests, where)
+        return known
+    if kind != "asserts" or tests.get("entry_point"):
+        known["entry_point"] = _filled(tests, "entry_point", where)
+    if kind == "function":
+        known.update(_function_cases(_cases(tests, where), where), atol=_atol(tests, where))
+        return known
+    asserts = tests.get("asserts")
+    if kind == "asserts" and asserts is not None:
+        if not isinstance(asserts, list) or not asserts or not all(isinstance(line, str) for line in asserts):
+            raise UserError(f"{where}: asserts must be a list of at least one string")
+        known["code"] = "\n".join([*([_text(tests, "code", where)] if "code" in tests else []), *asserts])
+    else:
+        known["code"] = _filled(tests, "code", where)
+    if not known["code"].strip():
+        raise UserError(f"{where}: the tests are empty")
+    return known
+
+
+def check_syntax(tests: Mapping[str, Any], where: str = "tests") -> None:
+    """Raise UserError when the code of checked tests is no Python. For loaders: it takes as long as the code is."""
+    for name in ("setup", "code"):
+        try:
+            compile(tests.get(name) or "", f"<{name}>", "exec")
+        except (SyntaxError, ValueError) as error:
+            raise UserError(f"{where}: {name} is no Python: {error}") from None
+
+
+def _function_cases(cases: list[Mapping[str, Any]], where: str) -> dict[str, Any]:
+    encoder = Encoder((), None)
+    encoded = []
+    for place, case in enumerate(cases, start=1):
+        args, kwargs = case.get("args", []), case.get("kwargs") or {}
+        if not isinstance(args, list | tuple) or not isinstance(kwargs, Mapping) or "expected" not in case:
+            raise UserError(f"{where}, case {place}: want args (a list), perhaps kwargs (an object), and expected")
+        try:
+            parts = {"args": list(args), "kwargs": dict(kwargs), "expected": case["expected"]}
+            encoded.append({name: encoder.encode(value) for name, value in parts.items()})
+        except Unsendable as error:
+            raise UserError(f"{where}, case {place}: {error} cannot be sent to a program") from None
+    return {"cases": encoded}
+
+
+def _cases(tests: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
+    cases = tests.get("cases")
+    if not isinstance(cases, list | tuple) or not cases:
+        raise UserError(f"{where}: cases must be a list of at least one case")
+    for place, case in enumerate(cases, start=1):
+        if not isinstance(case, Mapping):
+            raise UserError(f"{where}, case {place}: want an object, not {type(case).__name__}")
+    return list(cases)
+
+
+def _text(row: Mapping[str, Any], name: str, where: str, default: str | None = None) -> str:
+    value = row.get(name, default)
+    if value is None and default is not None:
+        return default
+    if not isinstance(value, str):
+        problem = "is missing" if name not in row else f"must be text, not {type(value).__name__}"
+        raise UserError(f"{where}: {name} {problem}")
+    return value
+
+
+def _filled(row: Mapping[str, Any], name: str, where: str) -> str:
+    text = _text(row, name, where)
+    if not text.strip():
+        raise UserError(f"{where}: {name} is empty")
+    return text
+
+
+def _atol(tests: Mapping[str, Any], where: str) -> float:
+    value = tests.get("atol") or 0.0
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        raise UserError(f"{where}: atol {value!r} is no tolerance; want a number, 0 or more")
+    return float(value)
+
+
+def same_output(output: str, expected: str, atol: float = 0.0) -> bool:
+    """Lines are compared without white space at their ends, and without empty lines at the end of the text.
+
+    A line that differs as text is right when both split into the same number of numerals that are pairwise equal as
+    exact decimals (``1.50`` is ``1.5``, ``1e3`` is ``1000``), or within ``atol``, absolute or relative, where the
+    tests state one.
+    """
+    lines, wanted = _lines(output), _lines(expected)
+    if len(lines) != len(wanted):
+        return False
+    return all(line == want or _same_numbers(line, want, atol) for line, want in zip(lines, wanted, strict=True))
+
+
+def _lines(text: str) -> list[str]:
+    return [line.strip() for line in text.rstrip().split("\n")]
+
+
+def _same_numbers(line: str, want: str, atol: float) -> bool:
+    tokens, wanted = line.split(), want.split()
+    if len(tokens) != len(wanted) or not wanted:
+        return False
+    try:
+        pairs = [(Decimal(token), Decimal(goal)) for token, goal in zip(tokens, wanted, strict=True)]
+        return all(_close(value, goal, atol) for value, goal in pairs)
+    except (InvalidOperation, ValueError, OverflowError):
+        return False
+
+
+def _close(value: Decimal, goal: Decimal, atol: float) -> bool:
+    if value == goal:
+        return True
+    if not atol or not (value.is_finite() and goal.is_finite()):
+        return False
+    return abs(float(value) - float(goal)) <= atol * max(1.0, abs(float(goal)))
+
+
+Category = Literal[
+    "passed",
+    "wrong",  # ran to its end, and a test says no
+    "runtime_error",  # an exception, a non-zero exit status, or an end before the tests were done
+    "timeout",
+    "memory",
+    "output_limit",
+    "forbidden",  # ended by what the sandbox refused it
+    "no_program",
+]
+CATEGORIES: tuple[Category, ...] = get_args(Category)
+# Exit statuses of ``guest/program.py`` (96-98) and signals (SIGXFSZ, SIGSYS).
+EXITS: dict[int, Category] = {96: "memory", 97: "forbidden", 98: "output_limit", -25: "output_limit", -31: "forbidden"}
+
+
+@dataclass(frozen=True)
+class CodeVerdict:
+    """``correct`` is R; ``category`` says why not; ``detail`` is for people."""
+
+    correct: int
+    category: Category
+    detail: str = ""

@@ -1,0 +1,319 @@
+"""Probes of a policy as it is: which gradients would the objectives take on the same responses, and how they agree.
+
+Nothing is trained. For every batch the responses are sampled and judged as in training, and each of ``PARTS`` is taken by
+a backward pass of its own, under the configuration's parallel layout:
+
+| part | advantage | on |
+|---|---|---|
+| ``accuracy`` | R - mean R | all tokens |
+| ``mean_calibration`` | -l'(C) (c - mean c), l(C) = (C - accuracy)^2, C the mean confidence of the batch | all tokens |
+| ``coupled_accuracy`` | (R - mean R) / std(R + w R_c) | all tokens |
+| ``coupled_calibration`` | w (R_c - mean R_c) / std(R + w R_c) | all tokens |
+| ``dcpo_accuracy`` | A_r | reasoning tokens |
+| ``dcpo_calibration`` | A_c, or the digits' scores with ``confidence_gradient: digits`` | confidence tokens |
+| ``group_baseline`` | R_c - mean of the group's R_c | confidence tokens |
+| ``counterfactual`` | R_c - mean of the others' score on this response's target | confidence tokens |
+| ``all_digits`` | the same on one scale (``batch_std``), with the scores of all digits at the decimals | confidence tokens |
+
+Options of the objective are the configuration's, whatever method it names. The first two are the directions of the paper's
+proposition: one raises the accuracy, the other moves the mean confidence towards it. The next two add up to the coupled
+objective's gradient, the next two to DCPO's. The last three are steps from DCPO's confidence gradient to that of
+``dcpo_proper``; the first two of them have the same expectation, and noise is what differs. The Fisher metric is the mean
+square of the coupled objective's two parts over the batches. Memory: ten fp32 copies of what this rank's optimizer holds, so
+use the distributed optimizer for a large model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_dcpo import runtime
+from megatron_dcpo.config import Config
+from megatron_dcpo.data.sampler import prompts_of_step
+from megatron_dcpo.objectives import ObjectiveConfig, Scored, build_objective
+from megatron_dcpo.objectives.advantages import IDENTICAL
+from megatron_dcpo.policy.gradient_probe import (
+    ALL,
+    PIECE,
+    BlockGradients,
+    Comparison,
+    Counted,
+    compare,
+    counted_gradients,
+    layer_groups,
+)
+from megatron_dcpo.policy.optimizer import optimizer_group, zero_gradients
+from megatron_dcpo.runtime.timers import Timers
+from megatron_dcpo.training.run import Run, build_run
+from megatron_dcpo.training.sampling import Rollout, gather_judged, roll_out
+from megatron_dcpo.training.update import Share, accumulate
+from megatron_dcpo.training.weight_sync import synchronise_engine
+from megatron_dcpo.types import BLOCK_REASONING
+
+logger = logging.getLogger(__name__)
+
+PARTS = (
+    "accuracy",
+    "mean_calibration",
+    "coupled_accuracy",
+    "coupled_calibration",
+    "dcpo_accuracy",
+    "dcpo_calibration",
+    "group_baseline",
+    "counterfactual",
+    "all_digits",
+)
+STEPS = PARTS[-3:]  # from DCPO's confidence gradient to dcpo_proper's
+PAIRS = {
+    "proposition": ("accuracy", "mean_calibration"),
+    "coupled": ("coupled_accuracy", "coupled_calibration"),
+    "dcpo": ("dcpo_accuracy", "dcpo_calibration"),
+}
+
+
+def probe_policy(config: Config, batches: int) -> dict[str, Any]:
+    """Sample ``batches`` steps' worth of responses and compare the parts' gradients. Collective; equal on all ranks."""
+    config = dataclasses.replace(config, objective=without_regularizers(config.objective))
+    run = build_run(config)
+    with run.watch:
+        return _probe(run, batches)
+
+
+def _probe(run: Run, batches: int) -> dict[str, Any]:
+    config, timers = run.config, Timers(run.watch)
+    totals: dict[str, Moments] = {part: Moments() for part in PARTS}
+    squares: list[Tensor] = []
+    seen: list[Rollout] = []
+    for step in range(1, batches + 1):
+        prompts = prompts_of_step(
+            run.prompts, step, config.data.prompts_per_step, seed=config.seed, shuffle=config.data.shuffle
+        )
+        run.offload.leave()
+        synchronise_engine(run, version=step - 1)  # the same weights each time, counted as training counts
+        rollout = gather_judged(run, prompts, roll_out(run, prompts, step, timers))
+        run.engine.sleep()
+        run.offload.come_back()
+        share = Share.of(run, rollout)
+        for part, scored in parts_of(rollout, config.objective).items():
+            zero_gradients(run.policy, run.optimizer)
+            accumulate(run, share, scored)
+            gradients = counted_gradients(run.policy, run.optimizer, copy=False)
+            totals[part].add(gradients)
+            if part.startswith("coupled"):
+                squares = squares or [torch.zeros_like(g.gradient) for g in gradients]
+                for square, one in zip(squares, gradients, strict=True):
+                    square.addcmul_(one.gradient, one.gradient)
+        seen.append(rollout)
+        logger.info("batch %d of %d", step, batches)
+    zero_gradients(run.policy, run.optimizer)
+    return {
+        "batches": batches,
+        "policy": _facts(seen),
+        **_measure(run, totals, [square / batches for square in squares]),
+    }
+
+
+def without_regularizers(objective: ObjectiveConfig) -> ObjectiveConfig:
+    """DCPO with these options, but for KL and entropy terms: they would be part of every gradient alike."""
+    names = [f"{term}_coef{block}" for term in ("kl", "entropy") for block in ("", "_reasoning", "_confidence")]
+    off: dict[str, Any] = dict.fromkeys(names, 0.0)
+    return dataclasses.replace(objective, name="dcpo", **off)
+
+
+def parts_of(rollout: Rollout, objective: ObjectiveConfig) -> dict[str, Scored]:
+    """The rollout with each part's advantages on its tokens; block weights are left to the objective."""
+
+    def score(**changes: Any) -> Scored:
+        return build_objective(dataclasses.replace(objective, **changes)).score(rollout.judgements)
+
+    def confidence(baseline: str, scale: str, gradient: str = "sampled") -> Scored:
+        return score(
+            name="dcpo",
+            confidence_baseline=baseline,
+            advantage_normalization_confidence=scale,
+            confidence_gradient=gradient,
+        )
+
+    scored, scalar = score(name="dcpo"), score(name="coupled")
+    groups: dict[str, list[int]] = {}
+    for row, judgement in enumerate(rollout.judgements):
+        groups.setdefault(judgement.prompt_id, []).append(row)
+    c = np.array([np.nan if j.confidence is None else j.confidence for j in rollout.judgements], float)
+    well_formed = ~np.isnan(c)
+    slope = 2 * (c[well_formed].mean() - scored.R.mean()) if well_formed.any() else 0.0
+
+    columns = {part: np.zeros((2, len(scored))) for part in PARTS}  # on reasoning tokens, on confidence tokens
+    for rows in groups.values():
+        stated = np.array(rows)[well_formed[rows]]
+        if len(stated):
+            columns["mean_calibration"][:, stated] = -slope * (c[stated] - c[stated].mean())
+        R, total = scored.R[rows] - scored.R[rows].mean(), scalar.R[rows] - scalar.R[rows].mean()
+        columns["accuracy"][:, rows] = R
+        if np.ptp(total) >= IDENTICAL:
+            std = total.std(ddof=objective.resolve().ddof) + objective.resolve().eps
+            columns["coupled_accuracy"][:, rows] = R / std
+            columns["coupled_calibration"][:, rows] = (total - R) / std
+    columns["dcpo_accuracy"][0], columns["dcpo_calibration"][1] = scored.A_r, scored.A_c
+    size = np.array([len(groups[j.prompt_id]) for j in rollout.judgements])
+    # its own R_c left out of the mean, as the counterfactual one does
+    columns["group_baseline"][1] = confidence("group", "mean").A_c * size / (size - 1)
+    columns["counterfactual"][1] = confidence("counterfactual", "mean").A_c
+    all_digits = confidence("counterfactual", "batch_std", "digits")
+    columns["all_digits"][1] = all_digits.A_c
+    digits = {"dcpo_calibration": scored, "all_digits": all_digits}
+    return {part: _with_advantages(scored, columns[part], digits.get(part)) for part in PARTS}
+
+
+def _with_advantages(scored: Scored, advantages: np.ndarray, digits: Scored | None) -> Scored:
+    """``scored`` with other advantages [2, N], of the two blocks, and with the scores of all digits that ``digits`` has."""
+    choices = [t.digits for t in digits.tokens] if digits else [()] * len(scored)
+    tokens = tuple(
+        dataclasses.replace(t, digits=d, advantages=np.where(t.block_ids == BLOCK_REASONING, a, b))
+        for t, d, a, b in zip(scored.tokens, choices, *advantages, strict=True)
+    )
+    return dataclasses.replace(scored, tokens=tokens)
+
+
+@dataclass
+class Moments:
+    """Running sum of a part's gradients over batches [fp32], and the squared norm of each batch's (of this rank's share)."""
+
+    sums: list[Tensor] = field(default_factory=list)
+    groups: list[str] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+
+    def add(self, gradients: list[Counted]) -> None:
+        if not self.sums:
+            self.sums = [torch.zeros_like(g.gradient) for g in gradients]
+            self.groups = [g.group for g in gradients]
+        for total, one in zip(self.sums, gradients, strict=True):
+            total += one.gradient
+        self.norms.append(sum(_squared_norm(g.gradient) for g in gradients))
+
+    def mean(self, fisher: list[Tensor]) -> list[Counted]:
+        """The mean gradient, with ``fisher`` as its metric."""
+        parts = zip(self.groups, self.sums, fisher, strict=True)
+        return [Counted(group, total / len(self.norms), square) for group, total, square in parts]
+
+
+def _squared_norm(x: Tensor) -> float:
+    return float(sum(piece.double().square().sum() for piece in x.reshape(-1).split(PIECE)))
+
+
+def _measure(run: Run, totals: dict[str, Moments], fisher: list[Tensor]) -> dict[str, Any]:
+    groups = layer_groups(run.policy)
+    conflicts = {
+        name: compare(run.policy, run.optimizer, totals[a].mean(fisher), totals[b].mean(fisher))
+        for name, (a, b) in PAIRS.items()
+    }
+    noise = {part: _noise(run, totals[part]) for part in PARTS}
+    return {
+        "layer_groups": [*groups, ALL],
+        "conflict": {name: _as_json(found) for name, found in conflicts.items()},
+        "gradients": noise,
+    }
+
+
+def _as_json(found: BlockGradients) -> dict[str, Any]:
+    """Of the coupled pair too: the first gradient is the accuracy's, the second the calibration's."""
+
+    def named(comparison: Comparison) -> dict[str, float]:
+        return {
+            "accuracy_norm": comparison.reasoning,
+            "calibration_norm": comparison.confidence,
+            "cosine": comparison.cosine,
+        }
+
+    return {
+        metric: {group: named(comparison) for group, comparison in getattr(found, metric).items()}
+        for metric in ("plain", "fisher")
+    }
+
+
+def _noise(run: Run, moments: Moments) -> dict[str, float | None]:
+    """Squared norm of the mean gradient and variance of a batch's gradient (trace of the covariance), unbiased.
+
+    ``signal_to_noise`` = |E g|^2 / tr Cov g of one batch. One batch has no variance.
+    """
+    n = len(moments.norms)
+    values = torch.tensor([sum(moments.norms), sum(map(_squared_norm, moments.sums)) / n**2], dtype=torch.float64)
+    values = values.to(runtime.device())
+    dist.all_reduce(values, group=optimizer_group(run.optimizer))
+    squared, mean_squared = values.tolist()
+    if n < 2:
+        return {"mean_norm": mean_squared**0.5, "variance": None, "signal_to_noise": None}
+    variance = (squared / n - mean_squared) * n / (n - 1)
+    signal = max(mean_squared - variance / n, 0.0)
+    return {
+        "mean_norm": mean_squared**0.5,
+        "variance": variance,
+        "signal_to_noise": signal / variance if variance else None,
+    }
+
+
+def _facts(rollouts: Sequence[Rollout]) -> dict[str, float | None]:
+    """Accuracy, mean confidence, and their covariance over all responses and within prompts."""
+    judged = [j for rollout in rollouts for j in rollout.judgements if j.confidence is not None]
+    if not judged:
+        return dict.fromkeys(("accuracy", "confidence", "covariance", "covariance_within_prompts"))
+    R, c = np.array([j.correct for j in judged]), np.array([j.confidence for j in judged], float)
+    _, prompt, count = np.unique([j.prompt_id for j in judged], return_inverse=True, return_counts=True)
+    within_R, within_c = (x - (np.bincount(prompt, x) / count)[prompt] for x in (R, c))
+    return {
+        "accuracy": float(R.mean()),
+        "confidence": float(c.mean()),
+        "covariance": float(np.mean((R - R.mean()) * (c - c.mean()))),
+        "covariance_within_prompts": float(np.mean(within_R * within_c)),
+    }
+
+
+def write_probe(found: dict[str, Any], out: Path) -> None:
+    """``probe.json`` and ``probe.png`` in ``out``."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "probe.json").write_text(json.dumps(found, indent=1) + "\n")
+    draw_probe(found, out / "probe.png")
+
+
+def summary_lines(found: dict[str, Any]) -> list[str]:
+    """The measurement in a few lines of text."""
+    lines = []
+    for name, conflict in found["conflict"].items():
+        plain, fisher = conflict["plain"][ALL], conflict["fisher"][ALL]
+        lines.append(
+            f"{name:11} accuracy against calibration: cosine {plain['cosine']:+.3f} (Fisher {fisher['cosine']:+.3f}), "
+            f"norms {plain['accuracy_norm']:.2e} and {plain['calibration_norm']:.2e}"
+        )
+    for part in STEPS:
+        ratio = found["gradients"][part]["signal_to_noise"]
+        shown = "–" if ratio is None else f"{ratio:.2f}"
+        lines.append(f"{part:15} signal to noise of the confidence gradient: {shown}")
+    return lines
+
+
+def draw_probe(found: dict[str, Any], path: Path) -> None:
+    from lab.figures import PALETTE, figure
+
+    groups = found["layer_groups"]
+    with figure(path, columns=3) as (plain, fisher, noise):
+        for axes, metric in ((plain, "plain"), (fisher, "fisher")):
+            for shift, (name, colour) in zip((-0.27, 0.0, 0.27), zip(PAIRS, PALETTE, strict=False), strict=True):
+                values = [found["conflict"][name][metric][group]["cosine"] for group in groups]
+                axes.bar(np.arange(len(groups)) + shift, values, 0.25, color=colour, label=name)
+            axes.axhline(0, color="#777777", lw=0.8)
+            axes.set(ylim=(-1, 1), title=f"cosine, accuracy against calibration ({metric})")
+            axes.set_xticks(np.arange(len(groups)), groups, rotation=45, ha="right")
+        plain.legend()
+        noise.bar(range(3), [found["gradients"][part]["signal_to_noise"] or 0.0 for part in STEPS], color=PALETTE[2:5])
+        noise.set_xticks(range(3), ["group baseline", "counterfactual", "all digits"])
+        noise.set_title("signal to noise of the confidence gradient")

@@ -1,0 +1,202 @@
+"""Everything a run is made of, built once: grid, data, policy, optimizer, engine, objective, judge."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_dcpo.checkpoints.saver import Saver
+from megatron_dcpo.config import Config
+from megatron_dcpo.data import load_prompts
+from megatron_dcpo.data.sampler import fingerprint
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.judging.answers import BOXED, FENCED, AnswerForm
+from megatron_dcpo.judging.blocks import digit_token_ids
+from megatron_dcpo.judging.judge import Verifier, judge_many
+from megatron_dcpo.judging.math.verifier import verify_many
+from megatron_dcpo.judging.token_bytes import token_bytes
+from megatron_dcpo.objectives import Objective, build_objective
+from megatron_dcpo.policy.model import Policy, build_policy
+from megatron_dcpo.policy.optimizer import OptimizerOffload, build_optimizer
+from megatron_dcpo.rollout import Engine, TransformersEngine, choose_engine
+from megatron_dcpo.runtime import distributed
+from megatron_dcpo.runtime.distributed import Topology
+from megatron_dcpo.runtime.watchdog import Watch
+from megatron_dcpo.training.preflight import check_model, check_processes, check_wandb
+from megatron_dcpo.types import Judgement, Prompt, Response
+
+
+@dataclass
+class Progress:
+    """What changes while a run goes on, beside model and optimizer."""
+
+    saved_step: int = 0
+    nonfinite_in_a_row: int = 0
+
+
+@dataclass(frozen=True)
+class Run:
+    """The parts of a training run on this rank. ``reference``: the frozen starting policy, where a KL loss asks for it."""
+
+    config: Config
+    directory: Path
+    topology: Topology
+    tokenizer: Any
+    prompts: list[Prompt]
+    data_fingerprint: str
+    policy: Policy
+    optimizer: Any
+    scheduler: Any
+    offload: OptimizerOffload
+    engine: Engine
+    objective: Objective
+    reference: Policy | None
+    watch: Watch
+    saver: Saver
+    progress: Progress
+    digit_token_ids: Mapping[int, np.ndarray]
+    judge: Callable[[Sequence[Response], Mapping[str, Prompt]], list[Judgement]]
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.directory / "checkpoints"
+
+
+def build_run(config: Config) -> Run:
+    """Build all parts, the cheap checks first. Collective. Raises :class:`UserError` on bad input."""
+    objective = build_objective(config.objective)
+    check_model(config)
+    check_processes(config, int(os.environ.get("WORLD_SIZE", "1")))
+    check_wandb(config)
+    tokenizer = load_tokenizer(config.model.path)
+    vocabulary = token_bytes(tokenizer)
+    prompts = load_prompts(
+        config.data.path,
+        tokenizer,
+        config.data.template,
+        config.data.max_prompt_length,
+        config.data.limit or None,
+        marker=config.judging.marker,
+    )
+    verifier, form = build_verifier(config, prompts)
+    parallel = config.parallel
+    topology = distributed.initialize(
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.virtual_pipeline_model_parallel_size,
+        seed=config.seed,
+        timeout_minutes=parallel.distributed_timeout_minutes,
+    )
+    watch = Watch(
+        Path(config.run_dir) / "heartbeat", topology.rank, topology.world_size, config.training.phase_warning_seconds
+    ).start()
+    policy = build_policy(config.model, parallel, topology)
+    optimizer, scheduler = build_optimizer(config, policy)
+    engine = build_engine(config, topology)
+    return Run(
+        config=config,
+        directory=Path(config.run_dir),
+        topology=topology,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        data_fingerprint=fingerprint(prompts),
+        policy=policy,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        offload=OptimizerOffload(policy, optimizer, config.training.offload_optimizer_during_rollout),
+        engine=engine,
+        objective=objective,
+        reference=build_policy(config.model, parallel, topology, training=False)
+        if any(objective.options.kl_coef)
+        else None,
+        watch=watch,
+        saver=Saver(
+            Path(config.run_dir) / "checkpoints",
+            topology.rank,
+            config.training.keep_checkpoints,
+            config.training.async_save,
+        ),
+        progress=Progress(),
+        digit_token_ids=digit_token_ids(vocabulary),
+        judge=partial(
+            judge_many,
+            tokens=vocabulary,
+            eos_ids=engine.eos_token_ids,
+            marker=config.judging.marker,
+            verifier=verifier,
+            form=form,
+        ),
+    )
+
+
+def build_engine(config: Config, topology: Topology) -> Engine:
+    """The engine of this rank, with any weights: the first synchronisation brings the policy's."""
+    rollout, size = config.rollout, config.rollout.tensor_model_parallel_size
+    if topology.world_size % size:
+        raise UserError(
+            f"rollout.tensor_model_parallel_size={size} does not divide the {topology.world_size} process(es) started"
+        )
+    dtype = config.model.params_dtype if rollout.dtype == "same" else rollout.dtype
+    if rollout.engine == "server":
+        from megatron_dcpo.rollout.vllm_server import ServerEngine
+
+        exchange = Path(config.run_dir) / "engine_weights"
+        return ServerEngine(rollout.endpoint, config.model.path, exchange, rollout.max_num_seqs)
+    if choose_engine(rollout.engine, config.model.path) == "transformers":
+        if size > 1:
+            raise UserError(f"rollout.tensor_model_parallel_size={size} needs vLLM, which cannot be used here")
+        return TransformersEngine.from_pretrained(config.model.path, dtype, rollout.max_num_seqs)
+    from megatron_dcpo.rollout.vllm_engine import VllmEngine, VllmOptions
+
+    return VllmEngine(
+        config.model.path,
+        VllmOptions(
+            dtype=dtype,
+            tensor_model_parallel_size=size,
+            gpu_memory_utilization=rollout.gpu_memory_utilization,
+            max_model_len=rollout.max_model_len or config.data.max_prompt_length + rollout.max_response_length,
+            max_num_seqs=rollout.max_num_seqs,
+            enforce_eager=rollout.enforce_eager,
+            kv_cache_memory_bytes=rollout.kv_cache_memory_bytes,
+            sleep=rollout.sleep,
+            dummy_weights=True,
+            seed=config.seed,
+        ),
+    )
+
+
+def build_verifier(config: Config, prompts: Sequence[Prompt]) -> tuple[Verifier, AnswerForm]:
+    """What decides R, and how answers are marked. Raises :class:`UserError` when the data is for another verifier, or
+    when programs cannot be run safely here."""
+    tests = {prompt.ground_truth: prompt.tests for prompt in prompts if prompt.tests is not None}
+    with_tests = sum(prompt.tests is not None for prompt in prompts)
+    if config.judging.verifier == "math":
+        if with_tests:
+            raise UserError(f"{config.data.path}: {with_tests} programming problems; set judging.verifier=code")
+        return verify_many, BOXED
+    if with_tests < len(prompts):
+        raise UserError(
+            f"{config.data.path}: {len(prompts) - with_tests} of {len(prompts)} problems have no tests; "
+            "judging.verifier=code needs programming problems"
+        )
+    from megatron_dcpo.sandbox.judge import CodeLimits, ProgramJudge
+
+    judging = config.judging
+    limits = CodeLimits(judging.test_seconds, judging.program_seconds, judging.memory_mb)
+    return ProgramJudge(limits, judging.sandbox).verifier(tests), FENCED
+
+
+def load_tokenizer(model_dir: str | Path) -> Any:
+    """The tokenizer of a checkpoint directory. Raises :class:`UserError` when there is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"no usable tokenizer in {model_dir} ({' '.join(str(error).split())[:200]})") from None

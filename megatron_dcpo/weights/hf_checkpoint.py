@@ -1,0 +1,283 @@
+"""Hugging Face checkpoint directories: memory-mapped slices in, sharded safetensors out."""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from megatron_dcpo.conversion.lazy import DTYPES, ITEMSIZE, LazyTensor, contiguous
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.runtime.files import new_directory
+from megatron_dcpo.weights.architecture import Architecture
+from megatron_dcpo.weights.planner import Copy
+from megatron_dcpo.weights.table import hf_shapes
+
+SINGLE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SHARD_BYTES = 5 * 2**30
+_CODES = {name: code for code, (name, _) in DTYPES.items()}
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".msgpack", ".h5")
+_NOT_SIDE_FILES = (INDEX, "pytorch_model.bin.index.json", "conversion.json")
+_SIDE_DIRECTORIES = ("additional_chat_templates",)
+
+
+class HFReader:
+    """Reads slices of the tensors in ``model_dir``; nothing but the requested bytes leaves the memory map."""
+
+    def __init__(self, model_dir: str | Path) -> None:
+        self.model_dir = Path(model_dir)
+        self._tensors = read_tensors(self.model_dir)
+        self._open: dict[Path, Any] = {}
+
+    def names(self) -> set[str]:
+        return set(self._tensors)
+
+    def slice(self, name: str) -> Any:
+        """The lazily read tensor ``name``: index it to read. Raises :class:`UserError` when it is not there."""
+        if name not in self._tensors:
+            raise UserError(f"{self.model_dir}: tensor {name} is missing; config.json promises it")
+        file = self._tensors[name].regions[0].path
+        assert file is not None
+        if file not in self._open:
+            try:
+                self._open[file] = safe_open(str(file), framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise UserError(f"{file}: not a readable safetensors file ({error})") from None
+        return self._open[file].get_slice(name)
+
+    def check(self, arch: Architecture) -> None:
+        """Raise :class:`UserError` when a tensor is missing or its shape contradicts ``config.json``."""
+        check_shapes(self.model_dir, self._tensors, arch)
+
+
+def check_shapes(model_dir: Path, tensors: Mapping[str, LazyTensor], arch: Architecture) -> None:
+    """Raise :class:`UserError` when a tensor is missing or its shape contradicts ``config.json``."""
+    for name, shape in hf_shapes(arch).items():
+        if name not in tensors:
+            raise UserError(f"{model_dir}: tensor {name} is missing; config.json promises it")
+        if tensors[name].shape != shape:
+            found = list(tensors[name].shape)
+            raise UserError(f"{model_dir}: {name} has shape {found}, config.json implies {list(shape)}")
+
+
+def read_tensors(model_dir: Path) -> dict[str, LazyTensor]:
+    """Where every tensor of the checkpoint lies, from the headers of its files alone.
+
+    Raises :class:`UserError` for missing, truncated or malformed files, and when the index and the files disagree.
+    """
+    weight_map = read_weight_map(model_dir)
+    tensors: dict[str, LazyTensor] = {}
+    for file in sorted(set(weight_map.values()) or {SINGLE_FILE}):
+        path = model_dir / file
+        if Path(file).name != file or not path.is_file():
+            raise UserError(f"{path} is missing; {INDEX} names it")
+        found = _read_header(path)
+        for name in sorted(set(found) & set(tensors)):
+            raise UserError(f"{path}: tensor {name} is in another file of the checkpoint as well")
+        tensors |= found
+    for name, file in weight_map.items():
+        if name not in tensors:
+            raise UserError(f"{model_dir / file}: tensor {name} is missing; {INDEX} promises it")
+    return tensors
+
+
+def read_weight_map(model_dir: Path) -> dict[str, str]:
+    """Tensor name -> file from the index; empty for a checkpoint of one file."""
+    index = model_dir / INDEX
+    if not index.is_file():
+        if not (model_dir / SINGLE_FILE).is_file():
+            raise UserError(f"{model_dir} holds neither {SINGLE_FILE} nor {INDEX}; no weights to read")
+        return {}
+    try:
+        return {str(name): str(file) for name, file in json.loads(index.read_text())["weight_map"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{index} is not a valid index ({type(error).__name__}: {error})") from None
+
+
+def _read_header(path: Path) -> dict[str, LazyTensor]:
+    """The tensors of one file: 8 bytes length, JSON header, then the data without gaps."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            size = path.stat().st_size
+            if length > size - 8:
+                raise UserError(f"{path} is truncated or not a safetensors file: it has {size} bytes")
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        spans = sorted((*info["data_offsets"], name) for name, info in header.items())
+        end = 0
+        for start, stop, name in spans:
+            itemsize = DTYPES[header[name]["dtype"]][1]
+            if start != end or stop - start != itemsize * math.prod(header[name]["shape"]):
+                raise UserError(f"{path}: the header contradicts itself at tensor {name}")
+            end = stop
+        if size != 8 + length + end:
+            raise UserError(f"{path} is truncated: its header promises {8 + length + end} bytes, it has {size}")
+        return {
+            name: contiguous(info["shape"], DTYPES[info["dtype"]][0], path, 8 + length + info["data_offsets"][0])
+            for name, info in header.items()
+        }
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{path}: not a readable safetensors file ({type(error).__name__}: {error})") from None
+
+
+@torch.no_grad()
+def load_into(reader: HFReader, copies: Iterable[Copy], parameters: Mapping[str, torch.Tensor]) -> None:
+    """Execute ``copies`` from the checkpoint into ``parameters``; padding rows are set to zero."""
+    padded = {copy.megatron for copy in copies if copy.megatron in parameters}
+    for name in padded:
+        parameters[name].zero_()
+    for copy in copies:
+        source = reader.slice(copy.hf)
+        values = source[copy.hf_start : copy.hf_stop] if copy.dim == 0 else source[:, copy.hf_start : copy.hf_stop]
+        parameters[copy.megatron].narrow(copy.dim, copy.start, copy.length).copy_(values)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One safetensors file to be written: ``header``, then every tensor at its ``offsets`` (from the file's start)."""
+
+    file: str
+    header: bytes
+    offsets: dict[str, int]
+    nbytes: int
+
+
+# What is to be written: tensor name -> (shape, torch's name of its type), in the order of the model.
+Specs = Mapping[str, tuple[tuple[int, ...], str]]
+
+
+def assign_files(specs: Specs, max_bytes: int = SHARD_BYTES) -> dict[str, str]:
+    """Tensor name -> file: in order, files of at most ``max_bytes`` (one tensor at least)."""
+    parts: list[list[str]] = [[]]
+    size = 0
+    for name, spec in specs.items():
+        if parts[-1] and size + _nbytes(spec) > max_bytes:
+            parts.append([])
+            size = 0
+        parts[-1].append(name)
+        size += _nbytes(spec)
+    if len(parts) == 1:
+        return dict.fromkeys(parts[0], SINGLE_FILE)
+    count = len(parts)
+    return {name: f"model-{i:05d}-of-{count:05d}.safetensors" for i, part in enumerate(parts, 1) for name in part}
+
+
+def plan_shards(specs: Specs, files: Mapping[str, str]) -> list[Shard]:
+    """Headers and offsets, in the order and the form in which the safetensors library writes them."""
+    shards = []
+    for file in dict.fromkeys(files[name] for name in specs):
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name in sorted((n for n in specs if files[n] == file), key=lambda n: (-ITEMSIZE[specs[n][1]], n)):
+            start, end = end, end + _nbytes(specs[name])
+            shape, dtype = specs[name]
+            header[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        data = 8 + len(text)
+        offsets = {name: data + header[name]["data_offsets"][0] for name in header if name != "__metadata__"}
+        shards.append(Shard(file, len(text).to_bytes(8, "little") + text, offsets, data + end))
+    return shards
+
+
+def _nbytes(spec: tuple[tuple[int, ...], str]) -> int:
+    shape, dtype = spec
+    return ITEMSIZE[dtype] * math.prod(shape)
+
+
+def write_checkpoint(
+    out: Path,
+    source_dir: Path,
+    arch: Architecture,
+    dtype: torch.dtype,
+    collect: Callable[[dict[str, tuple[int, ...]]], dict[str, torch.Tensor]],
+    writer: bool,
+    max_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write a Hugging Face directory shard by shard: ``collect`` returns the tensors of one shard.
+
+    Collective where ``collect`` is; only the ``writer`` touches the disk, under a temporary name that is renamed when
+    complete. Everything that is not weights (config, tokenizer, templates) is taken from ``source_dir``.
+    """
+    shapes, name = hf_shapes(arch), str(dtype).removeprefix("torch.")
+    specs = {key: (shape, name) for key, shape in shapes.items()}
+    shards = plan_shards(specs, assign_files(specs, max_bytes))
+    parts = ((shard, collect({key: shapes[key] for key in shapes if key in shard.offsets})) for shard in shards)
+    if not writer:
+        for _ in parts:
+            pass
+        return
+    with new_directory(out, overwrite=True) as temporary:
+        for shard, tensors in parts:
+            with (temporary / shard.file).open("wb") as file:
+                file.write(shard.header)
+                for key in shard.offsets:
+                    file.write(tensors[key].to(dtype).contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        write_index(temporary, shards)
+        copy_side_files(source_dir, temporary, name)
+
+
+@contextmanager
+def tensors_on_disk(out: Path, specs: Specs, max_bytes: int = SHARD_BYTES) -> Iterator[dict[str, torch.Tensor]]:
+    """The files of a checkpoint in ``out``, and every tensor mapped to its place in them, to be filled slice by slice.
+
+    Raises :class:`OSError` when the disk has no room for them. On the disk when the block ends.
+    """
+    shards = plan_shards(specs, assign_files(specs, max_bytes))
+    tensors, maps = {}, []
+    for shard in shards:
+        with (out / shard.file).open("w+b") as file:
+            file.write(shard.header)
+            file.flush()
+            os.posix_fallocate(file.fileno(), 0, shard.nbytes)  # writing to a map of a full disk would kill the process
+            maps.append(mmap.mmap(file.fileno(), shard.nbytes))
+        for name, offset in shard.offsets.items():
+            shape, dtype = specs[name]
+            flat = torch.frombuffer(maps[-1], dtype=getattr(torch, dtype), offset=offset, count=math.prod(shape))
+            tensors[name] = flat.view(shape)
+    yield tensors
+    for mapped in maps:
+        mapped.flush()
+    write_index(out, shards)
+
+
+def write_index(out: Path, shards: list[Shard]) -> None:
+    """The index of a checkpoint of several files; one file needs none."""
+    if len(shards) > 1:
+        total = sum(shard.nbytes - len(shard.header) for shard in shards)
+        weight_map = {name: shard.file for shard in shards for name in shard.offsets}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        (out / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def copy_side_files(source_dir: Path, out: Path, dtype: str | None = None) -> None:
+    """Copy what belongs to the model besides its weights (config, tokenizer, templates, remote code, licence); let
+    ``config.json`` name the ``dtype`` of the weights."""
+    for path in sorted(source_dir.iterdir()):
+        if path.is_dir() and path.name in _SIDE_DIRECTORIES:
+            shutil.copytree(path, out / path.name)
+        elif path.is_file() and _is_side_file(path.name):
+            shutil.copyfile(path, out / path.name)
+    config = json.loads((out / "config.json").read_text())
+    key = "dtype" if "dtype" in config else "torch_dtype"
+    if dtype is not None and config.get(key) != dtype:
+        config[key] = dtype
+        (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _is_side_file(name: str) -> bool:
+    return not (name.startswith(".") or name.endswith(_WEIGHTS) or name in _NOT_SIDE_FILES)
