@@ -40,7 +40,7 @@ def measure(seeds: int = 4, steps: int = 1200) -> dict[str, Any]:
     return {
         "conflict": conflict(),
         "estimator": estimator(),
-        "collapse": mode_collapse(),
+        "collapse": collapse_numbers(),
         "properness": proper(seeds, steps),
         "noise": noise(),
         "digits": digits(),
@@ -90,7 +90,7 @@ def estimator() -> dict[str, Any]:
     }
 
 
-def mode_collapse(runs: int = 12, steps: int = 1500) -> dict[str, Any]:
+def collapse_numbers(runs: int = 12, steps: int = 1500) -> dict[str, Any]:
     """Entropy and top probability of a tabular policy with five right answers of eight: exact flow, and GRPO's groups."""
     R = np.array([1.0] * 5 + [0.0] * 3)
     exact = mode_collapse.exact_flow(np.zeros(8), R, steps, 0.5)

@@ -16,7 +16,7 @@ import pytest
 
 from megatron_dcpo.cli import main
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.judging import sandbox
+from megatron_dcpo.sandbox import local
 from megatron_dcpo.sandbox.judge import Bench, CodeLimits, CodePool
 from megatron_dcpo.sandbox.tests import check_syntax, checked_tests, same_output
 
@@ -115,7 +115,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
 
 @pytest.fixture(scope="module", params=["bubblewrap", "landlock"])
 def pool(request: pytest.FixtureRequest) -> Iterator[CodePool]:
-    if problem := sandbox.problem_of(request.param):
+    if problem := local.problem_of(request.param):
         pytest.skip(f"{request.param} does not work on this machine: {problem}")
     with CodePool(limits=LIMITS, sandbox=request.param, workers=2) as pool:
         yield pool
@@ -174,7 +174,7 @@ def test_submit_returns_before_the_verdict(pool: CodePool) -> None:
 
 
 def test_closing_leaves_no_process_and_cancels_what_waits() -> None:
-    level = sandbox.choose("auto")
+    level = local.choose("auto")
     before = set(_children())
     pool = CodePool(limits=CodeLimits(timeout=1, total_seconds=1), sandbox=level, workers=1)
     futures = [pool.submit(fenced("while True: pass"), SUM) for _ in range(3)]
@@ -287,21 +287,21 @@ def test_bad_limits() -> None:
 
 def test_an_environment_below_tmp_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     """Root's launcher mounts its own /tmp over the one in which the packages lie."""
-    if problem := sandbox.problem_of("bubblewrap"):
+    if problem := local.problem_of("bubblewrap"):
         pytest.skip(f"bubblewrap does not work on this machine: {problem}")
     with tempfile.TemporaryDirectory(dir="/tmp") as site:
         Path(site).chmod(0o755)  # any user may walk there, unlike pytest's own directories
         (Path(site) / "sortedcontainers").mkdir()
-        monkeypatch.setattr(sandbox, "_site", lambda: site)
-        assert sandbox.problem_of.__wrapped__("bubblewrap") == ""
+        monkeypatch.setattr(local, "_site", lambda: site)
+        assert local.problem_of.__wrapped__("bubblewrap") == ""
 
 
 def test_no_sandbox_is_refused_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "problem_of", lambda level: f"no {level}")
+    monkeypatch.setattr(local, "problem_of", lambda level: f"no {level}")
     with pytest.raises(UserError, match=r"apt-get install bubblewrap.*--sandbox unsafe") as error:
-        sandbox.choose("auto")
+        local.choose("auto")
     assert "\n" not in str(error.value)
-    assert sandbox.choose("unsafe") == "unsafe"
+    assert local.choose("unsafe") == "unsafe"
 
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dcpo.judging import notation, shapes
+from megatron_dcpo.judging.math import answer_forms, latex
 from megatron_dcpo.judging.math.equivalence import equivalent, quick_verdict
 
 # class: (equal pairs, unequal pairs), "answer | key"
@@ -295,14 +295,14 @@ def test_verdicts_that_need_algebra_are_not_quick(answer: str, key: str) -> None
     ],
 )
 def test_exact_numbers(text: str, value: Fraction | None) -> None:
-    assert shapes.exact_number(text) == value
+    assert answer_forms.exact_number(text) == value
 
 
 def test_numerals_need_digits_below_their_base() -> None:
-    assert shapes.numeral("128_5") is None
-    assert shapes.numeral("x_5") is None
-    assert shapes.numeral("12_{99}") is None
-    assert shapes.numeral("12_{11}") == ("12", 11)
+    assert answer_forms.numeral("128_5") is None
+    assert answer_forms.numeral("x_5") is None
+    assert answer_forms.numeral("12_{99}") is None
+    assert answer_forms.numeral("12_{11}") == ("12", 11)
 
 
 @pytest.fixture(autouse=True)
@@ -316,17 +316,17 @@ def in_time() -> Iterator[None]:
 @given(st.text(alphabet="\\{}()[]^_$°√½π:,. 0123456789abfracsqtint", max_size=60))
 @settings(max_examples=300, deadline=None)
 def test_notation_is_total_and_settles(text: str) -> None:
-    assert isinstance(notation.normalise(text), str)
+    assert isinstance(latex.normalise(text), str)
     assert quick_verdict(text, text) is bool(text.strip())
-    for shape in (shapes.numeral, shapes.ratio, shapes.is_braced_set, shapes.exact_number):
+    for shape in (answer_forms.numeral, answer_forms.ratio, answer_forms.is_braced_set, answer_forms.exact_number):
         shape(text)
-    shapes.units_differ(text, text)
+    answer_forms.units_differ(text, text)
 
 
 @pytest.mark.parametrize(
     "text", ["\\frac" * 150, "{" * 1000, "1\\," * 300, "√" * 900, "^\\circ" * 150, "1 " * 500, "(" * 999]
 )
 def test_long_texts_take_no_time(text: str) -> None:
-    notation.normalise(text)
-    shapes.units_differ(text, text)
-    assert shapes.ratio(text) is None
+    latex.normalise(text)
+    answer_forms.units_differ(text, text)
+    assert answer_forms.ratio(text) is None
