@@ -1,6 +1,9 @@
-"""The error that is the user's to mend, the stop that is nobody's fault, and what a process's exit status says."""
+"""UserError, Stopped and the exit statuses of the command line."""
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
 
 # Exit statuses of every verb besides 0 and Python's own 1 for an unforeseen exception.
 EXIT_USER_ERROR = 2
@@ -19,3 +22,10 @@ class Stopped(Exception):
     def __init__(self, message: str, exit_status: int) -> None:
         super().__init__(message)
         self.exit_status = exit_status
+
+
+def did_you_mean(word: object, known: Iterable[str]) -> str:
+    """``; did you mean 'x'?`` with the nearest of ``known``, or the list of them: the end of an error message."""
+    known = list(known)
+    near = difflib.get_close_matches(str(word), known, n=1, cutoff=0.4)
+    return f"; did you mean {near[0]!r}?" if near else f"; valid: {', '.join(known)}"

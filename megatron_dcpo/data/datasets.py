@@ -22,7 +22,7 @@ from typing import Any
 from megatron_dcpo.data import prompts
 from megatron_dcpo.data.code_problems import OtherLanguage, code_problem, pack_tests, tests_key
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.types import Prompt
+from megatron_dcpo.types import CONFIDENCE_TAG, Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ def load_prompts(
     max_prompt_length: int | None = None,
     limit: int | None = None,
     task: str | None = None,
-    marker: str = prompts.MARKER,
+    marker: str = CONFIDENCE_TAG,
 ) -> list[Prompt]:
     """The prompts of a data set: rendered, tokenised, each with an id of its own (equal problems stay separate groups).
 
@@ -88,7 +88,7 @@ def render_prompts(
     template: str = "paper",
     max_prompt_length: int | None = None,
     limit: int | None = None,
-    marker: str = prompts.MARKER,
+    marker: str = CONFIDENCE_TAG,
     source: str = "the data set",
 ) -> list[Prompt]:
     """Records through the prompt template. Stops reading at ``limit`` prompts."""
@@ -110,7 +110,7 @@ def render_prompts(
 
 
 def message_prompts(
-    records: Sequence[Record], template: str = "paper", limit: int | None = None, marker: str = prompts.MARKER
+    records: Sequence[Record], template: str = "paper", limit: int | None = None, marker: str = CONFIDENCE_TAG
 ) -> list[Prompt]:
     """The same prompts for a server, which has its own tokenizer and chat template: messages, no token ids."""
     return [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from megatron_dcpo.judging.answers import BOXED, AnswerForm
-from megatron_dcpo.judging.blocks import decimal_tokens, split_blocks
+from megatron_dcpo.judging.blocks import split_blocks
 from megatron_dcpo.judging.confidence import MARKER, parse_confidence
 from megatron_dcpo.judging.math.verifier import verify_many
 from megatron_dcpo.judging.token_bytes import TokenBytes
@@ -49,7 +49,6 @@ def judge_many(
                 stated=parsed.stated,
                 answered=form.opener.encode() in split.reasoning,
                 marker_end=split.marker_end,
-                decimals=decimal_tokens(response.token_ids, tokens, split) if parsed.status == "ok" else (),
             )
         )
     return judgements
