@@ -47,7 +47,7 @@ from megatron_dcpo.conversion.parameters import (
     slices,
 )
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.runtime.dtypes import FLOATS, itemsize
+from megatron_dcpo.runtime.dtypes import FLOATS, dtype_bytes
 from megatron_dcpo.runtime.files import new_directory, require_apart, require_space
 from megatron_dcpo.weights.architecture import Architecture, read_architecture
 from megatron_dcpo.weights.hf_checkpoint import (
@@ -157,7 +157,7 @@ def import_checkpoint(
         dtype = _one_dtype(source, {name: reader.specs[name] for name in hf_shapes(arch)})
         ignored = _ignored(reader, arch)
         chunks = list(_new_chunks(arch, reader, padded))
-        total = sum(math.prod(chunk.sizes) for chunk in chunks) * itemsize(dtype)
+        total = sum(math.prod(chunk.sizes) for chunk in chunks) * dtype_bytes(dtype)
         require_space(target, total)
         with new_directory(target, overwrite) as temporary, _threads() as pool:
             hashing = {name: pool.submit(_sha256, reader.tensor(name)) for name in hf_shapes(arch)}
@@ -186,7 +186,7 @@ def _new_chunks(arch: Architecture, reader: HFReader, padded: int) -> Iterator[N
         dtype = reader.specs[copies[0].hf][1]
         key, layer = checkpoint_key(megatron)
         stack = () if layer is None else (arch.num_layers,)
-        bounds = _chunk_bounds(kinds[megatron], rows, math.prod(columns) * itemsize(dtype))
+        bounds = _chunk_bounds(kinds[megatron], rows, math.prod(columns) * dtype_bytes(dtype))
         for start, stop in itertools.pairwise(bounds):
             sizes = (*(1 for _ in stack), stop - start, *columns)
             offsets = (*(() if layer is None else (layer,)), start, *(0 for _ in columns))
@@ -273,7 +273,7 @@ def export_checkpoint(
         dtype = _float_dtype(source, specs)
         recorded = None if max_shard_bytes or hf_config else _recorded_files(side, specs)
         shards = plan_shards(specs, recorded or assign_files(specs, max_shard_bytes or SHARD_BYTES))
-        total = sum(math.prod(shape) * itemsize(name) for shape, name in specs.values())
+        total = sum(math.prod(shape) * dtype_bytes(name) for shape, name in specs.values())
         require_space(target, sum(shard.nbytes for shard in shards))
         with new_directory(target, overwrite) as temporary:
             hashes = _write_shards(temporary, shards, slices(arch, checkpoint, located), _counter(progress, total))
@@ -357,7 +357,7 @@ def _float_dtype(where: Path, specs: Specs) -> str:
 def _verify(arch: Architecture, checkpoint: MegatronCheckpoint, reader: HFReader, progress: Progress) -> float:
     """Compare source and result, both read again, byte for byte; returns the seconds."""
     clock, located = time.perf_counter(), locate(arch, checkpoint)
-    count = _counter(progress, sum(math.prod(shape) * itemsize(dtype) for shape, dtype in reader.specs.values()))
+    count = _counter(progress, sum(math.prod(shape) * dtype_bytes(dtype) for shape, dtype in reader.specs.values()))
 
     def compare(parameter: list[Slice]) -> int:
         for part in parameter:

@@ -16,7 +16,7 @@ from megatron_dcpo.conversion.megatron_checkpoint import (
     is_checkpoint,
 )
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.runtime.dtypes import itemsize
+from megatron_dcpo.runtime.dtypes import dtype_bytes
 from megatron_dcpo.weights.hf_checkpoint import INDEX, SINGLE_FILE, HFReader, Specs
 
 
@@ -50,7 +50,7 @@ def inspect_checkpoint(
 
 
 def _describe(shape: tuple[int, ...], dtype: str) -> dict[str, Any]:
-    return {"shape": list(shape), "dtype": dtype, "bytes": math.prod(shape) * itemsize(dtype)}
+    return {"shape": list(shape), "dtype": dtype, "bytes": math.prod(shape) * dtype_bytes(dtype)}
 
 
 def _sha256(checkpoint: MegatronCheckpoint, tensor: StoredTensor) -> str:

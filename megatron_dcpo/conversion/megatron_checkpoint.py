@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.runtime.dtypes import itemsize, name_of, torch_dtype
+from megatron_dcpo.runtime.dtypes import dtype_bytes, name_of, torch_dtype
 
 LATEST = "latest_checkpointed_iteration.txt"
 METADATA = ".metadata"
@@ -82,7 +82,7 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * itemsize(self.dtype)
+        return math.prod(self.shape) * dtype_bytes(self.dtype)
 
     def at_layer(self, number: int) -> StoredTensor:
         """Entry ``number`` along the leading axis, on which Megatron stacks the layers."""
@@ -154,7 +154,7 @@ class MegatronCheckpoint:
         return [(start, parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)) for start, parts in rows.items()]
 
     def _map(self, tensor: StoredTensor, chunk: Chunk) -> Tensor:
-        nbytes = math.prod(chunk.sizes) * itemsize(tensor.dtype)
+        nbytes = math.prod(chunk.sizes) * dtype_bytes(tensor.dtype)
         try:
             if chunk.path not in self._maps:
                 self._maps[chunk.path] = torch.from_numpy(np.memmap(chunk.path, np.uint8, "c"))
@@ -178,7 +178,7 @@ class MegatronCheckpoint:
         if start + nbytes > chunk.length:
             raise UserError(f"{chunk.path}: the tensor at byte {chunk.start} is larger than its storage")
         flat = self._maps[chunk.path][chunk.start + start : chunk.start + start + nbytes]
-        return flat.view(*chunk.sizes, itemsize(tensor.dtype))
+        return flat.view(*chunk.sizes, dtype_bytes(tensor.dtype))
 
 
 def find_checkpoint(path: Path) -> Path:

@@ -42,7 +42,7 @@ def dtype_name(option: str) -> str:
     return _OPTIONS.get(option, option)
 
 
-def itemsize(name: str) -> int:
+def dtype_bytes(name: str) -> int:
     """Bytes per element of a type by its name, ours or torch's. Raises :class:`KeyError` for an unknown one."""
     return _TABLE[dtype_name(name)][1]
 

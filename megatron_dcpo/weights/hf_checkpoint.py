@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.runtime.dtypes import FROM_SAFETENSORS, SAFETENSORS_CODES, itemsize, name_of, torch_dtype
+from megatron_dcpo.runtime.dtypes import FROM_SAFETENSORS, SAFETENSORS_CODES, dtype_bytes, name_of, torch_dtype
 from megatron_dcpo.runtime.files import new_directory
 from megatron_dcpo.weights.architecture import Architecture
 from megatron_dcpo.weights.planner import Copy
@@ -151,7 +151,7 @@ def plan_shards(specs: Specs, files: Mapping[str, str]) -> list[Shard]:
     for file in dict.fromkeys(files[name] for name in specs):
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
-        for name in sorted((n for n in specs if files[n] == file), key=lambda n: (-itemsize(specs[n][1]), n)):
+        for name in sorted((n for n in specs if files[n] == file), key=lambda n: (-dtype_bytes(specs[n][1]), n)):
             start, end = end, end + _nbytes(specs[name])
             shape, dtype = specs[name]
             header[name] = {"dtype": SAFETENSORS_CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
@@ -165,7 +165,7 @@ def plan_shards(specs: Specs, files: Mapping[str, str]) -> list[Shard]:
 
 def _nbytes(spec: tuple[tuple[int, ...], str]) -> int:
     shape, dtype = spec
-    return itemsize(dtype) * math.prod(shape)
+    return dtype_bytes(dtype) * math.prod(shape)
 
 
 def write_checkpoint(
