@@ -15,6 +15,13 @@ from megatron_dcpo.runtime.device import (
     set_threads,
     synchronize,
 )
-from megatron_dcpo.runtime.megatron_on_cpu import ensure
+
+
+def ensure() -> None:
+    """Make Megatron-core importable and runnable on this machine. Idempotent; a no-op with CUDA."""
+    from megatron_dcpo.runtime import megatron_on_cpu
+
+    megatron_on_cpu.ensure()
+
 
 __all__ = ["backend", "check_world_size", "device", "ensure", "has_cuda", "memory_gb", "set_threads", "synchronize"]

@@ -1,20 +1,29 @@
-"""Which device this process computes on, and the collective backend that goes with it."""
+"""Which device this process computes on, and the collective backend that goes with it.
+
+torch is imported when a function needs it: the command line imports this room for its signals before it knows the verb.
+"""
 
 from __future__ import annotations
 
 import os
-
-import torch
+from typing import TYPE_CHECKING
 
 from megatron_dcpo.errors import UserError
 
+if TYPE_CHECKING:
+    import torch
+
 
 def has_cuda() -> bool:
+    import torch
+
     return torch.cuda.is_available()
 
 
 def device() -> torch.device:
     """The device of this process: its own GPU (by ``LOCAL_RANK``), or the CPU."""
+    import torch
+
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if has_cuda() else torch.device("cpu")
 
 
@@ -25,6 +34,8 @@ def backend() -> str:
 def synchronize() -> None:
     """Wait for the device, so that a phase timer measures the phase. Nothing to wait for on the CPU."""
     if has_cuda():
+        import torch
+
         torch.cuda.synchronize()
 
 
@@ -35,6 +46,8 @@ def memory_gb() -> dict[str, float]:
         resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     ledger = {"rss": resident / 1e9}
     if has_cuda():
+        import torch
+
         free, total = torch.cuda.mem_get_info()
         ledger |= {"cuda": torch.cuda.memory_allocated() / 1e9, "cuda_peak": torch.cuda.max_memory_allocated() / 1e9}
         ledger["device"] = (total - free) / 1e9
@@ -49,6 +62,8 @@ def set_threads() -> None:
     than the second thread brings: measured 3-8 times on 64-128 wide models.
     """
     if not has_cuda() and "OMP_NUM_THREADS" not in os.environ:
+        import torch
+
         torch.set_num_threads(1)
 
 
