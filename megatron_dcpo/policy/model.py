@@ -13,6 +13,7 @@ from megatron_dcpo.config import ModelConfig, ParallelConfig
 from megatron_dcpo.policy.layers import block_spec, check_transformer_engine, has_transformer_engine, layer_spec
 from megatron_dcpo.runtime.device import capabilities, current_device
 from megatron_dcpo.runtime.distributed import Topology
+from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.weights.architecture import Architecture, read_architecture
 from megatron_dcpo.weights.hf_checkpoint import HFReader, load_into
 from megatron_dcpo.weights.planner import (
@@ -31,8 +32,6 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,7 @@ def build_policy(model: ModelConfig, parallel: ParallelConfig, topology: Topolog
     check_layout(arch, layout)
     reader = HFReader(model.path)
     reader.check(arch)
-    config = transformer_config(arch, parallel, DTYPES[model.params_dtype])
+    config = transformer_config(arch, parallel, torch_dtype(model.params_dtype))
     gpts, copies = [], []
     for virtual in range(layout.virtual_pipeline_model_parallel_size):
         at = Coordinates(topology.tp_rank, topology.pp_rank, virtual)

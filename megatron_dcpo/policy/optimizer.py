@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_dcpo.config import Config
-from megatron_dcpo.policy.model import DTYPES, Policy
+from megatron_dcpo.policy.model import Policy
+from megatron_dcpo.runtime.dtypes import torch_dtype
 
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # isort: skip
 import logging
@@ -26,7 +27,7 @@ from megatron_dcpo.runtime.device import capabilities
 def build_optimizer(config: Config, policy: Policy) -> tuple[Any, OptimizerParamScheduler]:
     """AdamW on this rank's parameters (sharded over data-parallel ranks with the distributed optimizer)."""
     options = config.optimizer
-    dtype = DTYPES[config.model.params_dtype]
+    dtype = torch_dtype(config.model.params_dtype)
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",

@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.rollout.engine import SamplingConfig, read_eos_token_ids, uniforms
 from megatron_dcpo.runtime.device import current_device
+from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.runtime.signals import RolloutAbandoned, stop_requested
 from megatron_dcpo.types import Prompt, Response
 from megatron_dcpo.weights.planner import Piece
@@ -45,15 +46,9 @@ class TransformersEngine:
         if not (Path(model_dir) / "config.json").is_file():
             raise UserError(f"model directory {model_dir} has no config.json; pass a Hugging Face checkpoint directory")
         transformers_logging.disable_progress_bar()
-        torch_dtype = {
-            "fp32": torch.float32,
-            "float32": torch.float32,
-            "bf16": torch.bfloat16,
-            "bfloat16": torch.bfloat16,
-        }
         try:
             model: Any = AutoModelForCausalLM.from_pretrained(
-                model_dir, dtype=torch_dtype[dtype], local_files_only=True
+                model_dir, dtype=torch_dtype(dtype), local_files_only=True
             )
         except (OSError, ValueError) as error:
             raise UserError(f"cannot load a model from {model_dir}: {' '.join(str(error).split())}") from None

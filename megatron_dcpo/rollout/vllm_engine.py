@@ -26,6 +26,7 @@ import torch.distributed as dist
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.rollout.engine import EngineError, SamplingConfig, choose_engine, read_eos_token_ids, request_seed
 from megatron_dcpo.runtime.device import capabilities, rng_state, set_rng_state
+from megatron_dcpo.runtime.dtypes import dtype_name
 from megatron_dcpo.runtime.signals import RolloutAbandoned, stop_requested
 from megatron_dcpo.types import Prompt, Response
 from megatron_dcpo.weights.architecture import read_architecture
@@ -33,8 +34,6 @@ from megatron_dcpo.weights.planner import Piece
 from megatron_dcpo.weights.reshard_plan import check_engine
 
 logger = logging.getLogger(__name__)
-
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -244,7 +243,7 @@ class VllmEngine:
 
                 llm = LLM(
                     str(self.model_dir),
-                    dtype=_DTYPES.get(options.dtype, options.dtype),
+                    dtype=dtype_name(options.dtype),
                     tensor_parallel_size=options.tensor_model_parallel_size,
                     gpu_memory_utilization=options.gpu_memory_utilization,
                     max_num_seqs=options.max_num_seqs,
