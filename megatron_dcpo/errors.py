@@ -1,6 +1,9 @@
-"""The error that is the user's to mend, the stop that is nobody's fault, and what a process's exit status says."""
+"""UserError, Stopped, and the exit statuses of a process."""
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
 
 # Exit statuses of every verb besides 0 and Python's own 1 for an unforeseen exception.
 EXIT_USER_ERROR = 2
@@ -19,3 +22,8 @@ class Stopped(Exception):
     def __init__(self, message: str, exit_status: int) -> None:
         super().__init__(message)
         self.exit_status = exit_status
+
+
+def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.4) -> str | None:
+    """The one of ``known`` that is most like ``word``; None when none is at least ``cutoff`` (0 to 1) like it."""
+    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)), None)

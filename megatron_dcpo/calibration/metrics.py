@@ -229,7 +229,7 @@ def parse_rate(confidences: Confidences) -> float:
     return _mean(_is_valid(as_confidences(confidences)).astype(np.float64))
 
 
-def worst_case(
+def pessimistic(
     confidences: Confidences, correct: Correct, fill: Literal["farthest", "half"] = "farthest"
 ) -> np.ndarray:
     """Confidences [N] with every invalid one replaced: by the wrong end of the scale (1 - y), or by one half.

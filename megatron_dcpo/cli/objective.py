@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import json
 import math
 import sys
@@ -20,7 +19,7 @@ import numpy as np
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from megatron_dcpo.errors import UserError
+from megatron_dcpo.errors import UserError, did_you_mean
 from megatron_dcpo.objectives import METHODS, Objective, ObjectiveConfig, Scored, TokenBatch, build_objective
 from megatron_dcpo.types import ConfidenceStatus, Judgement
 
@@ -202,8 +201,8 @@ def _known(given: Mapping[str, Any], known: Sequence[str], where: str) -> None:
 
 
 def _near(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.4)
-    return f"; did you mean {near[0]!r}?" if near else f"; valid: {', '.join(known)}"
+    near = did_you_mean(name, known)
+    return f"; did you mean {near!r}?" if near else f"; valid: {', '.join(known)}"
 
 
 def _flat(rows: Iterable[Any], dtype: type = np.float64) -> torch.Tensor:

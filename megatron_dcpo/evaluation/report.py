@@ -21,10 +21,10 @@ from typing import Any
 from megatron_dcpo.calibration import diagrams
 from megatron_dcpo.calibration.metrics import Bins
 from megatron_dcpo.calibration.summary import json_ready
+from megatron_dcpo.data.datasets import read_json_lines
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation import published
 from megatron_dcpo.evaluation.published import Published
-from megatron_dcpo.evaluation.samples import read_jsonl
 from megatron_dcpo.evaluation.scoring import CONFIDENCE_KINDS, HEADLINE, bins_from_json, headline
 from megatron_dcpo.judging.confidence import MARKER
 
@@ -87,9 +87,11 @@ def read_run(path: Path, evaluation_path: Path | None = None, name: str | None =
     evaluated = evaluation_path or path
     evaluation_file, metrics_file = evaluated / "evaluation.json", path / "metrics.jsonl"
     evaluation = _read_json(evaluation_file) if evaluation_file.exists() else None
-    rows = [row for _, row in read_jsonl(metrics_file, torn_tail=True)] if metrics_file.exists() else []
+    rows = [row for _, row in read_json_lines(metrics_file, allow_truncated=True)] if metrics_file.exists() else []
     files = [evaluated / "samples.jsonl", *sorted((path / "samples").glob("*.jsonl"))[-1:]]
-    samples = next(([row for _, row in read_jsonl(file, torn_tail=True)] for file in files if file.exists()), [])
+    samples = next(
+        ([row for _, row in read_json_lines(file, allow_truncated=True)] for file in files if file.exists()), []
+    )
     return Run(name or path.name, path, evaluation, rows, samples)
 
 

@@ -25,15 +25,15 @@ from megatron_dcpo.types import DecimalToken
 
 @dataclass(frozen=True)
 class Split:
-    """Tokens ``[0, boundary)`` reason, ``[boundary, T)`` state the confidence.
+    """Tokens ``[0, boundary)`` reason, ``[boundary, T)`` state the confidence; None where text was split.
 
     ``content`` are the bytes of the response without its final EOS; ``marker`` is the byte offset of the marker in
     it, None when there is none. ``ended`` says whether the response closes with an EOS. ``marker_end`` is the first token
     that begins behind the marker.
     """
 
-    boundary: int
-    marker_end: int
+    boundary: int | None
+    marker_end: int | None
     content: bytes
     marker: int | None
     ended: bool
@@ -68,6 +68,12 @@ def split_blocks(
     return Split(int(boundary), int(marker_end), content, at, ended)
 
 
+def split_text(text: str, marker: str, form: AnswerForm = BOXED) -> Split:
+    """Split a response of which only the text is known, without its end token. Whether it ended is not known here."""
+    content = text.encode(errors="surrogatepass")
+    return Split(None, None, content, form.find_marker(content, marker.encode()), ended=False)
+
+
 WIDEST = 3  # digits of one token; every tokenizer we know stops there
 
 _BELOW_ONE = re.compile(rb"(?<![0-9])0*\.([0-9]+)[ \t\r\n\f\v]*$")
@@ -80,7 +86,7 @@ def decimal_tokens(token_ids: Sequence[int] | np.ndarray, tokens: TokenBytes, sp
         return ()
     begin, end = (max(0, len(split.content) - 64) + offset for offset in number.span(1))
     found, stop = [], len(split.content)
-    for position in reversed(range(split.boundary, len(token_ids) - split.ended)):
+    for position in reversed(range(split.boundary or 0, len(token_ids) - split.ended)):
         piece = tokens[int(token_ids[position])]
         start = stop - len(piece)
         if start < begin:

@@ -25,7 +25,7 @@ import numpy as np
 from megatron_dcpo.data.prompts import plain_text
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.rollout.engine import SamplingConfig
-from megatron_dcpo.types import Completion, Prompt
+from megatron_dcpo.types import Prompt, Response
 
 logger = logging.getLogger(__name__)
 
@@ -62,14 +62,14 @@ class Endpoint:
     longest_pause: float = 60.0
     extra_body: Mapping[str, Any] = field(default_factory=dict)
 
-    def complete(self, requests: Sequence[_Request]) -> Iterator[list[Completion]]:
+    def complete(self, requests: Sequence[_Request]) -> Iterator[list[Response]]:
         """Every repeat of every request, in the order they finish, as many at a time as have finished."""
         todo: queue.SimpleQueue[tuple[Prompt, int]] = queue.SimpleQueue()
         for request in requests:
             for repeat in request.repeats:
                 todo.put((request.prompt, repeat))
         left, stop = todo.qsize(), threading.Event()
-        done: queue.SimpleQueue[Completion | BaseException] = queue.SimpleQueue()
+        done: queue.SimpleQueue[Response | BaseException] = queue.SimpleQueue()
         for _ in range(min(self.concurrency, left)):
             threading.Thread(target=self._work, args=(todo, done, stop), daemon=True).start()
         try:
@@ -83,13 +83,13 @@ class Endpoint:
         finally:
             stop.set()
 
-    def ask(self, prompt: Prompt, repeat: int, stop: threading.Event | None = None) -> Completion:
+    def ask(self, prompt: Prompt, repeat: int, stop: threading.Event | None = None) -> Response:
         """One sample. Raises :class:`UserError` when the server refuses, or cannot be reached ``attempts`` times."""
         path = "/chat/completions" if self.api == "chat" else "/completions"
         body = json.dumps(self._body(prompt, repeat)).encode()
         reply = self._post(self.url.rstrip("/") + path, body, stop or threading.Event())
         try:
-            return _completion(prompt.prompt_id, repeat, reply["choices"][0], self.api)
+            return _response(prompt.prompt_id, repeat, reply["choices"][0], self.api)
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise UserError(
                 f"{self.url}: unexpected reply ({type(error).__name__}: {error}): {str(reply)[:200]}"
@@ -98,7 +98,7 @@ class Endpoint:
     def _work(
         self,
         todo: queue.SimpleQueue[tuple[Prompt, int]],
-        done: queue.SimpleQueue[Completion | BaseException],
+        done: queue.SimpleQueue[Response | BaseException],
         stop: threading.Event,
     ) -> None:
         while not stop.is_set():
@@ -173,9 +173,9 @@ def served_model(url: str, api_key: str | None = None, timeout: float = 30.0) ->
     return str(names[0])
 
 
-def _drain(done: queue.SimpleQueue[Completion | BaseException]) -> tuple[list[Completion], BaseException | None]:
+def _drain(done: queue.SimpleQueue[Response | BaseException]) -> tuple[list[Response], BaseException | None]:
     """Wait for one result, and take what else is there. Waits in slices, so that Ctrl-C is heard."""
-    batch: list[Completion] = []
+    batch: list[Response] = []
     while True:
         try:
             found = done.get(timeout=0.2) if not batch else done.get_nowait()
@@ -199,7 +199,7 @@ def _retry_after(value: str | None) -> float | None:
     return float(value) if value and value.strip().isdecimal() else None
 
 
-def _completion(prompt_id: str, repeat: int, choice: Mapping[str, Any], api: str) -> Completion:
+def _response(prompt_id: str, repeat: int, choice: Mapping[str, Any], api: str) -> Response:
     said = choice.get("logprobs") or {}
     if api == "chat":
         text = choice["message"].get("content") or ""
@@ -210,13 +210,15 @@ def _completion(prompt_id: str, repeat: int, choice: Mapping[str, Any], api: str
         text = choice["text"] or ""
         logprobs = said.get("token_logprobs") or []
         tops = [list((row or {}).values()) for row in said.get("top_logprobs") or []]
-    return Completion(
+    return Response(
         prompt_id,
         repeat,
-        text,
-        "length" if choice.get("finish_reason") == "length" else "stop",
-        np.array([_LOWEST_LOGPROB if value is None else value for value in logprobs], np.float32),
-        _rectangle(tops),
+        token_ids=np.empty(0, np.int64),
+        logprobs=np.array([_LOWEST_LOGPROB if value is None else value for value in logprobs], np.float32),
+        finish_reason="length" if choice.get("finish_reason") == "length" else "stop",
+        weights_version=0,
+        top_logprobs=_rectangle(tops),
+        text=text,
     )
 
 

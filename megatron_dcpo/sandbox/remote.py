@@ -84,10 +84,10 @@ class RemoteBench:
         raise AssertionError("unreachable")
 
     def _by_output(self, program: str, tests: dict[str, Any]) -> CodeVerdict:
-        deadline = time.monotonic() + self.limits.total_seconds
+        deadline = time.monotonic() + self.limits.program_seconds
         code = "\n".join(filter(None, [tests["setup"], program]))
         for place, (given, wanted) in enumerate(tests["cases"], start=1):
-            left = min(self.limits.timeout, remaining(deadline))
+            left = min(self.limits.test_seconds, remaining(deadline))
             if not left:
                 return CodeVerdict(0, "timeout", f"case {place}: out of time")
             category, detail, output = self._run(code, given, left)
@@ -100,13 +100,13 @@ class RemoteBench:
     def _by_calls(self, program: str, tests: dict[str, Any]) -> CodeVerdict:
         if self.checker is None or not self.checker.alive():
             self.checker = Server(self.checker_level, "checker")
-        total = self.limits.total_seconds
+        total = self.limits.program_seconds
         with ExitStack() as stack:
             ours, theirs = socket.socketpair()
             stack.callback(theirs.close)
             checks = stack.enter_context(in_memory(json.dumps(tests).encode()))
             # The service starts an interpreter per batch; the tests' patience covers that.
-            patient = CodeLimits(**{**vars(self.limits), "timeout": self.limits.total_seconds})
+            patient = CodeLimits(**{**vars(self.limits), "test_seconds": self.limits.program_seconds})
             verdicts = stack.enter_context(self.checker.spawn(patient, checks, ours.fileno()))
             ours.close()
             line = _RemoteProgram(self, theirs, {"program": program, "setup": tests["setup"]})
@@ -197,7 +197,7 @@ class _RemoteProgram:
 
     def _answers(self, calls: list[Any]) -> list[bytes] | None:
         limits = self.bench.limits
-        seconds = min(limits.total_seconds, limits.timeout * max(1, len(calls)))
+        seconds = min(limits.program_seconds, limits.test_seconds * max(1, len(calls)))
         self.category, self.detail, output = self.bench._run(
             _script(self.job, limits.output_mb << 20), json.dumps(calls), seconds
         )

@@ -202,8 +202,7 @@ def test_reference_solutions_pass_and_others_do_not(file: str, every: int) -> No
     """A sample of each set; ``make reference-solutions`` judges all of them."""
     rows = list(read_rows(real(file)))[::every]
     tests = [read_tests_of(dict(row)) for row in rows]
-    right = [f"```python\n{reference_solution(row)}\n```" for row in rows]
-    verdicts = judge_programs(list(zip(right, tests, strict=True)))
+    verdicts = judge_programs([(reference_solution(row), of_row) for row, of_row in zip(rows, tests, strict=True)])
     assert [(row["task_id"], v.detail) for row, v in zip(rows, verdicts, strict=True) if v.correct != 1] == []
     for row, found in zip(rows, tests, strict=True):  # in this process: the solutions are the data set's own
         names: dict[str, Any] = {"__name__": "program"}

@@ -200,13 +200,13 @@ def _name_of(on: dict[str, Any], args: Sequence[Any], kwargs: dict[str, Any]) ->
 def run_checks(channel: int, task: int, pipe: int, limits: dict[str, Any]) -> None:
     """Judge one program and say so on ``channel``: ``{"category": ..., "detail": ...}``."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_REAL, limits["total_seconds"])
+    signal.setitimer(signal.ITIMER_REAL, limits["program_seconds"])
     isolation.limit(resource.RLIMIT_AS, limits["checker_bytes"])
     isolation.limit(resource.RLIMIT_CORE, 0)
     sys.setrecursionlimit(10_000)
     with open(task, "rb") as stream:
         tests = json.loads(stream.read())
-    line = Line(pipe, limits["timeout"], limits["output_bytes"])
+    line = Line(pipe, limits["test_seconds"], limits["output_bytes"])
     category, detail = judge(tests, line)
     socket.socket(fileno=channel).send(json.dumps({"category": category, "detail": detail[:1000]}).encode())
 
