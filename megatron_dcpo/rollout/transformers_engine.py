@@ -16,7 +16,8 @@ from torch import Tensor
 
 from megatron_dcpo import runtime
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.rollout.engine import SamplingConfig, read_eos_token_ids, uniforms
+from megatron_dcpo.rollout.engine import SamplingConfig, read_eos_token_ids
+from megatron_dcpo.rollout.seeds import uniforms
 from megatron_dcpo.runtime.signals import RolloutAbandoned, stop_requested
 from megatron_dcpo.types import Prompt, Response
 from megatron_dcpo.weights.planner import Piece

@@ -25,7 +25,8 @@ import torch.distributed as dist
 
 from megatron_dcpo import runtime
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.rollout.engine import EngineError, SamplingConfig, choose_engine, read_eos_token_ids, request_seed
+from megatron_dcpo.rollout.engine import EngineError, SamplingConfig, choose_engine, read_eos_token_ids
+from megatron_dcpo.rollout.seeds import request_seed
 from megatron_dcpo.runtime.signals import RolloutAbandoned, stop_requested
 from megatron_dcpo.types import Prompt, Response
 from megatron_dcpo.weights.architecture import read_architecture

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_dcpo.runtime.device import backend, check_world_size, device, has_cuda, set_threads
+from megatron_dcpo.runtime.devices import backend, check_world_size, device, has_cuda, set_threads
 from megatron_dcpo.runtime.megatron_on_cpu import ensure
 
 ensure()

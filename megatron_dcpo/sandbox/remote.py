@@ -14,14 +14,13 @@ import socket
 import struct
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.runtime.http_json import HttpError, JsonClient
 from megatron_dcpo.sandbox.guest import rpc
 from megatron_dcpo.sandbox.local import (
     DEFINE_SOURCES,
@@ -58,6 +57,7 @@ class RemoteBench:
 
     def __init__(self, url: str, limits: CodeLimits) -> None:
         self.url, self.limits = url.rstrip("/"), limits
+        self.client = JsonClient(self.url, attempts=ATTEMPTS, max_reply_bytes=(limits.output_mb << 20) * 4 + (1 << 20))
         self.checker: Server | None = None
         self.checker_level = _checker_level()
 
@@ -150,21 +150,21 @@ class RemoteBench:
         return _category(code_, complaint), complaint or f"exit status {code_}", output
 
     def _post(self, body: dict[str, Any], seconds: float) -> Mapping[str, Any]:
-        request = urllib.request.Request(
-            f"{self.url}/run_code", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        problem = ""
-        for attempt in range(ATTEMPTS):
-            try:
-                with urllib.request.urlopen(request, timeout=seconds + _HTTP_SECONDS) as answer:
-                    said = json.loads(answer.read())
-                if said.get("status") != "SandboxError" and isinstance(said.get("run_result"), dict):
-                    return said["run_result"]
-                problem = str(said.get("message") or said.get("status"))
-            except (OSError, ValueError, AttributeError) as error:
-                problem = str(error)
-            time.sleep(0.5 * attempt)
-        raise UserError(f"the remote sandbox {self.url} does not run programs: {problem}")
+        try:
+            reply = self.client.call("/run_code", body, timeout=seconds + _HTTP_SECONDS, problem=_problem)
+        except HttpError as error:
+            raise UserError(f"the remote sandbox {self.url} does not run programs: {error}") from None
+        result: Mapping[str, Any] = reply["run_result"]
+        return result
+
+
+def _problem(reply: Any) -> str:
+    """Why the service has not run the program, "" when it has."""
+    if not isinstance(reply, dict):
+        return f"a reply that is not an object: {reply!r:.100}"
+    if reply.get("status") != "SandboxError" and isinstance(reply.get("run_result"), dict):
+        return ""
+    return str(reply.get("message") or reply.get("status"))
 
 
 class _RemoteProgram:
