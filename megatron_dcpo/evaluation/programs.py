@@ -13,11 +13,12 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from megatron_dcpo.data.code_problems import checked_tests, pack_tests, tests_key, unpack_tests
+from megatron_dcpo.data.code_problems import pack_tests, tests_key, unpack_tests
 from megatron_dcpo.data.datasets import read_json_lines
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.samples import Sample
 from megatron_dcpo.judging.programs import PackedTests
+from megatron_dcpo.sandbox.tests import checked_tests
 
 
 def is_code(sample: Sample) -> bool:
@@ -38,7 +39,8 @@ def read_tests(path: Path, keys: Iterable[str]) -> dict[str, bytes]:
     missing, tests = set(keys), {}
     if path.exists():
         for where, row in read_json_lines(path):
-            packed = pack_tests(checked_tests(row.get("tests"), where))
+            checked_tests(row.get("tests"), where)
+            packed = pack_tests(row["tests"])
             if row.get("key") != tests_key(packed):
                 raise UserError(f"{where}: the tests are not those of {row.get('key')}; evaluate again")
             if row["key"] in missing:

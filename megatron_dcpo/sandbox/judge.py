@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.sandbox.guest.rpc import EXIT_SANDBOX
 from megatron_dcpo.sandbox.local import (
     CodeLimits,
     Ending,
@@ -34,13 +35,13 @@ from megatron_dcpo.sandbox.local import (
     remaining,
     start_run,
 )
-from megatron_dcpo.sandbox.remote import RemoteBench
+from megatron_dcpo.sandbox.remote import RemoteSession
 from megatron_dcpo.sandbox.tests import CATEGORIES, EXITS, Category, CodeVerdict, checked_tests, same_output
 
 __all__ = ["CATEGORIES", "CodeLimits", "CodePool", "CodeVerdict", "judge_programs"]
 
 ATTEMPTS = 3  # of a program whose sandbox died
-_EXIT_SANDBOX, _SIGXCPU, _SIGKILL = 125, -24, -9
+_SIGXCPU, _SIGKILL = -24, -9
 
 
 def judge_programs(
@@ -116,16 +117,16 @@ class CodePool:
             thread.join()
         self._started = False
 
-    def _bench(self) -> Bench | RemoteBench:
-        return RemoteBench(self.url, self.limits) if self.url else Bench(self.level, self.limits)  # type: ignore[arg-type]
+    def _session(self) -> SandboxSession | RemoteSession:
+        return RemoteSession(self.url, self.limits) if self.url else SandboxSession(self.level, self.limits)  # type: ignore[arg-type]
 
     def _work(self) -> None:
-        with self._bench() as bench:
+        with self._session() as session:
             while (job := self._jobs.get()) is not None:
                 if not job.future.set_running_or_notify_cancel():
                     continue
                 try:
-                    job.future.set_result(bench.judge(job.program, job.tests))
+                    job.future.set_result(session.judge(job.program, job.tests))
                 except BaseException as error:
                     job.future.set_exception(error)
 
@@ -137,15 +138,15 @@ class _Job:
     future: Future[CodeVerdict]
 
 
-class Bench:
-    """One judge's place: a warm server for programs and, when a task needs it, one for tests. Of one thread."""
+class SandboxSession:
+    """A warm server for programs and, when a task needs it, one for tests. Not thread-safe."""
 
     def __init__(self, level: Level, limits: CodeLimits) -> None:
         self.level, self.limits = level, limits
         self.servers: dict[Role, Server] = {}
         self.replaced = 0
 
-    def __enter__(self) -> Bench:
+    def __enter__(self) -> SandboxSession:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -181,7 +182,7 @@ class Bench:
     def _by_output(self, program: str, tests: dict[str, Any]) -> CodeVerdict:
         deadline = time.monotonic() + self.limits.program_seconds
         with in_memory(_job(program, tests)) as task, self.server("program").spawn(self.limits, task) as channel:
-            for place, (given, wanted) in enumerate(tests["cases"], start=1):
+            for place, (given, expected) in enumerate(tests["cases"], start=1):
                 wall = min(self.limits.test_seconds, remaining(deadline))
                 with in_memory(given.encode(errors="surrogatepass")) as stdin, in_memory() as out, in_memory() as err:
                     start_run(channel, wall, stdin, out, err)
@@ -189,7 +190,7 @@ class Bench:
                     category, detail = self._category(ending, out, err)
                     if category == "passed":
                         output = _content(out, self.limits.output_mb << 20).decode(errors="replace")
-                        if not same_output(output, wanted, tests["atol"]):
+                        if not same_output(output, expected, tests["atol"]):
                             category, detail = "wrong", "another output than expected"
                 if category != "passed":
                     return CodeVerdict(0, category, f"case {place}: {detail}")
@@ -210,22 +211,22 @@ class Bench:
             theirs.close()
             ours.close()
             try:
-                said = receive(verdicts, total + 2.0)
+                report = receive(verdicts, total + 2.0)
             except TimeoutError:
                 return CodeVerdict(0, "timeout", f"the tests took more than {total:g} s")
-            if "failed" in said:
-                raise SandboxDied(said["failed"])
-            if said["category"] != "gone":
-                return CodeVerdict(int(said["category"] == "passed"), said["category"], said["detail"])
+            if "failed" in report:
+                raise SandboxDied(report["failed"])
+            if report["category"] != "gone":
+                return CodeVerdict(int(report["category"] == "passed"), report["category"], report["detail"])
             category, detail = self._category(end_of_run(channel, 2.0), out, err)
             if category == "passed":
                 category, detail = "runtime_error", "the program ended before its tests were done"
             return CodeVerdict(0, category, detail)
 
     def _category(self, ending: Ending, out: int, err: int) -> tuple[Category, str]:
-        """What the end of a process says; ``passed`` when nothing speaks against it."""
+        """The category of an ended process; ``passed`` when it ended by itself, with status 0 and within its limits."""
         complaint = _last_line(err)
-        if ending.code == _EXIT_SANDBOX and complaint.startswith("sandbox: "):
+        if ending.code == EXIT_SANDBOX and complaint.startswith("sandbox: "):
             raise SandboxDied(complaint)
         if ending.reason == "wall":
             return "timeout", "out of time"

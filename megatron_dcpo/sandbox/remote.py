@@ -52,8 +52,8 @@ except Exception as error:
 """
 
 
-class RemoteBench:
-    """Judges programs on the service at ``url``; the tests' process is local. Of one thread."""
+class RemoteSession:
+    """Judges programs on the service at ``url``; the tests' process is local. Not thread-safe."""
 
     def __init__(self, url: str, limits: CodeLimits) -> None:
         self.url, self.limits = url.rstrip("/"), limits
@@ -61,7 +61,7 @@ class RemoteBench:
         self.checker: Server | None = None
         self.checker_level = _checker_level()
 
-    def __enter__(self) -> RemoteBench:
+    def __enter__(self) -> RemoteSession:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -69,7 +69,7 @@ class RemoteBench:
             self.checker.close()
 
     def judge(self, program: str, tests: dict[str, Any]) -> CodeVerdict:
-        """The verdict on ``program``. Raises UserError when the service does not answer: that is no reward of 0."""
+        """The verdict on ``program``. Raises UserError when the service does not answer: that is not a reward of 0."""
         if tests["kind"] == "stdin":
             return self._by_output(program, tests)
         for attempt in range(ATTEMPTS):
@@ -86,12 +86,12 @@ class RemoteBench:
     def _by_output(self, program: str, tests: dict[str, Any]) -> CodeVerdict:
         deadline = time.monotonic() + self.limits.program_seconds
         code = "\n".join(filter(None, [tests["setup"], program]))
-        for place, (given, wanted) in enumerate(tests["cases"], start=1):
+        for place, (given, expected) in enumerate(tests["cases"], start=1):
             left = min(self.limits.test_seconds, remaining(deadline))
             if not left:
                 return CodeVerdict(0, "timeout", f"case {place}: out of time")
             category, detail, output = self._run(code, given, left)
-            if category == "passed" and not same_output(output, wanted, tests["atol"]):
+            if category == "passed" and not same_output(output, expected, tests["atol"]):
                 category, detail = "wrong", "another output than expected"
             if category != "passed":
                 return CodeVerdict(0, category, f"case {place}: {detail}")
@@ -109,23 +109,23 @@ class RemoteBench:
             patient = CodeLimits(**{**vars(self.limits), "test_seconds": self.limits.program_seconds})
             verdicts = stack.enter_context(self.checker.spawn(patient, checks, ours.fileno()))
             ours.close()
-            line = _RemoteProgram(self, theirs, {"program": program, "setup": tests["setup"]})
-            thread = threading.Thread(target=line.answer, daemon=True)
+            remote_program = _RemoteProgram(self, theirs, {"program": program, "setup": tests["setup"]})
+            thread = threading.Thread(target=remote_program.answer, daemon=True)
             thread.start()
             try:
-                said = receive(verdicts, total + _HTTP_SECONDS)
+                report = receive(verdicts, total + _HTTP_SECONDS)
             except TimeoutError:
-                said = {"category": "timeout", "detail": f"the tests took more than {total:g} s"}
+                report = {"category": "timeout", "detail": f"the tests took more than {total:g} s"}
             theirs.shutdown(socket.SHUT_RDWR)
             thread.join()
-        if line.error is not None:
-            raise line.error
-        if "failed" in said:
-            raise SandboxDied(said["failed"])
-        if said["category"] == "gone":
-            category = "runtime_error" if line.category == "passed" else line.category
-            return CodeVerdict(0, category, line.detail or "the program ended before its tests were done")
-        return CodeVerdict(int(said["category"] == "passed"), said["category"], said["detail"])
+        if remote_program.error is not None:
+            raise remote_program.error
+        if "failed" in report:
+            raise SandboxDied(report["failed"])
+        if report["category"] == "gone":
+            category = "runtime_error" if remote_program.category == "passed" else remote_program.category
+            return CodeVerdict(0, category, remote_program.detail or "the program ended before its tests were done")
+        return CodeVerdict(int(report["category"] == "passed"), report["category"], report["detail"])
 
     def _run(self, code: str, stdin: str, seconds: float) -> tuple[Category, str, str]:
         """Category, detail and output of one run. Raises UserError when the service fails ``ATTEMPTS`` times."""
@@ -170,8 +170,8 @@ def _problem(reply: Any) -> str:
 class _RemoteProgram:
     """The program's end of the tests' pipe. Every batch of calls is a new run, which repeats the calls before it."""
 
-    def __init__(self, bench: RemoteBench, pipe: socket.socket, job: dict[str, Any]) -> None:
-        self.bench, self.pipe, self.job = bench, pipe, job
+    def __init__(self, session: RemoteSession, pipe: socket.socket, job: dict[str, Any]) -> None:
+        self.session, self.pipe, self.job = session, pipe, job
         self.category: Category = "passed"
         self.detail = ""
         self.error: UserError | None = None
@@ -196,9 +196,9 @@ class _RemoteProgram:
                 self.pipe.shutdown(socket.SHUT_RDWR)
 
     def _answers(self, calls: list[Any]) -> list[bytes] | None:
-        limits = self.bench.limits
+        limits = self.session.limits
         seconds = min(limits.program_seconds, limits.test_seconds * max(1, len(calls)))
-        self.category, self.detail, output = self.bench._run(
+        self.category, self.detail, output = self.session._run(
             _script(self.job, limits.output_mb << 20), json.dumps(calls), seconds
         )
         if self.category != "passed":

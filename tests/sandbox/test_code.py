@@ -18,7 +18,7 @@ from megatron_dcpo.cli import main
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.answers import extract_program
 from megatron_dcpo.sandbox import local
-from megatron_dcpo.sandbox.judge import Bench, CodeLimits, CodePool
+from megatron_dcpo.sandbox.judge import CodeLimits, CodePool, SandboxSession
 from megatron_dcpo.sandbox.tests import check_syntax, checked_tests, same_output
 
 LIMITS = CodeLimits(test_seconds=10.0, program_seconds=60.0)
@@ -148,22 +148,22 @@ def test_no_program(pool: CodePool) -> None:
 @pytest.mark.parametrize("role", ["program", "checker"])
 def test_a_dead_server_is_replaced_and_its_program_judged_again(pool: CodePool, role: str) -> None:
     assert pool.level != "remote"
-    with Bench(pool.level, LIMITS) as bench:
+    with SandboxSession(pool.level, LIMITS) as session:
         tests = checked_tests(check("assert candidate(1) == 1"))
-        assert bench.judge("def f(x): return x", tests).correct == 1
-        bench.servers[role].process.kill()  # type: ignore[index]
-        assert bench.judge("def f(x): return x", tests).correct == 1
+        assert session.judge("def f(x): return x", tests).correct == 1
+        session.servers[role].process.kill()  # type: ignore[index]
+        assert session.judge("def f(x): return x", tests).correct == 1
 
 
 def test_a_server_killed_in_the_middle_is_replaced(pool: CodePool) -> None:
     import threading
 
-    with Bench(pool.level, LIMITS) as bench:  # type: ignore[arg-type]
+    with SandboxSession(pool.level, LIMITS) as session:  # type: ignore[arg-type]
         tests = checked_tests({"kind": "stdin", "cases": [{"input": "", "output": "1"}]})
-        server = bench.server("program")
+        server = session.server("program")
         threading.Timer(0.5, server.process.kill).start()
-        assert bench.judge("import time\ntime.sleep(1.5)\nprint(1)", tests).correct == 1
-        assert bench.replaced == 1
+        assert session.judge("import time\ntime.sleep(1.5)\nprint(1)", tests).correct == 1
+        assert session.replaced == 1
 
 
 def test_submit_returns_before_the_verdict(pool: CodePool) -> None:
@@ -242,7 +242,7 @@ def _running(pid: int) -> bool:
         ({"kind": "stdin", "cases": [3]}, "case 1: want an object"),
         ({"kind": "stdin", "cases": [{"input": "1"}]}, "case 1: output is missing"),
         ({"kind": "stdin", "cases": [{"input": 1, "output": "1"}]}, "input must be text, not int"),
-        ({"kind": "stdin", "cases": [{"input": "", "output": ""}], "atol": "x"}, "atol 'x' is no tolerance"),
+        ({"kind": "stdin", "cases": [{"input": "", "output": ""}], "atol": "x"}, "atol 'x' is not a tolerance"),
         ({"kind": "check", "entry_point": "f"}, "code is missing"),
         ({"kind": "check", "code": "x"}, "entry_point is missing"),
         ({"kind": "check", "code": " ", "entry_point": "f"}, "code is empty"),
@@ -259,7 +259,7 @@ def test_malformed_tests(tests: Any, message: str) -> None:
 
 
 def test_tests_that_are_no_python() -> None:
-    with pytest.raises(UserError, match="file:3: code is no Python"):
+    with pytest.raises(UserError, match="file:3: code is not Python"):
         check_syntax(checked_tests({"kind": "check", "entry_point": "f", "code": "def check(c"}), "file:3")
 
 

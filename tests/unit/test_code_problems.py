@@ -120,12 +120,12 @@ def test_asserts_and_functional() -> None:
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"problem": "p", "tests": {"kind": "magic", "cases": [1]}}, "unknown kind 'magic'"),
-        ({"problem": "p", "tests": {"kind": "stdin", "cases": []}}, "no cases in the tests"),
-        ({"problem": "p", "tests": {"kind": "check", "code": "x"}}, "no entry_point"),
+        ({"problem": "p", "tests": {"kind": "magic", "cases": [1]}}, "kind of tests 'magic' is unknown"),
+        ({"problem": "p", "tests": {"kind": "stdin", "cases": []}}, "cases must be a list"),
+        ({"problem": "p", "tests": {"kind": "check", "code": "x"}}, "entry_point is missing"),
         ({"problem": "p", "tests": "nonsense"}, "unreadable tests"),
         ({"problem": "p", "tests": [1, 2]}, "unreadable tests"),
-        ({"problem": "p", "tests": {"kind": "stdin"}}, "no cases"),
+        ({"problem": "p", "tests": {"kind": "stdin"}}, "cases must be a list"),
         ({"prompt": "p", "verification_info": "nonsense"}, "unreadable tests"),
         ({"prompt": "p", "test_list": ["assert f()"], "test": "no loop"}, "unreadable tests"),
         ({"problem": "p", "tests": {"inputs": ["1"], "outputs": []}}, "unreadable tests"),
