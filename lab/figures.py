@@ -2,37 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib import rc_context
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 from lab.grid import MAIN, METHODS
 from lab.results import curves, interval, row_title, values_by_row
 from lab.tables import SWEEP_ROWS
 from megatron_dcpo.calibration.diagrams import PALETTE
+from megatron_dcpo.calibration.diagrams import saved_figure as figure
 
 Cells = Sequence[dict[str, Any]]
 SMOOTH = 10  # steps of the moving average of training curves
-STYLE: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
-
-
-@contextmanager
-def figure(
-    path: Path, columns: int = 1, rows: int = 1, width: float = 4.6, height: float = 3.3
-) -> Iterator[list[Axes]]:
-    """A figure of ``columns`` x ``rows`` axes, saved as ``path`` when the block ends."""
-    with rc_context(STYLE):
-        drawn = Figure(figsize=(width * columns, height * rows), layout="constrained")
-        FigureCanvasAgg(drawn)
-        yield list(np.atleast_1d(drawn.subplots(rows, columns)).ravel())
-        drawn.savefig(path, dpi=110, metadata={"Software": None})
 
 
 def colour(method: str) -> str:

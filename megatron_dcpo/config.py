@@ -16,9 +16,11 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 from yaml import YAMLError
 
-from megatron_dcpo.errors import UserError, did_you_mean
-from megatron_dcpo.objectives.options import ObjectiveConfig
+from megatron_dcpo.errors import UserError, nearest
+from megatron_dcpo.objectives import resolve
+from megatron_dcpo.objectives.options import ObjectiveConfig, option_names
 from megatron_dcpo.sandbox.local import CodeLimits
+from megatron_dcpo.types import CONFIDENCE_TAG
 
 _STRICT = ConfigDict(extra="forbid")
 Positive = Annotated[int, Field(gt=0)]
@@ -105,7 +107,7 @@ class JudgingConfig:
     ``unsafe``). ``test_seconds``, ``program_seconds``: wall time of one test and of all tests of a program.
     """
 
-    marker: Annotated[str, Field(min_length=1)] = "<conf>"
+    marker: Annotated[str, Field(min_length=1)] = CONFIDENCE_TAG
     verifier: Literal["math", "code"] = "math"
     sandbox: Annotated[str, Field(min_length=1)] = "auto"
     test_seconds: Annotated[float, Field(gt=0)] = CodeLimits.test_seconds
@@ -220,12 +222,10 @@ def validate(values: Any, source: str = "config") -> Config:
         config = TypeAdapter(Config).validate_python(values)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "config"
-        found = first.get("input")
         if first["type"] == "missing":
+            where = ".".join(map(str, first["loc"]))
             raise UserError(f"{source}: {where} is required; add it to the file or pass {where}=...") from None
-        detail = f" (found {found!r})" if not isinstance(found, dict) else ""
-        raise UserError(f"{source}: {where}: {_one_line(first['msg'])}{detail}") from None
+        raise UserError(f"{source}: {validation_message(error)}") from None
     except ValueError as error:
         raise UserError(f"{source}: {_one_line(str(error))}") from None
     _check_together(config, source)
@@ -234,29 +234,43 @@ def validate(values: Any, source: str = "config") -> Config:
 
 def to_yaml(config: Config) -> str:
     """The whole configuration, defaults included, as ``config.yaml`` of a run directory has it."""
-    return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
+    return OmegaConf.to_yaml(OmegaConf.create(as_dict(config)))
+
+
+def as_dict(config: Config) -> dict[str, Any]:
+    """The configuration as plain dictionaries; options of the objective that were not set are ``None``."""
+    return dataclasses.asdict(config) | {"objective": config.objective.written()}
 
 
 def _check_keys(values: dict[Any, Any], kind: type, source: str, prefix: tuple[str, ...]) -> None:
     """Unknown keys first: pydantic would report them last, and without the nearest valid name."""
-    hints = get_type_hints(kind)
-    known = {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+    known = _fields(kind)
     for key, value in values.items():
         name = ".".join((*prefix, str(key)))
         if key not in known:
-            near = did_you_mean(str(key), known)
+            near = nearest(key, known)
             place = ".".join((*prefix, near)) if near else _elsewhere(str(key))
             hint = f"did you mean {place}?" if place else f"valid keys: {', '.join(sorted(known))}"
             raise UserError(f"{source}: unknown key {name}; {hint}")
-        section = next((t for t in (known[key], *get_args(known[key])) if dataclasses.is_dataclass(t)), None)
-        if isinstance(section, type) and isinstance(value, dict):
+        section = next((t for t in (known[key], *get_args(known[key])) if _fields(t)), None)
+        if section is not None and isinstance(value, dict):
             _check_keys(value, section, source, (*prefix, str(key)))
+
+
+def _fields(kind: Any) -> dict[str, Any]:
+    """Keys of a section with their types; nothing for what is not a section."""
+    if kind is ObjectiveConfig:
+        return dict.fromkeys(option_names())
+    if not dataclasses.is_dataclass(kind):
+        return {}
+    hints = get_type_hints(kind)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
 def _elsewhere(key: str) -> str | None:
     """The place of a key that is given in another section, as ``section.key``."""
     for section, kind in get_type_hints(Config).items():
-        if dataclasses.is_dataclass(kind) and key in {field.name for field in dataclasses.fields(kind)}:
+        if key in _fields(kind):
             return f"{section}.{key}"
     return None
 
@@ -292,6 +306,10 @@ def _check_together(config: Config, source: str) -> None:
     ):
         if refused:
             raise UserError(f"{source}: {why}")
+    try:
+        resolve(config.objective)
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from None
     _check_rollout(config, source)
     if config.data.prompts_per_step % training.updates_per_rollout:
         raise UserError(
@@ -302,7 +320,7 @@ def _check_together(config: Config, source: str) -> None:
 
 def _check_rollout(config: Config, source: str) -> None:
     rollout = config.rollout
-    if (rollout.top_p < 1 or rollout.top_k) and config.objective.resolve().tis_level == "none":
+    if (rollout.top_p < 1 or rollout.top_k) and resolve(config.objective).tis_level == "none":
         raise UserError(
             f"{source}: rollout.top_p={rollout.top_p}, top_k={rollout.top_k} sample another policy than the one trained; "
             "set them to 1 and 0, or correct for it with objective.tis_level=token (or sequence)"
@@ -311,6 +329,15 @@ def _check_rollout(config: Config, source: str) -> None:
         raise UserError(f"{source}: rollout.tensor_model_parallel_size > 1 needs rollout.engine=vllm (or auto)")
     if (rollout.engine == "server") != bool(rollout.endpoint):
         raise UserError(f"{source}: rollout.engine=server and rollout.endpoint=URL go together; set both or neither")
+
+
+def validation_message(error: ValidationError) -> str:
+    """The first thing wrong, as one line: ``section.key: what is wrong (found value)``."""
+    first = error.errors()[0]
+    message = _one_line(first["msg"]).removeprefix("Value error, ")
+    if not isinstance(first["input"], str | int | float | bool | list | type(None)):
+        return ": ".join((".".join(map(str, first["loc"])), message)).removeprefix(": ")
+    return f"{'.'.join(map(str, first['loc']))}: {message} (found {first['input']!r})"
 
 
 def _one_line(text: str) -> str:

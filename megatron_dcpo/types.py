@@ -13,6 +13,8 @@ from typing import Literal
 import numpy as np
 
 BLOCK_NONE, BLOCK_REASONING, BLOCK_CONFIDENCE = 0, 1, 2
+BLOCKS = {"reasoning": BLOCK_REASONING, "confidence": BLOCK_CONFIDENCE}
+CONFIDENCE_TAG = "<conf>"  # opens the confidence block; configuration key judging.marker
 
 ConfidenceStatus = Literal[
     "ok",  # exactly one marker, after the last box, one number in [0, 1], nothing behind it
@@ -71,20 +73,6 @@ class Response:
 
 
 @dataclass(frozen=True)
-class DecimalToken:
-    """A token that is ``width`` decimals of the stated confidence and nothing else: in 0.83 as three tokens ``0`` ``.``
-    ``83`` the last one, with ``value`` 83, ``width`` 2 and ``place`` 2, the place of its last digit behind the point.
-
-    ``position`` is its index in the response. Any other ``width`` digits would do in its place.
-    """
-
-    position: int
-    value: int
-    width: int
-    place: int
-
-
-@dataclass(frozen=True)
 class Judgement:
     """What a response is worth: correctness R in {0, 1}, the stated confidence or why there is none, the boundary.
 
@@ -94,7 +82,6 @@ class Judgement:
     valid confidence (``1.2``): the released code of the paper used it raw, so the preset ``verl_compat`` asks for it.
     ``answered``: an answer begins in the reasoning block. ``marker_end`` is the first token that begins behind the
     marker; None where that is not known.
-    ``decimals`` are the tokens of a valid confidence below 1 whose digits can be exchanged.
     ``answer`` is what was judged: the content of the box, or the program; ``category``: how the program ended.
     """
 
@@ -107,28 +94,14 @@ class Judgement:
     stated: float | None = None
     answered: bool = True
     marker_end: int | None = None
-    decimals: tuple[DecimalToken, ...] = field(default=(), compare=False)  # where the number stands, not what it is
     answer: str | None = field(default=None, compare=False)
     category: str | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
-class DigitScores:
-    """What each choice of digits at one position of the confidence is worth: float64 [10 ** width], by their value."""
-
-    position: int
-    width: int
-    scores: np.ndarray
-
-
-@dataclass(frozen=True)
 class TokenAdvantages:
-    """Per response token: its advantage (float64 [T]) and the block it belongs to (int8 [T], ``BLOCK_*``).
-
-    ``digits``: the positions that are trained on all digits at once, and not on the sampled one's advantage.
-    """
+    """Per response token: its advantage (float64 [T]) and the block it belongs to (int8 [T], ``BLOCK_*``)."""
 
     prompt_id: str
     advantages: np.ndarray
     block_ids: np.ndarray
-    digits: tuple[DigitScores, ...] = ()

@@ -16,7 +16,7 @@ import numpy as np
 from scipy import stats
 
 from lab.theory.gradient_conflict import sampled_gradient, softmax
-from megatron_dcpo.objectives import ObjectiveConfig
+from megatron_dcpo.objectives import ObjectiveConfig, resolve
 from megatron_dcpo.objectives.advantages import Group
 from megatron_dcpo.objectives.dcpo import score_group
 
@@ -63,7 +63,7 @@ def confidence_gradient_noise(
 
     Labels are Bernoulli(``p``), confidences are ``levels`` [L]; advantages are the trainer's own. ``samples`` groups.
     """
-    options = objective.resolve()
+    options = resolve(objective)
     pi = softmax(logits)
     gradients = np.zeros((samples, len(levels)))
     for n in range(samples):

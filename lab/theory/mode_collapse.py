@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lab.theory.gradient_conflict import sampled_gradient, softmax
-from megatron_dcpo.objectives import ObjectiveConfig
+from megatron_dcpo.objectives import ObjectiveConfig, resolve
 from megatron_dcpo.objectives.advantages import Group
 from megatron_dcpo.objectives.grpo import score_group
 
@@ -41,7 +41,7 @@ def grpo_flow(
     logits: np.ndarray, R: np.ndarray, steps: int, lr: float, group_size: int, rng: np.random.Generator
 ) -> Trajectory:
     """The same with groups of ``group_size`` sampled answers and the trainer's own GRPO advantages."""
-    options = ObjectiveConfig(name="grpo").resolve()
+    options = resolve(ObjectiveConfig(name="grpo"))
 
     def step(z: np.ndarray) -> np.ndarray:
         pi = softmax(z)

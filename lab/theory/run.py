@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from lab.figures import figure
 from lab.publish import write_json
 from lab.theory import estimators, mode_collapse, scoring_rules
 from lab.theory.gradient_conflict import LOSSES, decoupled_conflict, fisher_conflict
 from lab.theory.tag_credit import share_that_gives_up
 from megatron_dcpo.calibration.diagrams import PALETTE
+from megatron_dcpo.calibration.diagrams import saved_figure as figure
 from megatron_dcpo.objectives import ObjectiveConfig
 from megatron_dcpo.objectives.options import Preset
 

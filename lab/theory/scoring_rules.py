@@ -14,10 +14,10 @@ import torch
 from scipy import stats
 
 from lab.theory.gradient_conflict import sampled_gradient
-from megatron_dcpo.objectives import DigitBatch, ObjectiveConfig
-from megatron_dcpo.objectives.advantages import LEAST_BATCH_RMS, SCORES, Group, batch_scale
+from megatron_dcpo.objectives import ObjectiveConfig, resolve
+from megatron_dcpo.objectives.advantages import MIN_BATCH_RMS, SCORES, Group, batch_scale
 from megatron_dcpo.objectives.dcpo import score_group
-from megatron_dcpo.objectives.policy_loss import digit_losses
+from megatron_dcpo.objectives.expected_digits import DigitBatch, digit_losses
 
 LEVELS = np.linspace(0, 1, 101)
 PLAIN = 1e9  # a damping so large that the plain gradient is left
@@ -69,7 +69,7 @@ def settle(
 
     A batch has ``groups`` groups of every p, with labels Bernoulli(p); the advantages are DCPO's own.
     """
-    options, levels = objective.resolve(), np.linspace(0, 1, 21)
+    options, levels = resolve(objective), np.linspace(0, 1, 21)
     theta = np.zeros((len(probabilities), len(levels)))
     tail: list[tuple[np.ndarray, np.ndarray]] = []
     for step in range(steps):
@@ -83,7 +83,7 @@ def settle(
             A_c[place] = score_group(Group(correct[place], c, c), options).A_c
         A_c /= batch_scale(A_c, options)
         for row, (picked, advantages) in enumerate(zip(chosen, A_c, strict=True)):
-            theta[row] += lr * options.weight.confidence * sampled_gradient(pi[row], picked.ravel(), advantages.ravel())
+            theta[row] += lr * options.weight_confidence * sampled_gradient(pi[row], picked.ravel(), advantages.ravel())
         if step >= 3 * steps // 4:
             means = pi @ levels
             tail.append((means, np.sqrt((pi * (levels - means[:, None]) ** 2).sum(axis=1))))
@@ -97,10 +97,10 @@ def saturated_push(objective: ObjectiveConfig, confidences: np.ndarray) -> float
     Divided by the standard deviation it is the same however close the confidences are to each other and to 1: the push to
     exactly 1 never ends. Centred only, it fades with the differences themselves.
     """
-    options = objective.resolve()
+    options = resolve(objective)
     c = np.asarray(confidences, np.float64)
     A_c = score_group(Group(np.ones(len(c)), c, c), options).A_c
-    return float(np.abs(A_c).max() * options.weight.confidence)
+    return float(np.abs(A_c).max() * options.weight_confidence)
 
 
 def first_digit(damping: float | None, p: float, start: Sequence[float], *, steps: int, lr: float) -> np.ndarray:
@@ -109,7 +109,7 @@ def first_digit(damping: float | None, p: float, start: Sequence[float], *, step
     Exact: the expectation over labels Bernoulli(p) of the step that ``confidence_gradient: digits`` takes with Brier and
     ``batch_std``, on the logits of a softmax. ``damping`` None: the expected step of the sampled digit's gradient.
     """
-    options = ObjectiveConfig(digit_damping=PLAIN if damping is None else damping).resolve()
+    options = resolve(ObjectiveConfig(digit_damping=PLAIN if damping is None else damping))
     levels = np.arange(10) / 10 + 0.05
     scores = SCORES["brier"](levels, np.array([[1.0], [0.0]]), 0.0)  # [label, digit]
     chance = np.array([[p], [1 - p]])
@@ -118,7 +118,7 @@ def first_digit(damping: float | None, p: float, start: Sequence[float], *, step
     for _ in range(steps):
         said = path[-1] if damping is None else np.full(10, 0.1)  # A_c's scale is of what was said, the place's of all
         rms = np.sqrt((chance * said * np.square(scores - scores @ said[:, None])).sum())
-        expected = torch.from_numpy((chance * scores).sum(0) / max(rms, LEAST_BATCH_RMS))
+        expected = torch.from_numpy((chance * scores).sum(0) / max(rms, MIN_BATCH_RMS))
         z.requires_grad_()
         rows = DigitBatch(torch.zeros(1, dtype=torch.int64), torch.log_softmax(z, -1)[None], expected[None])
         (gradient,) = torch.autograd.grad(digit_losses(rows, options).sum(), z)

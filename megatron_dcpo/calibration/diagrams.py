@@ -12,7 +12,8 @@ import html
 import io
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7
 _INK = "#1c1d1f"  # replaced by currentColor in inline SVG
 _OVER, _UNDER = "#D55E00", "#0072B2"
 _SHADES = LinearSegmentedColormap.from_list("share", ["#cfe3f1", "#3d8ec2", "#08476f"])
+_PLAIN_STYLE: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
 _STYLE: Any = {
     "font.family": "sans-serif",
     "font.sans-serif": ["Inter", "Helvetica Neue", "Arial", "DejaVu Sans"],
@@ -349,3 +351,15 @@ def _running_mean(values: np.ndarray) -> np.ndarray:
 
 def _all_positive(axes: Axes) -> bool:
     return all((np.asarray(line.get_ydata()) > 0).all() for line in axes.get_lines())
+
+
+@contextmanager
+def saved_figure(
+    path: Path, columns: int = 1, rows: int = 1, width: float = 4.6, height: float = 3.3
+) -> Iterator[list[Axes]]:
+    """A figure of ``columns`` x ``rows`` axes, saved as ``path`` when the block ends."""
+    with rc_context(_PLAIN_STYLE):
+        drawn = Figure(figsize=(width * columns, height * rows), layout="constrained")
+        FigureCanvasAgg(drawn)
+        yield list(np.atleast_1d(drawn.subplots(rows, columns)).ravel())
+        drawn.savefig(path, dpi=110, metadata={"Software": None})

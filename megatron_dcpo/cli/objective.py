@@ -7,7 +7,6 @@ comparing with another implementation, and for the golden tests.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import math
 import sys
@@ -17,10 +16,12 @@ from typing import Any, get_args
 
 import numpy as np
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
+from megatron_dcpo.config import validation_message
 from megatron_dcpo.errors import UserError, did_you_mean
 from megatron_dcpo.objectives import METHODS, Objective, ObjectiveConfig, Scored, TokenBatch, build_objective
+from megatron_dcpo.objectives.options import option_names
 from megatron_dcpo.types import ConfidenceStatus, Judgement
 
 STATUSES: tuple[str, ...] = get_args(ConfidenceStatus)
@@ -102,16 +103,12 @@ def parse_options(method: Any, options: Any) -> ObjectiveConfig:
     if not isinstance(options, dict):
         raise UserError(f"options must be an object, not {type(options).__name__}")
     if method not in METHODS:
-        raise UserError(f"unknown method {method!r}{_near(str(method), METHODS)}")
-    _known(options, [field.name for field in dataclasses.fields(ObjectiveConfig) if field.name != "name"], "options")
+        raise UserError(f"unknown method {method!r}{did_you_mean(str(method), METHODS)}")
+    _known(options, [name for name in option_names() if name != "name"], "options")
     try:
-        return TypeAdapter(ObjectiveConfig).validate_python({**options, "name": method})
+        return ObjectiveConfig(**options, name=method)
     except ValidationError as error:
-        first = error.errors()[0]
-        message = " ".join(first["msg"].split())
-        if not first["loc"]:  # a check of the options together, complete in itself
-            raise UserError(f"options: {message.removeprefix('Value error, ')}") from None
-        raise UserError(f"options: {first['loc'][0]}: {message} (found {first['input']!r})") from None
+        raise UserError(f"options: {validation_message(error)}") from None
 
 
 def parse_judgement(response: Mapping[str, Any], index: int) -> Judgement:
@@ -171,7 +168,7 @@ def _status(value: Any, where: str) -> ConfidenceStatus:
     for status in get_args(ConfidenceStatus):
         if name == status:
             return status
-    raise UserError(f"{where}: unknown status {value!r}{_near(name, STATUSES)}")
+    raise UserError(f"{where}: unknown status {value!r}{did_you_mean(name, STATUSES)}")
 
 
 def _number(value: Any, name: str, where: str) -> float:
@@ -197,12 +194,7 @@ def _check_numbers(values: Any, length: int, where: str) -> None:
 def _known(given: Mapping[str, Any], known: Sequence[str], where: str) -> None:
     for name in given:
         if name not in known:
-            raise UserError(f"{where}: unknown key {name!r}{_near(name, known)}")
-
-
-def _near(name: str, known: Iterable[str]) -> str:
-    near = did_you_mean(name, known)
-    return f"; did you mean {near!r}?" if near else f"; valid: {', '.join(known)}"
+            raise UserError(f"{where}: unknown key {name!r}{did_you_mean(name, known)}")
 
 
 def _flat(rows: Iterable[Any], dtype: type = np.float64) -> torch.Tensor:

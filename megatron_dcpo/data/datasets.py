@@ -25,7 +25,7 @@ from typing import Any, TextIO
 from megatron_dcpo.data import prompts
 from megatron_dcpo.data.code_problems import OtherLanguage, code_problem, pack_tests, tests_key
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.types import Prompt
+from megatron_dcpo.types import CONFIDENCE_TAG, Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def load_prompts(
     max_prompt_length: int | None = None,
     limit: int | None = None,
     task: str | None = None,
-    marker: str = prompts.MARKER,
+    marker: str = CONFIDENCE_TAG,
 ) -> list[Prompt]:
     """The prompts of a data set: rendered, tokenised, each with an id of its own (equal problems stay separate groups).
 
@@ -91,7 +91,7 @@ def render_prompts(
     template: str = "paper",
     max_prompt_length: int | None = None,
     limit: int | None = None,
-    marker: str = prompts.MARKER,
+    marker: str = CONFIDENCE_TAG,
     source: str = "the data set",
 ) -> list[Prompt]:
     """Records through the prompt template. Stops reading at ``limit`` prompts."""
@@ -113,7 +113,7 @@ def render_prompts(
 
 
 def message_prompts(
-    records: Sequence[Record], template: str = "paper", limit: int | None = None, marker: str = prompts.MARKER
+    records: Sequence[Record], template: str = "paper", limit: int | None = None, marker: str = CONFIDENCE_TAG
 ) -> list[Prompt]:
     """The same prompts for a server, which has its own tokenizer and chat template: messages, no token ids."""
     return [

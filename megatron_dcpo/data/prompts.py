@@ -19,8 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_dcpo.errors import UserError
-
-MARKER = "<conf>"
+from megatron_dcpo.types import CONFIDENCE_TAG
 
 _BOX = r"Please reason step by step, and put your final answer within \boxed{}."
 # The newline before the marker matters: without it byte-level BPE merges the end of the answer with the marker ("}<").
@@ -58,28 +57,28 @@ class Template:
     chat: bool
 
 
-def box_instruction(problem: str, marker: str = MARKER) -> str:
+def box_instruction(problem: str, marker: str = CONFIDENCE_TAG) -> str:
     """Ask for a boxed answer, unless the problem ends by asking for one already."""
     problem = problem.rstrip()
     return problem if _ASKS_FOR_BOX.search(problem) else f"{problem}\n\n{_BOX}"
 
 
-def confidence_instruction(problem: str, marker: str = MARKER) -> str:
+def confidence_instruction(problem: str, marker: str = CONFIDENCE_TAG) -> str:
     """Ask for a boxed answer and for the confidence line behind it."""
     return f"{box_instruction(problem)}\n\n{_CONFIDENCE.format(marker=marker)}"
 
 
-def program_instruction(problem: str, marker: str = MARKER) -> str:
+def program_instruction(problem: str, marker: str = CONFIDENCE_TAG) -> str:
     """Ask for one fenced program."""
     return f"{problem.rstrip()}\n\n{_PROGRAM}"
 
 
-def program_confidence_instruction(problem: str, marker: str = MARKER) -> str:
+def program_confidence_instruction(problem: str, marker: str = CONFIDENCE_TAG) -> str:
     """Ask for one fenced program and for the confidence line behind it."""
     return f"{program_instruction(problem)}\n\n{_PROGRAM_CONFIDENCE.format(marker=marker)}"
 
 
-def as_it_is(problem: str, marker: str = MARKER) -> str:
+def as_it_is(problem: str, marker: str = CONFIDENCE_TAG) -> str:
     return problem
 
 
@@ -103,7 +102,9 @@ def bare_problem(text: str) -> str:
     return _REFERENCE_SUFFIX.sub("", text)
 
 
-def ask(messages: tuple[Message, ...], template: str, marker: str = MARKER, code: bool = False) -> tuple[Message, ...]:
+def ask(
+    messages: tuple[Message, ...], template: str, marker: str = CONFIDENCE_TAG, code: bool = False
+) -> tuple[Message, ...]:
     """The messages as sent. ``messages``: what the data set holds, the problem being the last user turn. ``code``: it
     is a programming problem."""
     if not messages or messages[-1]["role"] != "user":
@@ -119,7 +120,7 @@ def plain_text(messages: tuple[Message, ...]) -> str:
 
 
 def render(
-    tokenizer: Any, messages: tuple[Message, ...], template: str, marker: str = MARKER, code: bool = False
+    tokenizer: Any, messages: tuple[Message, ...], template: str, marker: str = CONFIDENCE_TAG, code: bool = False
 ) -> tuple[tuple[Message, ...], list[int]]:
     """The messages as sent and their token ids, ready to be continued."""
     asked = ask(messages, template, marker, code)

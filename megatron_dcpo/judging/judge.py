@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from megatron_dcpo.judging.answers import BOXED, AnswerForm, Outcome
-from megatron_dcpo.judging.blocks import Split, decimal_tokens, split_blocks, split_text
+from megatron_dcpo.judging.blocks import Split, split_blocks, split_text
 from megatron_dcpo.judging.confidence import MARKER, parse_confidence
 from megatron_dcpo.judging.math.verifier import verify_answers
 from megatron_dcpo.judging.token_bytes import TokenBytes
@@ -44,7 +44,6 @@ def judge_many(
         finished = split.ended or response.finish_reason == "stop"
         text = split.content.decode(errors="replace")
         parsed = parse_confidence(text, marker=marker, finished=finished, opener=form.opener)
-        decimals = decimal_tokens(response.token_ids, tokens, split) if tokens and parsed.status == "ok" else ()
         judgements.append(
             Judgement(
                 prompt_id=response.prompt_id,
@@ -56,7 +55,6 @@ def judge_many(
                 stated=parsed.stated,
                 answered=form.opener.encode() in split.reasoning,
                 marker_end=split.marker_end,
-                decimals=decimals,
                 answer=answer,
                 category=outcome.category,
             )

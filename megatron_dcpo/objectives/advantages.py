@@ -1,9 +1,7 @@
-"""One group of G responses to the same prompt: its records, the confidence target, the normalised advantage.
+"""One group of G responses to the same prompt: its arrays, the confidence target, its rewards, the normalised advantage.
 
-Scores of a stated confidence against its target, and the calibration reward R_c built on them.
-
-Every score is scaled to [-1, 0], 0 the best, so that the default penalty of -1 for a malformed confidence is never
-better than an honest answer, whichever score is chosen.
+Every score of a stated confidence is scaled to [-1, 0], 0 the best, so that the default penalty of -1 for a malformed
+confidence is never better than an honest answer, whichever score is chosen.
 """
 
 from __future__ import annotations
@@ -14,11 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.objectives.options import ConfidenceNormalization, Options
+from megatron_dcpo.objectives.options import ConfidenceNormalization, ObjectiveConfig
 from megatron_dcpo.types import Judgement
 
-LEAST_BATCH_RMS = 0.01  # of the confidence's advantages: what is smaller is not blown up further
-IDENTICAL = 1e-6  # rewards closer than this are the same reward: rounding must not become an advantage
+MIN_BATCH_RMS = 0.01  # of the confidence's advantages: what is smaller is not blown up further
+REWARD_TOLERANCE = 1e-6  # rewards closer than this are the same reward: rounding must not become an advantage
+SENTINEL = -1.0  # the released code's confidence of a response that states none
+MAX_STATED = 1e6  # a raw number has no bound; its square must stay finite
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,10 @@ class GroupScore:
     A_c: np.ndarray
 
 
+# How a method scores a mini-batch: its groups in, one score per group out.
+ScoreMiniBatch = Callable[[Sequence[Group], ObjectiveConfig], list[GroupScore]]
+
+
 def make_group(judgements: Sequence[Judgement], old_logprobs: tuple[np.ndarray, ...] | None = None) -> Group:
     """Collect one prompt's judgements. Raises :class:`UserError` for fewer than two or an impossible confidence."""
     if len(judgements) < 2:
@@ -76,48 +80,51 @@ def make_group(judgements: Sequence[Judgement], old_logprobs: tuple[np.ndarray, 
     )
 
 
-def hybrid_target(correct: np.ndarray, options: Options) -> np.ndarray:
-    """t_i = lam * Rt + (1 - lam) * R_i, Rt the group accuracy over all responses, malformed ones too (paper 1.4)."""
+def hybrid_target(correct: np.ndarray, options: ObjectiveConfig) -> np.ndarray:
+    """t_i = lam * Rt + (1 - lam) * R_i, Rt the group accuracy over all responses, malformed ones too
+    (docs/algorithms.md#3-rewards)."""
     accuracy = correct.mean()
     if options.leave_one_out:
         accuracy = (correct.sum() - correct) / (len(correct) - 1)
     return options.lam * accuracy + (1 - options.lam) * correct
 
 
-def normalize(rewards: np.ndarray, how: ConfidenceNormalization, options: Options) -> np.ndarray:
-    """A_i = (x_i - mean x) / (std x + eps), float64 [G] (paper 1.5); ``mean``: not divided; ``none``: x itself.
-    ``batch_std``: not divided yet, see :func:`batch_scale`.
+def normalize(rewards: np.ndarray, how: ConfidenceNormalization, options: ObjectiveConfig) -> np.ndarray:
+    """A_i = (x_i - mean x) / (std x + eps), float64 [G] (docs/algorithms.md#4-advantages).
+
+    ``mean``: not divided; ``none``: x itself; ``batch_std``: not divided yet, see :func:`batch_scale`.
 
     A group of identical rewards gives exactly 0: in float32 eight equal rewards can have a std of 3e-8.
     """
     x = np.asarray(rewards, dtype=np.float64)
     if how == "none":
         return x.copy()
-    if np.ptp(x) < IDENTICAL:
+    if np.ptp(x) < REWARD_TOLERANCE:
         return np.zeros_like(x)
     centred = x - x.mean()
     return centred / (x.std(ddof=options.ddof) + options.eps) if how == "std" else centred
 
 
-def batch_scale(A_c: np.ndarray, options: Options) -> float:
-    """What divides the confidence's advantages of a whole mini-batch, ``A_c`` [N], with ``batch_std``; 1 otherwise.
+def batch_scale(A_c: np.ndarray, options: ObjectiveConfig) -> float:
+    """The divisor of the confidence's advantages of a whole mini-batch, ``A_c`` [N], with ``batch_std``; 1 otherwise.
 
-    Their root mean square, at least ``LEAST_BATCH_RMS``. One number for all groups changes the length of the expected
-    gradient and not its direction, so a proper score stays one, which a group's own std does not allow.
+    Their root mean square, at least ``MIN_BATCH_RMS``. One number for all groups changes the length of the expected
+    gradient and not its direction, so a proper score stays proper, which a group's own std does not allow.
     """
-    if options.advantage_normalization.confidence != "batch_std":
+    if options.advantage_normalization_confidence != "batch_std" or not len(A_c):
         return 1.0
-    return max(float(np.sqrt(np.mean(np.square(A_c)))), LEAST_BATCH_RMS)
+    return max(float(np.sqrt(np.mean(np.square(A_c)))), MIN_BATCH_RMS)
 
 
-def shared_advantage(target: np.ndarray, rewards: np.ndarray, R_c: np.ndarray, options: Options) -> GroupScore:
+def by_group(score_group: Callable[[Group, ObjectiveConfig], GroupScore]) -> ScoreMiniBatch:
+    """A method whose groups do not depend on each other."""
+    return lambda groups, options: [score_group(group, options) for group in groups]
+
+
+def shared_advantage(target: np.ndarray, rewards: np.ndarray, R_c: np.ndarray, options: ObjectiveConfig) -> GroupScore:
     """One scalar reward, one advantage on all tokens: GRPO and everything built on it."""
-    advantage = normalize(rewards, options.advantage_normalization.reasoning, options)
+    advantage = normalize(rewards, options.advantage_normalization_reasoning, options)
     return GroupScore(target, rewards, R_c, advantage, advantage)
-
-
-SENTINEL = -1.0  # the released code's confidence of a response that states none
-MAX_STATED = 1e6  # a raw number has no bound; its square must stay finite
 
 
 def l1(c: np.ndarray, target: np.ndarray, clamp: float = 0.0) -> np.ndarray:
@@ -149,10 +156,10 @@ SCORES: dict[str, Callable[[np.ndarray, np.ndarray, float], np.ndarray]] = {
 }
 
 
-def calibration_reward(group: Group, target: np.ndarray, options: Options) -> np.ndarray:
+def calibration_reward(group: Group, target: np.ndarray, options: ObjectiveConfig) -> np.ndarray:
     """R_c, float64 [G]: the score of the confidence, and for a malformed one what ``malformed_placement`` says.
 
-    ``confidence`` and ``both``: the constant ``malformed_penalty`` (paper 1.4; right and wrong answers alike).
+    ``confidence`` and ``both``: the constant ``malformed_penalty`` (right and wrong answers alike).
     ``reasoning``: the mean of the well-formed R_c, hence no confidence advantage; the penalty is in R instead.
     ``sentinel``: the released code, c := the number as written, or -1 when there is none.
     """
@@ -167,7 +174,7 @@ def calibration_reward(group: Group, target: np.ndarray, options: Options) -> np
     return np.where(group.well_formed, rewards, penalty)
 
 
-def correctness_reward(group: Group, options: Options) -> np.ndarray:
+def correctness_reward(group: Group, options: ObjectiveConfig) -> np.ndarray:
     """R, float64 [G]: 1 for a right answer, else 0; plus the format penalty where it is placed on the reasoning."""
     if options.malformed_placement in ("reasoning", "both"):
         return group.correct + np.where(group.well_formed, 0.0, options.malformed_penalty)

@@ -1,4 +1,4 @@
-"""CCGSPG: sequence-level policy gradient with the sequence's own probability as confidence (algorithms 3.3).
+"""CCGSPG: sequence-level policy gradient with the sequence's own probability as confidence (docs/algorithms.md#2-methods).
 
 No importance ratio and no clipping. The stated confidence is not used; the blocks share one advantage.
 """
@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_dcpo.objectives.advantages import IDENTICAL, Group, GroupScore
+from megatron_dcpo.objectives.advantages import REWARD_TOLERANCE, Group, GroupScore, by_group
 from megatron_dcpo.objectives.objective import Method
-from megatron_dcpo.objectives.options import ObjectiveConfig, Options
+from megatron_dcpo.objectives.options import COMMON, ObjectiveConfig
 from megatron_dcpo.objectives.policy_loss import (
     Stats,
     TokenBatch,
@@ -26,7 +26,7 @@ from megatron_dcpo.objectives.policy_loss import (
 from megatron_dcpo.types import BLOCK_NONE
 
 
-def score_group(group: Group, options: Options) -> GroupScore:
+def score_group(group: Group, options: ObjectiveConfig) -> GroupScore:
     """A_i = (R_i - mean R) / (1 - c_i + eps), c_i = exp(mean_t logp_old) in float64, not divided by a std.
 
     1 - c_i is held above ``one_minus_c_clamp``: the division would grow without bound as the model grows sure.
@@ -34,12 +34,12 @@ def score_group(group: Group, options: Options) -> GroupScore:
     assert group.old_logprobs is not None  # Method.needs_old_logprobs
     mean_logprob = np.array([row.mean() if len(row) else 0.0 for row in group.old_logprobs])
     one_minus_c = np.maximum(-np.expm1(mean_logprob), options.one_minus_c_clamp)
-    centred = group.correct - group.correct.mean() if np.ptp(group.correct) >= IDENTICAL else 0 * group.correct
+    centred = group.correct - group.correct.mean() if np.ptp(group.correct) >= REWARD_TOLERANCE else 0 * group.correct
     A = centred / (one_minus_c + options.eps)
     return GroupScore(group.correct.copy(), group.correct.copy(), np.full_like(A, np.nan), A, A)
 
 
-def token_loss(batch: TokenBatch, options: Options) -> tuple[Tensor, Stats]:
+def token_loss(batch: TokenBatch, options: ObjectiveConfig) -> tuple[Tensor, Stats]:
     """-w_t (A_i log c_i + beta (R_i log c_i + (1 - R_i) log(1 - c_i))) on each token of sequence i, [n].
 
     With sequence-mean weights 1 / (N |o_i|) the tokens of a sequence sum to 1/N of its loss.
@@ -66,4 +66,10 @@ def defaults(config: ObjectiveConfig) -> Mapping[str, Any]:
     return {"loss_aggregation": "sequence_mean", "weight": 1.0}
 
 
-METHOD = Method(score_group, token_loss, defaults, needs_old_logprobs=True)
+METHOD = Method(
+    by_group(score_group),
+    token_loss,
+    defaults,
+    options=COMMON | {"beta", "one_minus_c_clamp", "eps"},
+    needs_old_logprobs=True,
+)

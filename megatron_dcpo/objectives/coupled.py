@@ -1,4 +1,4 @@
-"""DCPO without decoupling (paper, ablation "w/o decoupled optimisation"; inferred, algorithms 3.5)."""
+"""DCPO without decoupling (the paper's ablation "w/o decoupled optimisation"; docs/algorithms.md#2-methods)."""
 
 from __future__ import annotations
 
@@ -8,16 +8,23 @@ from typing import Any
 from megatron_dcpo.objectives.advantages import (
     Group,
     GroupScore,
+    by_group,
     calibration_reward,
     correctness_reward,
     hybrid_target,
     shared_advantage,
 )
 from megatron_dcpo.objectives.objective import Method
-from megatron_dcpo.objectives.options import ObjectiveConfig, Options
+from megatron_dcpo.objectives.options import (
+    CALIBRATION_REWARD,
+    CLIPPED_LOSS,
+    COMMON,
+    REASONING_ADVANTAGE,
+    ObjectiveConfig,
+)
 
 
-def score_group(group: Group, options: Options) -> GroupScore:
+def score_group(group: Group, options: ObjectiveConfig) -> GroupScore:
     """r_i = R_i + w * R_c,i with DCPO's target; one GRPO advantage of r for all tokens."""
     target = hybrid_target(group.correct, options)
     R_c = calibration_reward(group, target, options)
@@ -29,4 +36,5 @@ def defaults(config: ObjectiveConfig) -> Mapping[str, Any]:
     return {"w": 0.5} if config.preset == "verl_compat" else {}
 
 
-METHOD = Method(score_group, defaults=defaults)
+OPTIONS = COMMON | CLIPPED_LOSS | CALIBRATION_REWARD | REASONING_ADVANTAGE | {"w"}
+METHOD = Method(by_group(score_group), options=OPTIONS, defaults=defaults)

@@ -8,7 +8,6 @@ losses, stats = objective.token_loss(batch)             # contributions whose pl
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,22 +15,13 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from megatron_dcpo.objectives.advantages import Group, GroupScore, make_group
-from megatron_dcpo.objectives.options import ObjectiveConfig, Options
+from megatron_dcpo.objectives.advantages import ScoreMiniBatch, make_group
+from megatron_dcpo.objectives.expected_digits import DecimalToken, DigitScores, score_digits
+from megatron_dcpo.objectives.options import CLIPPED_LOSS, COMMON, ObjectiveConfig
 from megatron_dcpo.objectives.policy_loss import Stats, TokenBatch, clipped_policy_loss
-from megatron_dcpo.types import BLOCK_CONFIDENCE, BLOCK_REASONING, DigitScores, Judgement, TokenAdvantages
+from megatron_dcpo.types import BLOCK_CONFIDENCE, BLOCK_REASONING, Judgement, TokenAdvantages
 
 COUNT_NAMES = ("sequences", "reasoning_tokens", "confidence_tokens")
-
-
-def as_scored(A_r: np.ndarray, A_c: np.ndarray, options: Options) -> tuple[np.ndarray, np.ndarray]:
-    """The groups' advantages are final."""
-    return A_r, A_c
-
-
-def no_digits(judgements: Sequence[Judgement], targets: np.ndarray, options: Options) -> list[tuple[DigitScores, ...]]:
-    """Every token is trained on the response's advantage."""
-    return [()] * len(judgements)
 
 
 def no_defaults(config: ObjectiveConfig) -> Mapping[str, Any]:
@@ -41,25 +31,25 @@ def no_defaults(config: ObjectiveConfig) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class Method:
-    """What a file of this package declares: how a group is scored, and where it differs from the common rest.
+    """What a file of this package declares: how a mini-batch is scored, and where the method differs from the rest.
 
-    ``scale_batch``: what becomes of A_r and A_c ([N] each) once all groups of the mini-batch are scored.
-    ``score_digits``: from judgements and targets, the positions trained on all digits at once.
+    ``options``: the names that it reads; another one is refused when it is set. ``defaults``: its own values of options,
+    which win over the preset's. ``needs_old_logprobs``: the score reads the log-probs of the policy that sampled.
     """
 
-    score_group: Callable[[Group, Options], GroupScore]
-    token_loss: Callable[[TokenBatch, Options], tuple[Tensor, Stats]] = clipped_policy_loss
+    score: ScoreMiniBatch
+    token_loss: Callable[[TokenBatch, ObjectiveConfig], tuple[Tensor, Stats]] = clipped_policy_loss
     defaults: Callable[[ObjectiveConfig], Mapping[str, Any]] = no_defaults
+    options: frozenset[str] = COMMON | CLIPPED_LOSS
     needs_old_logprobs: bool = False
-    scale_batch: Callable[[np.ndarray, np.ndarray, Options], tuple[np.ndarray, np.ndarray]] = as_scored
-    score_digits: Callable[[Sequence[Judgement], np.ndarray, Options], Sequence[tuple[DigitScores, ...]]] = no_digits
 
 
 @dataclass(frozen=True)
 class Scored:
     """Judged responses with rewards and advantages, all in input order; float64 [N] arrays as in ``GroupScore``.
 
-    ``trained`` bool [N] is False where a response takes no part in the loss (``mask_truncated``).
+    ``trained`` bool [N] is False where a response takes no part in the loss (``mask_truncated``). ``digits``: the positions
+    of each response that are trained on all digits at once, and not on the sampled one's advantage.
     """
 
     judgements: tuple[Judgement, ...]
@@ -70,6 +60,7 @@ class Scored:
     A_c: np.ndarray
     trained: np.ndarray
     tokens: tuple[TokenAdvantages, ...]
+    digits: tuple[tuple[DigitScores, ...], ...]
 
     def __len__(self) -> int:
         return len(self.judgements)
@@ -86,6 +77,7 @@ class Scored:
             A_c=self.A_c[rows],
             trained=self.trained[rows],
             tokens=tuple(self.tokens[i] for i in rows),
+            digits=tuple(self.digits[i] for i in rows),
         )
 
 
@@ -93,34 +85,53 @@ class Scored:
 class Objective:
     """A method with its options; ``objectives.build_objective`` makes one. Holds no state."""
 
-    options: Options
+    options: ObjectiveConfig
     method: Method
 
-    def score(self, judgements: Sequence[Judgement], old_logprobs: Sequence[np.ndarray] | None = None) -> Scored:
-        """Rewards and advantages of whole groups, found by prompt id in any order.
+    @property
+    def trains_all_digits(self) -> bool:
+        """Whether :meth:`score` makes use of ``decimals``."""
+        return self.options.confidence_gradient == "digits" and "confidence_gradient" in self.method.options
 
-        ``old_logprobs`` ([T_i] each) are read only by methods with ``needs_old_logprobs``. Raises UserError for a
-        group of one, ValueError where the log-probs are missing or of another length than the response.
+    def score(
+        self,
+        judgements: Sequence[Judgement],
+        old_logprobs: Sequence[np.ndarray] | None = None,
+        decimals: Sequence[Sequence[DecimalToken]] | None = None,
+    ) -> Scored:
+        """Rewards and advantages of whole groups, collected by prompt id in any order.
+
+        ``old_logprobs`` ([T_i] each) are read only by methods with ``needs_old_logprobs``, ``decimals`` (the exchangeable
+        tokens of each confidence) only with ``confidence_gradient: digits``. Raises UserError for a group of one,
+        ValueError where the log-probs are missing or of another length than the response.
         """
         if self.method.needs_old_logprobs:
             _check_lengths(self.options.name, judgements, old_logprobs)
         groups: dict[str, list[int]] = {}
         for row, judgement in enumerate(judgements):
             groups.setdefault(judgement.prompt_id, []).append(row)
+        old = [np.asarray(row, dtype=np.float64) for row in old_logprobs] if old_logprobs else None
+        scores = self.method.score(
+            [
+                make_group([judgements[i] for i in rows], tuple(old[i] for i in rows) if old else None)
+                for rows in groups.values()
+            ],
+            self.options,
+        )
         columns = np.full((5, len(judgements)), np.nan)
-        for rows in groups.values():
-            old = tuple(np.asarray(old_logprobs[i], dtype=np.float64) for i in rows) if old_logprobs else None
-            score = self.method.score_group(make_group([judgements[i] for i in rows], old), self.options)
+        for rows, score in zip(groups.values(), scores, strict=True):
             columns[:, rows] = score.target, score.R, score.R_c, score.A_r, score.A_c
         targets, R, R_c, A_r, A_c = columns
-        digits = self.method.score_digits(judgements, targets, self.options)
-        A_r, A_c = self.method.scale_batch(A_r, A_c, self.options)
+        digits: list[tuple[DigitScores, ...]] = [()] * len(judgements)
+        if self.trains_all_digits and decimals is not None:
+            digits = score_digits(judgements, decimals, targets, self.options)
         trained = [not (self.options.mask_truncated and j.status == "truncated") for j in judgements]
         tokens = tuple(
-            dataclasses.replace(spread_over_tokens(j, a_r, a_c, self.options), digits=choices)
-            for j, a_r, a_c, choices in zip(judgements, A_r, A_c, digits, strict=True)
+            spread_over_tokens(j, a_r, a_c, self.options) for j, a_r, a_c in zip(judgements, A_r, A_c, strict=True)
         )
-        return Scored(tuple(judgements), targets, R, R_c, A_r, A_c, np.array(trained, dtype=bool), tokens)
+        return Scored(
+            tuple(judgements), targets, R, R_c, A_r, A_c, np.array(trained, dtype=bool), tokens, tuple(digits)
+        )
 
     def counts(self, scored: Scored) -> np.ndarray:
         """Local denominators, float64 [3], in the order of ``COUNT_NAMES``. Sum them over the data-parallel ranks."""
@@ -136,7 +147,7 @@ class Objective:
         included; 0 on responses that are not trained.
         """
         sequences, *block_counts = np.maximum(counts, 1.0)
-        weight = np.array([0.0, *self.options.weight])  # indexed by block id
+        weight = np.array([0.0, *self.options.blocks("weight")])  # indexed by block id
         per_block = np.array([1.0, *block_counts])
         total = max(float(counts[1] + counts[2]), 1.0)
         weights = []
@@ -156,15 +167,16 @@ class Objective:
         return self.method.token_loss(batch, self.options)
 
 
-def spread_over_tokens(judgement: Judgement, A_r: float, A_c: float, options: Options) -> TokenAdvantages:
-    """A_r on the reasoning tokens, A_c on the confidence tokens (paper 1.5); constant inside a block."""
+def spread_over_tokens(judgement: Judgement, A_r: float, A_c: float, options: ObjectiveConfig) -> TokenAdvantages:
+    """A_r on the reasoning tokens, A_c on the confidence tokens, constant inside a block
+    (docs/algorithms.md#4-advantages)."""
     boundary = confidence_start(judgement, options)
     in_confidence = np.arange(judgement.length) >= boundary
     block_ids = np.where(in_confidence, BLOCK_CONFIDENCE, BLOCK_REASONING).astype(np.int8)
     return TokenAdvantages(judgement.prompt_id, np.where(in_confidence, A_c, A_r), block_ids)
 
 
-def confidence_start(judgement: Judgement, options: Options) -> int:
+def confidence_start(judgement: Judgement, options: ObjectiveConfig) -> int:
     """First token of the confidence block. Only a response without a marker depends on ``fallback``.
 
     The splitter gives such a response its EOS as block (``eos``), and nothing when it was truncated. With

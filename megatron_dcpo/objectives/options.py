@@ -1,33 +1,20 @@
-"""The options of every objective: what a user may set, the presets, and the resolved form the formulas read.
+"""The options of every objective, declared once: :class:`ObjectiveConfig`, whose defaults are the paper's settings.
 
-An option left unset (``None``) takes its value from the first layer that names it: the method's own defaults, the
-preset, the preset ``paper``. A block option ``X`` (``weight``, ``clip_low``, ...) speaks for both blocks;
-``X_reasoning`` and ``X_confidence`` speak for one and win over ``X`` of the same layer.
+``PRESETS`` and the methods' own defaults are overrides of these. A block option ``X`` (``weight``, ``clip_low``, ...) is
+short for ``X_reasoning`` and ``X_confidence``; a specific name wins over the short one.
 ``docs/algorithms.md`` lists every option with its formula and the test that proves it.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import ConfigDict, Field
-from pydantic.dataclasses import dataclass
-
-from megatron_dcpo.errors import UserError
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Preset = Literal["paper", "verl_compat", "dcpo_proper"]
-Score = Literal["l1", "brier", "log", "spherical"]
 Normalization = Literal["std", "mean", "none"]
 ConfidenceNormalization = Normalization | Literal["batch_std"]
-Placement = Literal["confidence", "reasoning", "both", "sentinel"]
-Aggregation = Literal["sequence_mean", "token_mean", "block_mean"]
-Fallback = Literal["eos", "none", "last_two"]
-MarkerBlock = Literal["confidence", "reasoning"]
-Baseline = Literal["group", "counterfactual"]
-ConfidenceGradient = Literal["sampled", "digits"]
 
 Unit = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -35,86 +22,7 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 ClipLow = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 Clamp = Annotated[float, Field(gt=0, lt=0.5, allow_inf_nan=False)]
 
-
-@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
-class ObjectiveConfig:
-    """Section ``objective`` of a run's configuration. ``None`` means: as the method and the preset have it."""
-
-    name: str = "dcpo"
-    preset: Preset = "paper"
-    # Rewards
-    lam: Unit | None = None
-    leave_one_out: bool | None = None
-    calibration_loss: Score | None = None
-    score_clamp: Clamp | None = None
-    malformed_penalty: Finite | None = None
-    malformed_placement: Placement | None = None
-    fallback: Fallback | None = None
-    marker_block: MarkerBlock | None = None
-    w: NonNegative | None = None
-    variant: Literal["canonical", "original"] | None = None
-    tokens: Literal["all", "confidence"] | None = None
-    beta: NonNegative | None = None
-    one_minus_c_clamp: Clamp | None = None
-    # Advantages
-    advantage_normalization: Normalization | None = None
-    advantage_normalization_reasoning: Normalization | None = None
-    advantage_normalization_confidence: ConfidenceNormalization | None = None
-    confidence_baseline: Baseline | None = None
-    confidence_gradient: ConfidenceGradient | None = None
-    digit_damping: NonNegative | None = None
-    ddof: Literal[0, 1] | None = None
-    eps: NonNegative | None = None
-    # Loss
-    loss_aggregation: Aggregation | None = None
-    mask_truncated: bool | None = None
-    weight: NonNegative | None = None
-    weight_reasoning: NonNegative | None = None
-    weight_confidence: NonNegative | None = None
-    clip_low: ClipLow | None = None
-    clip_low_reasoning: ClipLow | None = None
-    clip_low_confidence: ClipLow | None = None
-    clip_high: NonNegative | None = None
-    clip_high_reasoning: NonNegative | None = None
-    clip_high_confidence: NonNegative | None = None
-    dual_clip: NonNegative | None = None
-    kl_coef: NonNegative | None = None
-    kl_coef_reasoning: NonNegative | None = None
-    kl_coef_confidence: NonNegative | None = None
-    kl_estimator: Literal["k1", "k2", "k3"] | None = None
-    entropy_coef: Finite | None = None
-    entropy_coef_reasoning: Finite | None = None
-    entropy_coef_confidence: Finite | None = None
-    tis_level: Literal["none", "token", "sequence"] | None = None
-    tis_cap: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-
-    def __post_init__(self) -> None:
-        from megatron_dcpo.objectives import METHODS  # the registry imports the methods, which import this file
-
-        if self.name not in METHODS:
-            near = difflib.get_close_matches(self.name, METHODS, n=1, cutoff=0.0)[0]
-            raise ValueError(f"unknown objective {self.name!r}; did you mean {near!r}? ({', '.join(METHODS)})")
-        if self.dual_clip is not None and 0 < self.dual_clip <= 1:
-            raise ValueError(f"dual_clip must be 0 (off) or greater than 1, not {self.dual_clip}")
-
-    def resolve(self) -> Options:
-        """Fill every unset option: explicit value, else method default, else preset, else preset ``paper``."""
-        from megatron_dcpo.objectives import METHODS
-
-        layers = (dataclasses.asdict(self), METHODS[self.name].defaults(self), PRESETS[self.preset], PRESETS["paper"])
-        values: dict[str, Any] = {"name": self.name, "preset": self.preset}
-        for field in dataclasses.fields(Options):
-            if field.name in BLOCK_OPTIONS:
-                values[field.name] = Blocks(*(_first(layers, f"{field.name}_{block}", field.name) for block in BLOCKS))
-            elif field.name not in values:
-                values[field.name] = _first(layers, field.name)
-        options = Options(**values)
-        if options.confidence_gradient == "digits" and options.advantage_normalization.confidence == "std":
-            raise UserError(
-                "objective.confidence_gradient=digits does not know a group's standard deviation; set "
-                "objective.advantage_normalization_confidence to batch_std, mean or none, or confidence_gradient to sampled"
-            )
-        return options
+BLOCK_OPTIONS = ("advantage_normalization", "weight", "clip_low", "clip_high", "kl_coef", "entropy_coef")
 
 
 class Blocks(NamedTuple):
@@ -124,26 +32,26 @@ class Blocks(NamedTuple):
     confidence: Any
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """:class:`ObjectiveConfig` with every value filled in; this is what the formulas read.
+class ObjectiveConfig(BaseModel):
+    """Section ``objective`` of a run's configuration; also, with every preset applied, what the formulas read.
 
     Args (symbols of the paper in brackets):
+        name: the method, a key of ``objectives.METHODS``. preset: overrides of the defaults, see ``PRESETS``.
         lam: share of the group accuracy in the target of the confidence [lambda].
         leave_one_out: the group accuracy of response i leaves R_i out.
-        calibration_loss: proper (or not: ``l1``) score of the confidence against its target.
+        calibration_loss: score of the confidence against its target; all but ``l1`` are proper.
         score_clamp: ``log`` scores c clamped to [score_clamp, 1 - score_clamp].
         malformed_penalty, malformed_placement: what a response without a valid confidence gets, and where.
-        fallback: confidence block of a response without a marker.
-        marker_block: which block the marker's tokens belong to.
+        fallback: confidence block of a response without a confidence tag.
+        marker_block: which block the tokens of the confidence tag belong to.
         w: weight of the calibration reward in the scalar reward of ``coupled`` and ``rlcr``.
-        variant: ``rlcr`` only. tokens: ``posthoc`` only. beta, one_minus_c_clamp: ``ccgspg`` only.
+        variant: of ``rlcr``. tokens: of ``posthoc``. beta, one_minus_c_clamp: of ``ccgspg``.
         advantage_normalization, ddof, eps: (x - mean) / (std_ddof + eps), x - mean, or x; of the confidence block also
             ``batch_std``, x - mean over the root mean square of the whole mini-batch (``dcpo`` and ``posthoc``).
         confidence_baseline: what R_c is compared with, the other responses' R_c or, ``counterfactual``, the score their
-            confidences would have had on this response's target (``dcpo`` only).
+            confidences would have had on this response's target (``dcpo``).
         confidence_gradient: what trains the decimals of a valid confidence, A_c of the sampled digit or, ``digits``, the
-            scores of all digits (``dcpo`` only).
+            scores of all digits (``dcpo``; ``objectives/expected_digits.py``).
         digit_damping: of the natural gradient over the digits, in units of the probability 1/K of each of K choices.
         loss_aggregation: 1/(N_sequences |o_i|), 1/N_tokens, or 1/N_block per token; N are global counts.
         mask_truncated: truncated responses train nothing (they still count in the group statistics).
@@ -153,77 +61,131 @@ class Options:
         tis_level, tis_cap: truncated importance sampling between engine and trainer.
     """
 
-    name: str
-    preset: Preset
-    lam: float
-    leave_one_out: bool
-    calibration_loss: Score
-    score_clamp: float
-    malformed_penalty: float
-    malformed_placement: Placement
-    fallback: Fallback
-    marker_block: MarkerBlock
-    w: float
-    variant: Literal["canonical", "original"]
-    tokens: Literal["all", "confidence"]
-    beta: float
-    one_minus_c_clamp: float
-    advantage_normalization: Blocks
-    confidence_baseline: Baseline
-    confidence_gradient: ConfidenceGradient
-    digit_damping: float
-    ddof: int
-    eps: float
-    loss_aggregation: Aggregation
-    mask_truncated: bool
-    weight: Blocks
-    clip_low: Blocks
-    clip_high: Blocks
-    dual_clip: float
-    kl_coef: Blocks
-    kl_estimator: Literal["k1", "k2", "k3"]
-    entropy_coef: Blocks
-    tis_level: Literal["none", "token", "sequence"]
-    tis_cap: float
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = "dcpo"
+    preset: Preset = "paper"
+    # Rewards
+    lam: Unit = 0.5
+    leave_one_out: bool = False
+    calibration_loss: Literal["l1", "brier", "log", "spherical"] = "l1"
+    score_clamp: Clamp = 0.01
+    malformed_penalty: Finite = -1.0
+    malformed_placement: Literal["confidence", "reasoning", "both", "sentinel"] = "confidence"
+    fallback: Literal["eos", "none", "last_two"] = "eos"
+    marker_block: Literal["confidence", "reasoning"] = "confidence"
+    w: NonNegative = 1.0
+    variant: Literal["canonical", "original"] = "canonical"
+    tokens: Literal["all", "confidence"] = "all"
+    beta: NonNegative = 0.01
+    one_minus_c_clamp: Clamp = 1e-4
+    # Advantages
+    advantage_normalization_reasoning: Normalization = "std"
+    advantage_normalization_confidence: ConfidenceNormalization = "std"
+    confidence_baseline: Literal["group", "counterfactual"] = "group"
+    confidence_gradient: Literal["sampled", "digits"] = "sampled"
+    digit_damping: NonNegative = 0.01
+    ddof: Literal[0, 1] = 0
+    eps: NonNegative = 1e-6
+    # Loss
+    loss_aggregation: Literal["sequence_mean", "token_mean", "block_mean"] = "sequence_mean"
+    mask_truncated: bool = False
+    weight_reasoning: NonNegative = 1.0
+    weight_confidence: NonNegative = 1.0
+    clip_low_reasoning: ClipLow = 0.2
+    clip_low_confidence: ClipLow = 0.2
+    clip_high_reasoning: NonNegative = 0.28
+    clip_high_confidence: NonNegative = 0.28
+    dual_clip: NonNegative = 0.0
+    kl_coef_reasoning: NonNegative = 0.0
+    kl_coef_confidence: NonNegative = 0.0
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    entropy_coef_reasoning: Finite = 0.0
+    entropy_coef_confidence: Finite = 0.0
+    tis_level: Literal["none", "token", "sequence"] = "none"
+    tis_cap: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 2.0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand(cls, values: Any) -> Any:
+        defaults = {"name": "dcpo", "preset": "paper"}
+        return defaults | expand_blocks(values) if isinstance(values, Mapping) else values
+
+    @model_validator(mode="after")
+    def _check(self) -> ObjectiveConfig:
+        if 0 < self.dual_clip <= 1:
+            raise ValueError(f"dual_clip must be 0 (off) or greater than 1, not {self.dual_clip}")
+        return self
+
+    @property
+    def explicit(self) -> dict[str, Any]:
+        """The options that were set, by the user or by :func:`megatron_dcpo.objectives.resolve`."""
+        return {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
+
+    def changed(self, **options: Any) -> ObjectiveConfig:
+        """This configuration with other ``options``, checked; ``None`` unsets one."""
+        return ObjectiveConfig(**self.explicit | expand_blocks(options, keep_unset=True))
+
+    def blocks(self, option: str) -> Blocks:
+        """The two values of a block option."""
+        return Blocks(getattr(self, f"{option}_reasoning"), getattr(self, f"{option}_confidence"))
+
+    def written(self) -> dict[str, Any]:
+        """Every option as ``config.yaml`` has it: null where it was not set."""
+        values = self.explicit
+        return {"name": self.name, "preset": self.preset} | {
+            name: values.get(name) for name in type(self).model_fields if name not in ("name", "preset")
+        }
 
 
-BLOCKS = Blocks._fields
-BLOCK_OPTIONS = ("advantage_normalization", "weight", "clip_low", "clip_high", "kl_coef", "entropy_coef")
+def option_names() -> tuple[str, ...]:
+    """Every name a user may write in the section, the short names of the block options included."""
+    return (*ObjectiveConfig.model_fields, *BLOCK_OPTIONS)
+
+
+def expand_blocks(values: Mapping[str, Any], keep_unset: bool = False) -> dict[str, Any]:
+    """``X`` -> ``X_reasoning``, ``X_confidence`` where these are not given; ``None`` means not set."""
+    given = {name: value for name, value in values.items() if keep_unset or value is not None}
+    for option in BLOCK_OPTIONS:
+        if option in given:
+            value = given.pop(option)
+            given = {f"{option}_{block}": value for block in Blocks._fields} | given
+    return given
+
+
+# What a method reads. Every method reads COMMON.
+def _both(*options: str) -> set[str]:
+    return {f"{option}_{block}" for option in options for block in Blocks._fields}
+
+
+COMMON = frozenset(
+    {"name", "preset", "fallback", "marker_block", "loss_aggregation", "mask_truncated", "kl_estimator"}
+    | _both("weight", "kl_coef", "entropy_coef")
+)
+CLIPPED_LOSS = frozenset({"dual_clip", "tis_level", "tis_cap"} | _both("clip_low", "clip_high"))
+CALIBRATION_REWARD = frozenset(
+    ("lam", "leave_one_out", "calibration_loss", "score_clamp", "malformed_penalty", "malformed_placement")
+)
+REASONING_ADVANTAGE = frozenset(("advantage_normalization_reasoning", "ddof", "eps"))
+CONFIDENCE_ADVANTAGE = frozenset(("advantage_normalization_confidence", "ddof", "eps"))
+
+
+def ignored_options(explicit: Mapping[str, Any], read: Iterable[str]) -> list[str]:
+    """The options of ``explicit`` that are not in ``read``. A short name counts where one of its blocks is read."""
+    read = set(read)
+    ignored = []
+    for name, value in explicit.items():
+        option, _, block = name.rpartition("_")
+        twin = f"{option}_{'confidence' if block == 'reasoning' else 'reasoning'}"
+        short = option in BLOCK_OPTIONS and twin in read and explicit.get(twin) == value
+        if name not in read and not short:
+            ignored.append(name)
+    return ignored
+
 
 PRESETS: dict[str, dict[str, Any]] = {
-    # The paper where it is explicit; the intent of the released code where it is silent.
-    "paper": {
-        "lam": 0.5,
-        "leave_one_out": False,
-        "calibration_loss": "l1",
-        "score_clamp": 0.01,
-        "malformed_penalty": -1.0,
-        "malformed_placement": "confidence",
-        "fallback": "eos",
-        "marker_block": "confidence",
-        "w": 1.0,
-        "variant": "canonical",
-        "tokens": "all",
-        "beta": 0.01,
-        "one_minus_c_clamp": 1e-4,
-        "advantage_normalization": "std",
-        "confidence_baseline": "group",
-        "confidence_gradient": "sampled",
-        "digit_damping": 0.01,
-        "ddof": 0,
-        "eps": 1e-6,
-        "loss_aggregation": "sequence_mean",
-        "mask_truncated": False,
-        "weight": 1.0,
-        "clip_low": 0.2,
-        "clip_high": 0.28,
-        "dual_clip": 0.0,
-        "kl_coef": 0.0,
-        "kl_estimator": "k3",
-        "entropy_coef": 0.0,
-        "tis_level": "none",
-        "tis_cap": 2.0,
-    },
+    # The paper where it is explicit; the intent of the released code where it is silent: the defaults.
+    "paper": {},
     # The intent of the released code with its four defects repaired. Its KL loss needs a reference policy, so it
     # stays an explicit choice (kl_coef: 0.001).
     "verl_compat": {
@@ -234,12 +196,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "loss_aggregation": "token_mean",
         "dual_clip": 3.0,
     },
-    # What the paper's theorem asks for: a strictly proper score; the response's own label, since the confidence sees the
-    # response. The noise of the single label, which lam was to reduce, goes with the counterfactual baseline and without
-    # a bias. One scale for all groups: a group's own std would turn the tiny differences of a saturated group into a push
-    # to 0 or 1; none at all would let the small rewards near the optimum be drowned by the accuracy's. All digits at once:
-    # what is hardly ever said is tried all the same, without the noise of sampling it. And the marker answers for the
-    # correctness: where A_c trains it, giving up early with a confidence of 0 is rewarded.
+    # A strictly proper score of the response's own label, with less noise and one scale for all groups; why each option
+    # is there: docs/algorithms.md#6-presets-and-defaults.
     "dcpo_proper": {
         "lam": 0.0,
         "calibration_loss": "brier",
@@ -249,11 +207,3 @@ PRESETS: dict[str, dict[str, Any]] = {
         "marker_block": "reasoning",
     },
 }
-
-
-def _first(layers: tuple[Mapping[str, Any], ...], *names: str) -> Any:
-    for layer in layers:
-        for name in names:
-            if layer.get(name) is not None:
-                return layer[name]
-    raise KeyError(names[0])

@@ -11,27 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_dcpo.objectives.options import Blocks, Options
-from megatron_dcpo.types import BLOCK_CONFIDENCE, BLOCK_NONE, BLOCK_REASONING
+from megatron_dcpo.objectives.expected_digits import DigitBatch, digit_losses
+from megatron_dcpo.objectives.options import Blocks, ObjectiveConfig
+from megatron_dcpo.types import BLOCK_NONE, BLOCKS
 
 MAX_LOG_RATIO = 20.0  # exp() of more only overflows; every clip and cap lies far below
 MAX_KL = 10.0  # the released code's bound on one token's k3
-BLOCK_IDS = {"reasoning": BLOCK_REASONING, "confidence": BLOCK_CONFIDENCE}
 
 Stats = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class DigitBatch:
-    """The m tokens of a micro-batch that are trained on all digits at once.
-
-    ``rows`` int64 [m] into the tokens; ``logprobs`` [m, K] of every choice of digits, with gradient, -inf where there is
-    none; ``scores`` [m, K].
-    """
-
-    rows: Tensor
-    logprobs: Tensor
-    scores: Tensor
 
 
 @dataclass(frozen=True)
@@ -56,8 +43,8 @@ class TokenBatch:
     correct: Tensor | None = None
 
 
-def clipped_policy_loss(batch: TokenBatch, options: Options) -> tuple[Tensor, Stats]:
-    """w_t * (-min(rho A, clip(rho, 1 - low, 1 + high) A) + kl_coef KL - entropy_coef H), [n] (paper 1.6).
+def clipped_policy_loss(batch: TokenBatch, options: ObjectiveConfig) -> tuple[Tensor, Stats]:
+    """w_t * (-min(rho A, clip(rho, 1 - low, 1 + high) A) + kl_coef KL - entropy_coef H), [n] (docs/algorithms.md#5-loss).
 
     rho = exp(logp - logp_old); each block has its own clip range and coefficients; dual clip bounds the loss of
     negative advantages by dual_clip * |A|; importance weights of the engine multiply the first term.
@@ -65,7 +52,7 @@ def clipped_policy_loss(batch: TokenBatch, options: Options) -> tuple[Tensor, St
     valid, log_ratio = _valid(batch), _log_ratio(batch)
     A = _where(valid, batch.advantages.to(log_ratio))
     rho = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    low, high = per_block(options.clip_low, batch, rho), per_block(options.clip_high, batch, rho)
+    low, high = per_block(options.blocks("clip_low"), batch, rho), per_block(options.blocks("clip_high"), batch, rho)
     unclipped, clipped = -A * rho, -A * torch.clamp(rho, 1 - low, 1 + high)
     losses = torch.maximum(unclipped, clipped)
     if options.dual_clip:
@@ -82,25 +69,7 @@ def clipped_policy_loss(batch: TokenBatch, options: Options) -> tuple[Tensor, St
     return losses, stats | by_block("loss", losses, batch) | by_block("tokens", torch.ones_like(rho), batch)
 
 
-def digit_losses(digits: DigitBatch, options: Options) -> Tensor:
-    """-sum_d w_d A_d log pi_d, [m]: every digit d of a position at once; A_d = S_d - sum w S, no gradient through w.
-
-    w_d is proportional to pi_d / (pi_d + damping): the gradient of the expected score under the damped inverse Fisher metric
-    of the softmax. Undamped it is the natural gradient, A_d on each logit, however rarely d is said; a large damping leaves
-    the plain one, pi_d A_d, which gives up what is hardly ever said. An expectation under the policy as it is, it needs no
-    importance ratio.
-    """
-    known = digits.logprobs > -torch.inf
-    logprobs = _where(known, digits.logprobs)
-    pi = _where(known, logprobs.detach().exp().clamp(min=torch.finfo(logprobs.dtype).tiny))
-    w = _where(known, pi / (pi + options.digit_damping / known.sum(-1, keepdim=True)))
-    w = w / w.sum(-1, keepdim=True)
-    scores = digits.scores.to(w)
-    A = scores - (w * scores).sum(-1, keepdim=True)
-    return -(w * A * logprobs).sum(-1)
-
-
-def regularizers(batch: TokenBatch, options: Options) -> tuple[Tensor, Stats]:
+def regularizers(batch: TokenBatch, options: ObjectiveConfig) -> tuple[Tensor, Stats]:
     """kl_coef * KL(policy || reference) - entropy_coef * H per token [n], each block with its own coefficients.
 
     With d = logp_ref - logp: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1, at most ``MAX_KL`` (Schulman 2020).
@@ -108,14 +77,14 @@ def regularizers(batch: TokenBatch, options: Options) -> tuple[Tensor, Stats]:
     """
     extra, stats = torch.zeros_like(batch.logprobs), {}
     valid = _valid(batch)
-    if any(options.kl_coef):
+    if any(options.blocks("kl_coef")):
         d = _where(valid, _need(batch.ref_logprobs, "kl_coef", "ref_logprobs").to(extra) - batch.logprobs)
         kl = kl_estimate(d, options.kl_estimator)
-        extra, stats = extra + per_block(options.kl_coef, batch, extra) * kl, by_block("kl", kl, batch)
-    if batch.entropy is not None or any(options.entropy_coef):
+        extra, stats = extra + per_block(options.blocks("kl_coef"), batch, extra) * kl, by_block("kl", kl, batch)
+    if batch.entropy is not None or any(options.blocks("entropy_coef")):
         entropy = _where(valid, _need(batch.entropy, "entropy_coef", "entropy").to(extra))
-        if any(options.entropy_coef):
-            extra = extra - per_block(options.entropy_coef, batch, extra) * entropy
+        if any(options.blocks("entropy_coef")):
+            extra = extra - per_block(options.blocks("entropy_coef"), batch, extra) * entropy
         stats |= by_block("entropy", entropy, batch)
     return extra, stats
 
@@ -130,7 +99,7 @@ def kl_estimate(d: Tensor, estimator: str) -> Tensor:
     return (d.exp() - d - 1).clamp(max=MAX_KL)
 
 
-def importance_weights(batch: TokenBatch, options: Options) -> Tensor:
+def importance_weights(batch: TokenBatch, options: ObjectiveConfig) -> Tensor:
     """min(pi_old / pi_engine, tis_cap) per token, or of the whole sequence on each of its tokens; no gradient."""
     if options.tis_level == "none":
         return torch.ones((), dtype=batch.logprobs.dtype, device=batch.logprobs.device)
@@ -153,7 +122,7 @@ def sequence_sums(values: Tensor, batch: TokenBatch) -> Tensor:
 def per_block(values: Blocks, batch: TokenBatch, like: Tensor) -> Tensor:
     """The value of each token's block, [n]; 0 where there is no block."""
     table = [0.0, 0.0, 0.0]
-    for name, block in BLOCK_IDS.items():
+    for name, block in BLOCKS.items():
         table[block] = float(getattr(values, name))
     return torch.tensor(table, dtype=like.dtype, device=like.device)[batch.block_ids.long()]
 
@@ -161,7 +130,7 @@ def per_block(values: Blocks, batch: TokenBatch, like: Tensor) -> Tensor:
 def by_block(name: str, values: Tensor, batch: TokenBatch) -> Stats:
     """Sum of ``values`` over each block as ``name/block``; detached, so that sums over batches are plain additions."""
     values = values.detach()
-    return {f"{name}/{block}": values[batch.block_ids == index].sum() for block, index in BLOCK_IDS.items()}
+    return {f"{name}/{block}": values[batch.block_ids == index].sum() for block, index in BLOCKS.items()}
 
 
 def masked_logprobs(batch: TokenBatch) -> Tensor:

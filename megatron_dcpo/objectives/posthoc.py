@@ -1,11 +1,12 @@
-"""Post-hoc calibration of a GRPO checkpoint (paper, ablation "w/o on-policy training"; inferred, algorithms 3.5).
+"""Post-hoc calibration of a GRPO checkpoint (the paper's ablation "w/o on-policy training"; docs/algorithms.md#2-methods).
 
 Start from a GRPO checkpoint and train on the Brier reward alone, without an accuracy reward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,22 +20,29 @@ from megatron_dcpo.objectives.advantages import (
     normalize,
 )
 from megatron_dcpo.objectives.objective import Method
-from megatron_dcpo.objectives.options import ObjectiveConfig, Options
+from megatron_dcpo.objectives.options import (
+    CALIBRATION_REWARD,
+    CLIPPED_LOSS,
+    COMMON,
+    CONFIDENCE_ADVANTAGE,
+    ObjectiveConfig,
+)
 
 
-def score_group(group: Group, options: Options) -> GroupScore:
+def score_group(group: Group, options: ObjectiveConfig) -> GroupScore:
     """R_c,i = -(c_i - R_i)^2, normalised; on all tokens (``tokens: all``) or on the confidence tokens alone."""
     target = hybrid_target(group.correct, options)
     R_c = calibration_reward(group, target, options)
-    A_c = normalize(R_c, options.advantage_normalization.confidence, options)
+    A_c = normalize(R_c, options.advantage_normalization_confidence, options)
     A_r = A_c if options.tokens == "all" else np.zeros_like(A_c)
     return GroupScore(target, R_c.copy(), R_c, A_r, A_c)
 
 
-def scale_batch(A_r: np.ndarray, A_c: np.ndarray, options: Options) -> tuple[np.ndarray, np.ndarray]:
-    """One reward, so one scale for all tokens (``batch_std``)."""
-    scale = batch_scale(A_c, options)
-    return A_r / scale, A_c / scale
+def score(groups: Sequence[Group], options: ObjectiveConfig) -> list[GroupScore]:
+    """Each group, then one scale for all of them (``batch_std``): one reward, so all tokens have it."""
+    scores = [score_group(group, options) for group in groups]
+    scale = batch_scale(np.concatenate([s.A_c for s in scores]), options)
+    return [dataclasses.replace(s, A_r=s.A_r / scale, A_c=s.A_c / scale) for s in scores]
 
 
 def defaults(config: ObjectiveConfig) -> Mapping[str, Any]:
@@ -42,4 +50,5 @@ def defaults(config: ObjectiveConfig) -> Mapping[str, Any]:
     return {"lam": 0.0, "calibration_loss": "brier"}
 
 
-METHOD = Method(score_group, defaults=defaults, scale_batch=scale_batch)
+OPTIONS = COMMON | CLIPPED_LOSS | CALIBRATION_REWARD | CONFIDENCE_ADVANTAGE | {"tokens"}
+METHOD = Method(score, options=OPTIONS, defaults=defaults)

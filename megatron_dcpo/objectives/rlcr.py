@@ -1,4 +1,4 @@
-"""RLCR: the Brier score added to the answer's reward (Damani et al. 2025; algorithms 3.2)."""
+"""RLCR: the Brier score added to the answer's reward (Damani et al. 2025; docs/algorithms.md#2-methods)."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 import numpy as np
 
 from megatron_dcpo.objectives import coupled
-from megatron_dcpo.objectives.advantages import Group, GroupScore, shared_advantage
+from megatron_dcpo.objectives.advantages import Group, GroupScore, by_group, shared_advantage
 from megatron_dcpo.objectives.objective import Method
-from megatron_dcpo.objectives.options import ObjectiveConfig, Options
+from megatron_dcpo.objectives.options import ObjectiveConfig
 
 # Weights of format, accuracy and Brier term in the original code.
 FORMAT, ACCURACY, BRIER = 0.5, 0.5, 0.5
 
 
-def score_group(group: Group, options: Options) -> GroupScore:
+def score_group(group: Group, options: ObjectiveConfig) -> GroupScore:
     """``canonical``: r_i = R_i - w (R_i - c_i)^2, malformed r_i = R_i - w. ``original``: the published code's sum."""
     return original(group, options) if options.variant == "original" else coupled.score_group(group, options)
 
 
-def original(group: Group, options: Options) -> GroupScore:
+def original(group: Group, options: ObjectiveConfig) -> GroupScore:
     """r = 0.5 f + 0.5 acc + 0.5 (1 - (acc - c)^2) where the format holds (f = 1), and 0 where it does not.
 
     A wrong format voids the accuracy too; reported ``R_c`` is the part of r that is not the accuracy's.
@@ -44,4 +44,4 @@ def defaults(config: ObjectiveConfig) -> Mapping[str, Any]:
     return values
 
 
-METHOD = Method(score_group, defaults=defaults)
+METHOD = Method(by_group(score_group), options=coupled.OPTIONS | {"variant"}, defaults=defaults)

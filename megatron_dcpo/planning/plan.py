@@ -118,7 +118,7 @@ def make_plan(config: Config, machine: Machine, rates: Rates | None = None) -> P
     work, tokens, scored, per_update = _work(config, layout, machine, data_parallel)
     engine = _engine(arch, config, machine)
     objective = build_objective(config.objective)
-    reference = any(objective.options.kl_coef)
+    reference = any(objective.options.blocks("kl_coef"))
     needs_old = config.training.updates_per_rollout > 1 or objective.method.needs_old_logprobs
     work = replace(work, forward_passes=int(needs_old) + int(reference))
     stages = tuple(

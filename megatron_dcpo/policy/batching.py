@@ -6,10 +6,12 @@ response token, and every per-token array (advantage, block id, weight) is laid 
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,31 +22,53 @@ from megatron_dcpo import runtime
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
 
 
+class TokenSequence(Protocol):
+    """Anything with a prompt and a response as token ids (int64 [P], [T]): the unit of batching."""
+
+    @property
+    def prompt_ids(self) -> np.ndarray: ...
+
+    @property
+    def response_ids(self) -> np.ndarray: ...
+
+
 @dataclass(frozen=True)
 class Sample:
-    """One prompt and response as token ids (int64), the unit of batching."""
+    """A bare :class:`TokenSequence`."""
 
     prompt_ids: np.ndarray
     response_ids: np.ndarray
 
-    @property
-    def length(self) -> int:
-        return len(self.prompt_ids) + len(self.response_ids)
+
+def sequence_length(sample: TokenSequence) -> int:
+    """Tokens of prompt and response."""
+    return len(sample.prompt_ids) + len(sample.response_ids)
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Other tokens whose log-probs the loss asks for: ``rows`` int64 [m] into the response tokens of a micro-batch,
+    ``token_ids`` int64 [m, K] (-1: none), and ``values`` [m, K], which the loss reads beside the log-probs."""
+
+    rows: Tensor
+    token_ids: Tensor
+    values: Tensor
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """``tokens``, ``position_ids``: int64 [b, s], or [1, t] when packed. ``rows``: int64 [N], flat index of the logits
     that score each response token; ``targets``: int64 [N], those tokens; ``sequence_ids``: int64 [N], 0-based sample of
-    each within the micro-batch; ``members``: which samples, in order."""
+    each within the micro-batch; ``samples``: the samples, in that order."""
 
     tokens: Tensor
     position_ids: Tensor
     rows: Tensor
     targets: Tensor
     sequence_ids: Tensor
-    members: tuple[int, ...]
+    samples: tuple[Any, ...]
     packed_seq_params: PackedSeqParams | None
+    candidates: Candidates | None = None
 
 
 def assign_to_ranks(lengths: Sequence[int], ranks: int) -> list[list[int]]:
@@ -125,48 +149,52 @@ def _spread(lengths: Sequence[int], count: int, max_tokens: int) -> list[list[in
 
 
 def collate(
-    samples: Sequence[Sample],
+    samples: Sequence[TokenSequence],
     splits: Sequence[Sequence[int]],
     *,
     packing: bool,
     multiple_of: int = 1,
     uniform: bool = False,
+    candidates: Callable[[Sequence[Any]], Candidates | None] | None = None,
 ) -> Iterator[MicroBatch]:
     """Build the micro-batches one at a time. ``multiple_of``: row length multiple (TP size under sequence parallel).
 
-    ``uniform`` gives all of them one shape: Megatron's interleaved schedule mixes up shapes that differ.
+    ``uniform`` gives all of them one shape: Megatron's interleaved schedule mixes up shapes that differ. ``candidates``:
+    from the samples of a micro-batch, the other tokens whose log-probs its loss asks for.
     """
-    chosen = [
-        [samples[i] for i in members] or [Sample(np.zeros(1, np.int64), np.zeros(0, np.int64))] for members in splits
-    ]
+    nothing = Sample(np.zeros(1, np.int64), np.zeros(0, np.int64))
+    members = [tuple(samples[i] for i in split) for split in splits]
+    chosen: list[Sequence[TokenSequence]] = [batch or (nothing,) for batch in members]
     sizes = [_packed_size(batch) if packing else _padded_size(batch) for batch in chosen]
     largest = tuple(max(column) for column in zip(*sizes, strict=True))
-    for batch, size, members in zip(chosen, sizes, splits, strict=True):
+    for batch, size, own in zip(chosen, sizes, members, strict=True):
         rows, width = largest if uniform else size
         width = -(-width // multiple_of) * multiple_of
-        yield _packed(batch, members, width) if packing else _padded(batch, members, rows, width)
+        micro_batch = _packed(batch, width) if packing else _padded(batch, rows, width)
+        others = candidates(own) if candidates is not None else None
+        yield dataclasses.replace(micro_batch, samples=own, candidates=others)
 
 
-def _padded_size(samples: Sequence[Sample]) -> tuple[int, int]:
-    return len(samples), max(sample.length for sample in samples)
+def _padded_size(samples: Sequence[TokenSequence]) -> tuple[int, int]:
+    return len(samples), max(map(sequence_length, samples))
 
 
-def _packed_size(samples: Sequence[Sample]) -> tuple[int, int]:
-    return 1, sum(sample.length for sample in samples)
+def _packed_size(samples: Sequence[TokenSequence]) -> tuple[int, int]:
+    return 1, sum(map(sequence_length, samples))
 
 
-def _padded(samples: Sequence[Sample], members: Sequence[int], rows: int, width: int) -> MicroBatch:
+def _padded(samples: Sequence[TokenSequence], rows: int, width: int) -> MicroBatch:
     tokens = np.zeros((rows, width), np.int64)
     for row, sample in enumerate(samples):
-        tokens[row, : sample.length] = np.concatenate([sample.prompt_ids, sample.response_ids])
+        tokens[row, : sequence_length(sample)] = np.concatenate([sample.prompt_ids, sample.response_ids])
     positions = np.broadcast_to(np.arange(width), tokens.shape)
-    return _micro_batch(samples, members, tokens, positions, [row * width for row in range(len(samples))], None)
+    return _micro_batch(samples, tokens, positions, [row * width for row in range(len(samples))], None)
 
 
-def _packed(samples: Sequence[Sample], members: Sequence[int], total: int) -> MicroBatch:
+def _packed(samples: Sequence[TokenSequence], total: int) -> MicroBatch:
     bounds = [0]
     for sample in samples:
-        bounds.append(bounds[-1] + sample.length)
+        bounds.append(bounds[-1] + sequence_length(sample))
     tokens = np.zeros((1, total), np.int64)
     positions = np.zeros((1, total), np.int64)
     for sample, (start, stop) in zip(samples, itertools.pairwise(bounds), strict=True):
@@ -178,12 +206,11 @@ def _packed(samples: Sequence[Sample], members: Sequence[int], total: int) -> Mi
     cu = torch.tensor(bounds, dtype=torch.int32, device=runtime.device())
     longest = max(stop - start for start, stop in itertools.pairwise(bounds))
     params = PackedSeqParams("thd", cu, cu, None, None, longest, longest)
-    return _micro_batch(samples, members, tokens, positions, offsets, params)
+    return _micro_batch(samples, tokens, positions, offsets, params)
 
 
 def _micro_batch(
-    samples: Sequence[Sample],
-    members: Sequence[int],
+    samples: Sequence[TokenSequence],
     tokens: np.ndarray,
     positions: np.ndarray,
     offsets: Sequence[int],
@@ -202,6 +229,6 @@ def _micro_batch(
         on(np.concatenate(rows)),
         on(np.concatenate(targets)),
         on(np.concatenate(owners)),
-        tuple(members),
+        tuple(samples),
         packed,
     )

@@ -1,10 +1,11 @@
-"""The gradients of the two blocks against each other, per group of layers, under any parallel layout.
+"""The gradients of two parts of a loss against each other, per group of layers, under any parallel layout.
 
-The loss is a sum over the reasoning and the confidence tokens; each block's gradient is taken by a backward pass of its own
-and compared with the other's: norms and cosine, under two metrics.
+Each part's gradient is taken by a backward pass of its own and compared with the other's: norms and cosine, under two
+metrics. While training the parts are the reasoning and the confidence tokens; ``training/probe.py`` has
+more.
 
 * plain: <a, b> = sum_i a_i b_i;
-* fisher: <a, b> = sum_i a_i b_i / (F_i + damping), the direction in which a natural step would trade one block for the
+* fisher: <a, b> = sum_i a_i b_i / (F_i + damping), the direction in which a natural step would trade one part for the
   other. F is the empirical diagonal Fisher matrix as Adam keeps it, the bias-corrected running mean of squared gradients of
   the step's loss (before the first step: the sum of the two squares); the damping is ``DAMPING`` times the mean of
   its entries, so that coordinates with hardly any gradient, whose quotients are rounding noise, do not decide.
@@ -39,59 +40,68 @@ PIECE = 2**22  # elements compared at a time
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """Two gradients under one metric: their norms and the cosine between them (0 where one vanishes)."""
+class GradientPair:
+    """Two gradients a and b under one metric: their norms and the cosine between them (0 where one vanishes)."""
 
-    reasoning: float
-    confidence: float
+    norm_a: float
+    norm_b: float
     cosine: float
 
     @classmethod
-    def of(cls, rr: float, cc: float, rc: float) -> Comparison:
-        return cls(rr**0.5, cc**0.5, rc / (rr * cc) ** 0.5 if rr > 0 and cc > 0 else 0.0)
+    def of(cls, aa: float, bb: float, ab: float) -> GradientPair:
+        """From the three inner products."""
+        return cls(aa**0.5, bb**0.5, ab / (aa * bb) ** 0.5 if aa > 0 and bb > 0 else 0.0)
 
 
 @dataclass(frozen=True)
-class BlockGradients:
+class PairComparison:
     """``plain`` and ``fisher``: {group of layers, or ``all``: the comparison}."""
 
-    plain: dict[str, Comparison]
-    fisher: dict[str, Comparison]
+    plain: dict[str, GradientPair]
+    fisher: dict[str, GradientPair]
 
     def metrics(self) -> dict[str, float]:
-        """Under the names of ``metrics.jsonl``; the whole model, then each group of layers' cosine."""
+        """Of reasoning (a) and confidence (b), under the names of ``metrics.jsonl``; the whole model, then each group of
+        layers' cosine."""
         whole, natural = self.plain[ALL], self.fisher[ALL]
-        found = {
-            "grad_norm/reasoning": whole.reasoning,
-            "grad_norm/confidence": whole.confidence,
+        return {
+            "grad_norm/reasoning": whole.norm_a,
+            "grad_norm/confidence": whole.norm_b,
             "grad_cosine/reasoning_confidence": whole.cosine,
             "grad_cosine_fisher/reasoning_confidence": natural.cosine,
+            **{f"grad_cosine/{name}": pair.cosine for name, pair in self.plain.items() if name != ALL},
         }
-        for name, comparison in self.plain.items():
-            if name != ALL:
-                found[f"grad_cosine/{name}"] = comparison.cosine
-        return found
 
 
-def probe_block_gradients(policy: Policy, optimizer: Any, backward: Callable[[str], Any]) -> tuple[Any, BlockGradients]:
+def probe_block_gradients(policy: Policy, optimizer: Any, backward: Callable[[str], Any]) -> tuple[Any, PairComparison]:
     """Run ``backward("reasoning")`` and ``backward("confidence")`` apart and compare both gradients. Collective.
 
     The sum of the two gradients is the gradient of the step; it is left in the buffers, and the probe costs one extra
     backward pass. Returns the two results of ``backward`` and the measurement.
     """
-    first = backward("reasoning")
-    g_r = counted_gradients(policy, optimizer)
+    first, g_r = part_gradient(policy, optimizer, lambda: backward("reasoning"))
     kept = [buffer.grad_data.clone() for buffer in _buffers(policy)]
-    zero_gradients(policy, optimizer)
-    second = backward("confidence")
-    found = compare(policy, optimizer, g_r, counted_gradients(policy, optimizer, copy=False))
+    second, g_c = part_gradient(policy, optimizer, lambda: backward("confidence"), copy=False)
+    comparison = compare(policy, optimizer, g_r, g_c)
     for buffer, gradient in zip(_buffers(policy), kept, strict=True):
         buffer.grad_data += gradient
-    return (first, second), found
+    return (first, second), comparison
+
+
+def part_gradient(
+    policy: Policy, optimizer: Any, backward: Callable[[], Any], copy: bool = True
+) -> tuple[Any, list[OwnedGradient]]:
+    """Result and gradient of one part of the loss, taken by a ``backward`` pass of its own over zeroed buffers. Collective.
+
+    Without ``copy`` the gradient may share memory with the buffers, which the next pass overwrites.
+    """
+    zero_gradients(policy, optimizer)
+    result = backward()
+    return result, owned_gradients(policy, optimizer, copy)
 
 
 @dataclass(frozen=True)
-class Counted:
+class OwnedGradient:
     """One parameter's (or shard's) gradient that counts on this rank, and its group of layers.
 
     ``square / correction`` is the mean square of its gradient over past steps; None before the first.
@@ -102,7 +112,7 @@ class Counted:
     square: Tensor | None
     correction: float = 1.0
 
-    def pieces(self, other: Counted) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def pieces(self, other: OwnedGradient) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """float64 pieces of this gradient, of ``other``'s, and of the diagonal Fisher matrix: no large temporaries."""
         x, y = self.gradient.reshape(-1), other.gradient.reshape(-1)
         square = self.square.reshape(-1) if self.square is not None else None
@@ -114,8 +124,8 @@ class Counted:
                 yield a, b, square[start : start + PIECE].double() / self.correction
 
 
-def compare(policy: Policy, optimizer: Any, a: list[Counted], b: list[Counted]) -> BlockGradients:
-    """Norms and cosines of gradients ``a`` and ``b`` (``counted_gradients`` of every rank), by groups of layers and in all.
+def compare(policy: Policy, optimizer: Any, a: list[OwnedGradient], b: list[OwnedGradient]) -> PairComparison:
+    """Norms and cosines of gradients ``a`` and ``b`` (``owned_gradients`` of every rank), by groups of layers and in all.
 
     Two all-reduces of a few numbers, in float64. The Fisher matrix is that of ``a``'s members.
     """
@@ -138,18 +148,18 @@ def compare(policy: Policy, optimizer: Any, a: list[Counted], b: list[Counted]) 
             row[1] += (three / (fisher + damping)).sum(1)
     dist.all_reduce(products, group=group)
     named = [*zip(groups, products, strict=True), (ALL, products.sum(0))]
-    plain, natural = ({name: Comparison.of(*row[i].tolist()) for name, row in named} for i in (0, 1))
-    return BlockGradients(plain, natural)
+    plain, natural = ({name: GradientPair.of(*row[i].tolist()) for name, row in named} for i in (0, 1))
+    return PairComparison(plain, natural)
 
 
-def counted_gradients(policy: Policy, optimizer: Any, copy: bool = True) -> list[Counted]:
+def owned_gradients(policy: Policy, optimizer: Any, copy: bool = True) -> list[OwnedGradient]:
     """This rank's share of the gradient in the buffers, each parameter of the model on exactly one rank of the group.
 
     Without ``copy`` it may share memory with the buffers.
     """
     optimizer.prepare_grads()
     names = _group_of_parameters(policy)
-    found = []
+    gradients = []
     for part in optimizer_parts(optimizer):
         settings = {id(p): group for group in part.optimizer.param_groups for p in group["params"]}
         for model, main in _parameter_pairs(part):
@@ -162,8 +172,8 @@ def counted_gradients(policy: Policy, optimizer: Any, copy: bool = True) -> list
                 gradient = gradient.clone()
             square, options = part.optimizer.state.get(main, {}).get("exp_avg_sq"), settings[id(main)]
             correction = 1 - options["betas"][1] ** max(int(options.get("step", 1)), 1)
-            found.append(Counted(names[id(model)], gradient, square, correction))
-    return found
+            gradients.append(OwnedGradient(names[id(model)], gradient, square, correction))
+    return gradients
 
 
 def layer_groups(policy: Policy) -> list[str]:
@@ -181,16 +191,16 @@ def _layer_group(layer: int, num_layers: int) -> str:
 
 def _group_of_parameters(policy: Policy) -> dict[int, str]:
     """id of every parameter of this rank -> its group. Tied embeddings belong to ``embedding``."""
-    found = {}
+    groups = {}
     for gpt in policy.gpt:
         numbers = {index: layer.layer_number - 1 for index, layer in enumerate(gpt.decoder.layers)}
         for name, parameter in gpt.named_parameters():
             parts = name.split(".")
             if parts[:2] == ["decoder", "layers"]:
-                found[id(parameter)] = _layer_group(numbers[int(parts[2])], policy.arch.num_layers)
+                groups[id(parameter)] = _layer_group(numbers[int(parts[2])], policy.arch.num_layers)
             else:  # a last stage's copy of tied embeddings is not counted, so its name does not matter
-                found[id(parameter)] = "embedding" if parts[0] == "embedding" else "output"
-    return found
+                groups[id(parameter)] = "embedding" if parts[0] == "embedding" else "output"
+    return groups
 
 
 def _parameter_pairs(part: Any) -> Iterator[tuple[Tensor, Tensor]]:

@@ -129,27 +129,26 @@ def vocab_parallel_logprobs(
     return _VocabParallel.apply(logits, targets, start, vocab_size, temperature, with_entropy, group)
 
 
-def alternative_logprobs(
+def candidate_logprobs(
     logits: Tensor,
     targets: Tensor,
     logprobs: Tensor,
     rows: Tensor,
-    alternatives: Tensor,
+    token_ids: Tensor,
     *,
     temperature: float = 1.0,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Log-probabilities [m, K] of other tokens at some of the positions; -inf where ``alternatives`` is -1.
+    """Log-probabilities [m, K] of other tokens at some of the positions; -inf where ``token_ids`` is -1.
 
     ``logits``, ``targets`` and ``logprobs`` as :func:`vocab_parallel_logprobs` takes and gives them; ``rows`` int64 [m]
-    into them, ``alternatives`` int64 [m, K] token ids. log p(a) = log p(y) + z_a - z_y: the partition function is known,
+    into them, ``token_ids`` int64 [m, K]. log p(a) = log p(y) + z_a - z_y: the partition function is known,
     so all it takes is one all-reduce of the logits asked for. Differentiable in ``logits`` and ``logprobs``.
     """
     start = (group.rank() if group is not None else 0) * logits.shape[-1]
-    ids = torch.cat([targets[rows, None], alternatives], dim=-1)
+    ids = torch.cat([targets[rows, None], token_ids], dim=-1)
     local = ids - start
     mine = (local >= 0) & (local < logits.shape[-1]) & (ids >= 0)
     z = logits[rows].gather(-1, torch.where(mine, local, 0)).float()
     z = _SumOverRanks.apply(torch.where(mine, z, 0.0), group) / temperature
-    found = logprobs[rows, None] + z[:, 1:] - z[:, :1]
-    return found.masked_fill(alternatives < 0, -torch.inf)
+    return (logprobs[rows, None] + z[:, 1:] - z[:, :1]).masked_fill(token_ids < 0, -torch.inf)

@@ -71,7 +71,7 @@ def zero_gradients(policy: Policy, optimizer: Any) -> None:
     optimizer.zero_grad()
 
 
-def complete_parameters(policy: Policy) -> None:
+def gather_parameters(policy: Policy) -> None:
     """After an optimizer step that leaves the gathering of parameters to the next forward pass: do it now, for whoever
     reads the parameters without one. Collective; nothing to do without ``parallel.overlap_param_gather``."""
     for chunk in policy.chunks:

@@ -43,15 +43,15 @@ def _train(run: Run) -> None:
                 judged = roll_out(run, prompts, step, timers)
             stop_if_asked(run, done=step - 1)
             with timers("judge"):
-                rollout = gather_judged(run, prompts, judged)
+                samples = gather_judged(run, prompts, judged)
             with timers("train"):
                 run.engine.sleep()
                 run.offload.come_back()
-                statistics = update_policy(run, rollout, step)
+                statistics = update_policy(run, samples, step)
             with timers("reshard"):
                 run.offload.leave()
                 traffic = synchronise_engine(run, version=step)
-            recorder.log(step, rollout, statistics, timers, traffic)
+            recorder.log(step, samples, statistics, timers, traffic)
             with timers("save"):
                 save(run, step)
             stop_if_asked(run, done=step)

@@ -30,6 +30,7 @@ import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,25 +42,26 @@ from torch import Tensor
 from megatron_dcpo import runtime
 from megatron_dcpo.config import Config
 from megatron_dcpo.data.sampler import prompts_of_step
-from megatron_dcpo.objectives import ObjectiveConfig, Scored, build_objective
-from megatron_dcpo.objectives.advantages import IDENTICAL
+from megatron_dcpo.objectives import ObjectiveConfig, Scored, as_method, build_objective, resolve
+from megatron_dcpo.objectives.advantages import REWARD_TOLERANCE
+from megatron_dcpo.objectives.expected_digits import DecimalToken
 from megatron_dcpo.policy.gradient_probe import (
     ALL,
     PIECE,
-    BlockGradients,
-    Comparison,
-    Counted,
+    GradientPair,
+    OwnedGradient,
+    PairComparison,
     compare,
-    counted_gradients,
     layer_groups,
+    part_gradient,
 )
 from megatron_dcpo.policy.optimizer import optimizer_group, zero_gradients
 from megatron_dcpo.runtime.timers import Timers
 from megatron_dcpo.training.run import Run, build_run
-from megatron_dcpo.training.sampling import Rollout, gather_judged, roll_out
-from megatron_dcpo.training.update import Share, accumulate
+from megatron_dcpo.training.sampling import TrainingSample, gather_judged, roll_out
+from megatron_dcpo.training.update import MiniBatch, accumulate, decimals_of, with_scores
 from megatron_dcpo.training.weight_sync import synchronise_engine
-from megatron_dcpo.types import BLOCK_REASONING
+from megatron_dcpo.types import BLOCK_REASONING, Judgement
 
 logger = logging.getLogger(__name__)
 
@@ -94,27 +96,27 @@ def _probe(run: Run, batches: int) -> dict[str, Any]:
     config, timers = run.config, Timers(run.watch)
     totals: dict[str, Moments] = {part: Moments() for part in PARTS}
     squares: list[Tensor] = []
-    seen: list[Rollout] = []
+    seen: list[TrainingSample] = []
     for step in range(1, batches + 1):
         prompts = prompts_of_step(
             run.prompts, step, config.data.prompts_per_step, seed=config.seed, shuffle=config.data.shuffle
         )
         run.offload.leave()
         synchronise_engine(run, version=step - 1)  # the same weights each time, counted as training counts
-        rollout = gather_judged(run, prompts, roll_out(run, prompts, step, timers))
+        samples = gather_judged(run, prompts, roll_out(run, prompts, step, timers))
         run.engine.sleep()
         run.offload.come_back()
-        share = Share.of(run, rollout)
-        for part, scored in parts_of(rollout, config.objective).items():
-            zero_gradients(run.policy, run.optimizer)
-            accumulate(run, share, scored)
-            gradients = counted_gradients(run.policy, run.optimizer, copy=False)
+        mini_batch = MiniBatch.of(run, samples)
+        decimals = decimals_of(run, mini_batch)
+        for part, scored in parts_of(mini_batch.judgements, config.objective, decimals).items():
+            batch = with_scores(run, mini_batch, scored)
+            _, gradients = part_gradient(run.policy, run.optimizer, partial(accumulate, run, batch), copy=False)
             totals[part].add(gradients)
             if part.startswith("coupled"):
                 squares = squares or [torch.zeros_like(g.gradient) for g in gradients]
                 for square, one in zip(squares, gradients, strict=True):
                     square.addcmul_(one.gradient, one.gradient)
-        seen.append(rollout)
+        seen += samples
         logger.info("batch %d of %d", step, batches)
     zero_gradients(run.policy, run.optimizer)
     return {
@@ -126,30 +128,33 @@ def _probe(run: Run, batches: int) -> dict[str, Any]:
 
 def without_regularizers(objective: ObjectiveConfig) -> ObjectiveConfig:
     """DCPO with these options, but for KL and entropy terms: they would be part of every gradient alike."""
-    names = [f"{term}_coef{block}" for term in ("kl", "entropy") for block in ("", "_reasoning", "_confidence")]
-    off: dict[str, Any] = dict.fromkeys(names, 0.0)
-    return dataclasses.replace(objective, name="dcpo", **off)
+    return as_method(objective, "dcpo", kl_coef=0.0, entropy_coef=0.0)
 
 
-def parts_of(rollout: Rollout, objective: ObjectiveConfig) -> dict[str, Scored]:
-    """The rollout with each part's advantages on its tokens; block weights are left to the objective."""
+def parts_of(
+    judgements: Sequence[Judgement],
+    objective: ObjectiveConfig,
+    decimals: Sequence[Sequence[DecimalToken]] | None = None,
+) -> dict[str, Scored]:
+    """The responses with each part's advantages on their tokens; block weights are left to the objective."""
 
-    def score(**changes: Any) -> Scored:
-        return build_objective(dataclasses.replace(objective, **changes)).score(rollout.judgements)
+    def score(method: str, **options: Any) -> Scored:
+        return build_objective(as_method(objective, method, **options)).score(judgements, decimals=decimals)
 
     def confidence(baseline: str, scale: str, gradient: str = "sampled") -> Scored:
         return score(
-            name="dcpo",
+            "dcpo",
             confidence_baseline=baseline,
             advantage_normalization_confidence=scale,
             confidence_gradient=gradient,
         )
 
-    scored, scalar = score(name="dcpo"), score(name="coupled")
+    options = resolve(as_method(objective, "coupled"))
+    scored, scalar = score("dcpo"), score("coupled")
     groups: dict[str, list[int]] = {}
-    for row, judgement in enumerate(rollout.judgements):
+    for row, judgement in enumerate(judgements):
         groups.setdefault(judgement.prompt_id, []).append(row)
-    c = np.array([np.nan if j.confidence is None else j.confidence for j in rollout.judgements], float)
+    c = np.array([np.nan if j.confidence is None else j.confidence for j in judgements], float)
     well_formed = ~np.isnan(c)
     slope = 2 * (c[well_formed].mean() - scored.R.mean()) if well_formed.any() else 0.0
 
@@ -160,12 +165,12 @@ def parts_of(rollout: Rollout, objective: ObjectiveConfig) -> dict[str, Scored]:
             columns["mean_calibration"][:, stated] = -slope * (c[stated] - c[stated].mean())
         R, total = scored.R[rows] - scored.R[rows].mean(), scalar.R[rows] - scalar.R[rows].mean()
         columns["accuracy"][:, rows] = R
-        if np.ptp(total) >= IDENTICAL:
-            std = total.std(ddof=objective.resolve().ddof) + objective.resolve().eps
+        if np.ptp(total) >= REWARD_TOLERANCE:
+            std = total.std(ddof=options.ddof) + options.eps
             columns["coupled_accuracy"][:, rows] = R / std
             columns["coupled_calibration"][:, rows] = (total - R) / std
     columns["dcpo_accuracy"][0], columns["dcpo_calibration"][1] = scored.A_r, scored.A_c
-    size = np.array([len(groups[j.prompt_id]) for j in rollout.judgements])
+    size = np.array([len(groups[j.prompt_id]) for j in judgements])
     # its own R_c left out of the mean, as the counterfactual one does
     columns["group_baseline"][1] = confidence("group", "mean").A_c * size / (size - 1)
     columns["counterfactual"][1] = confidence("counterfactual", "mean").A_c
@@ -177,12 +182,11 @@ def parts_of(rollout: Rollout, objective: ObjectiveConfig) -> dict[str, Scored]:
 
 def _with_advantages(scored: Scored, advantages: np.ndarray, digits: Scored | None) -> Scored:
     """``scored`` with other advantages [2, N], of the two blocks, and with the scores of all digits that ``digits`` has."""
-    choices = [t.digits for t in digits.tokens] if digits else [()] * len(scored)
     tokens = tuple(
-        dataclasses.replace(t, digits=d, advantages=np.where(t.block_ids == BLOCK_REASONING, a, b))
-        for t, d, a, b in zip(scored.tokens, choices, *advantages, strict=True)
+        dataclasses.replace(t, advantages=np.where(t.block_ids == BLOCK_REASONING, a, b))
+        for t, a, b in zip(scored.tokens, *advantages, strict=True)
     )
-    return dataclasses.replace(scored, tokens=tokens)
+    return dataclasses.replace(scored, tokens=tokens, digits=digits.digits if digits else ((),) * len(scored))
 
 
 @dataclass
@@ -193,7 +197,7 @@ class Moments:
     groups: list[str] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
 
-    def add(self, gradients: list[Counted]) -> None:
+    def add(self, gradients: list[OwnedGradient]) -> None:
         if not self.sums:
             self.sums = [torch.zeros_like(g.gradient) for g in gradients]
             self.groups = [g.group for g in gradients]
@@ -201,10 +205,10 @@ class Moments:
             total += one.gradient
         self.norms.append(sum(_squared_norm(g.gradient) for g in gradients))
 
-    def mean(self, fisher: list[Tensor]) -> list[Counted]:
+    def mean(self, fisher: list[Tensor]) -> list[OwnedGradient]:
         """The mean gradient, with ``fisher`` as its metric."""
         parts = zip(self.groups, self.sums, fisher, strict=True)
-        return [Counted(group, total / len(self.norms), square) for group, total, square in parts]
+        return [OwnedGradient(group, total / len(self.norms), square) for group, total, square in parts]
 
 
 def _squared_norm(x: Tensor) -> float:
@@ -225,13 +229,13 @@ def _measure(run: Run, totals: dict[str, Moments], fisher: list[Tensor]) -> dict
     }
 
 
-def _as_json(found: BlockGradients) -> dict[str, Any]:
-    """Of the coupled pair too: the first gradient is the accuracy's, the second the calibration's."""
+def _as_json(found: PairComparison) -> dict[str, Any]:
+    """Of every pair: a is the accuracy's gradient, b the calibration's."""
 
-    def named(comparison: Comparison) -> dict[str, float]:
+    def named(comparison: GradientPair) -> dict[str, float]:
         return {
-            "accuracy_norm": comparison.reasoning,
-            "calibration_norm": comparison.confidence,
+            "accuracy_norm": comparison.norm_a,
+            "calibration_norm": comparison.norm_b,
             "cosine": comparison.cosine,
         }
 
@@ -262,9 +266,9 @@ def _noise(run: Run, moments: Moments) -> dict[str, float | None]:
     }
 
 
-def _facts(rollouts: Sequence[Rollout]) -> dict[str, float | None]:
+def _facts(samples: Sequence[TrainingSample]) -> dict[str, float | None]:
     """Accuracy, mean confidence, and their covariance over all responses and within prompts."""
-    judged = [j for rollout in rollouts for j in rollout.judgements if j.confidence is not None]
+    judged = [sample.judgement for sample in samples if sample.judgement.confidence is not None]
     if not judged:
         return dict.fromkeys(("accuracy", "confidence", "covariance", "covariance_within_prompts"))
     R, c = np.array([j.correct for j in judged]), np.array([j.confidence for j in judged], float)
@@ -302,10 +306,10 @@ def summary_lines(found: dict[str, Any]) -> list[str]:
 
 
 def draw_probe(found: dict[str, Any], path: Path) -> None:
-    from lab.figures import PALETTE, figure
+    from megatron_dcpo.calibration.diagrams import PALETTE, saved_figure
 
     groups = found["layer_groups"]
-    with figure(path, columns=3) as (plain, fisher, noise):
+    with saved_figure(path, columns=3) as (plain, fisher, noise):
         for axes, metric in ((plain, "plain"), (fisher, "fisher")):
             for shift, (name, colour) in zip((-0.27, 0.0, 0.27), zip(PAIRS, PALETTE, strict=False), strict=True):
                 values = [found["conflict"][name][metric][group]["cosine"] for group in groups]

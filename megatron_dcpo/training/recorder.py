@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import logging
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,15 @@ import numpy as np
 
 from megatron_dcpo.calibration import json_ready, summarize
 from megatron_dcpo.checkpoints.saver import last_complete
-from megatron_dcpo.config import to_yaml
+from megatron_dcpo.config import as_dict, to_yaml
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.distributed import broadcast_object
 from megatron_dcpo.runtime.timers import Timers
 from megatron_dcpo.training.preflight import check_wandb
 from megatron_dcpo.training.run import Run
-from megatron_dcpo.training.sampling import Rollout
-from megatron_dcpo.training.update import BLOCKS, MISMATCH_EDGES, UpdateStatistics, mismatch_histogram
-from megatron_dcpo.types import MALFORMED
+from megatron_dcpo.training.sampling import TrainingSample
+from megatron_dcpo.training.update import MISMATCH_EDGES, UpdateStatistics, mismatch_histogram
+from megatron_dcpo.types import BLOCKS, MALFORMED
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +76,7 @@ class Recorder:
     def log(
         self,
         step: int,
-        rollout: Rollout,
+        samples: Sequence[TrainingSample],
         statistics: UpdateStatistics,
         timers: Timers,
         traffic: Mapping[str, float] | None = None,
@@ -88,9 +87,9 @@ class Recorder:
         """
         refused: str | None = None
         if self.writes:
-            metrics = {"step": step, **step_metrics(rollout, statistics, timers), **(traffic or {})}
+            metrics = {"step": step, **step_metrics(samples, statistics, timers), **(traffic or {})}
             try:
-                self._log(step, rollout, metrics, sum(timers.seconds.values()))
+                self._log(step, samples, metrics, sum(timers.seconds.values()))
                 self._write_mismatch(step, mismatch_histogram(statistics.sums))
             except OSError as error:
                 refused = _why(error)
@@ -102,7 +101,7 @@ class Recorder:
                 f"{last_complete(self.run.checkpoints)}. Free space, and continue with --resume auto"
             )
 
-    def _log(self, step: int, rollout: Rollout, metrics: Mapping[str, Any], seconds: float) -> None:
+    def _log(self, step: int, samples: Sequence[TrainingSample], metrics: Mapping[str, Any], seconds: float) -> None:
         with self.metrics_path.open("a") as file:
             file.write(json.dumps(json_ready(metrics)) + "\n")
         finite = {k: v for k, v in metrics.items() if isinstance(v, int | float) and math.isfinite(v)}
@@ -113,7 +112,7 @@ class Recorder:
             self.wandb.log(finite, step=step)
         interval = self.run.config.logging.samples_interval
         if interval and (step == 1 or step % interval == 0 or step == self.run.config.training.steps):
-            self._write_samples(step, rollout)
+            self._write_samples(step, samples)
         line = (
             f"acc {metrics['reward/accuracy']:.3f}  conf {metrics['confidence/mean']:.3f}  "
             f"ECE {metrics['calibration/ece']:.3f}  AUROC {metrics['calibration/auroc']:.3f}"
@@ -134,15 +133,13 @@ class Recorder:
                 for edge, at_least in zip(MISMATCH_EDGES, np.cumsum(numbers[::-1])[::-1][1:], strict=True):
                     self.tensorboard.add_scalar(f"engine/share_above_{edge:g}_{block}", at_least / tokens, step)
 
-    def _write_samples(self, step: int, rollout: Rollout) -> None:
+    def _write_samples(self, step: int, samples: Sequence[TrainingSample]) -> None:
         directory = self.run.directory / "samples"
         directory.mkdir(exist_ok=True)
         decode = self.run.tokenizer.decode
         with (directory / f"step_{step:06d}.jsonl").open("w") as file:
-            for response, judgement in list(zip(rollout.responses, rollout.judgements, strict=True))[
-                : self.run.config.logging.samples_per_step
-            ]:
-                prompt = rollout.prompts[response.prompt_id]
+            for sample in samples[: self.run.config.logging.samples_per_step]:
+                prompt, response, judgement = sample.prompt, sample.response, sample.judgement
                 ids = response.token_ids.tolist()
                 record = {
                     "step": step,
@@ -176,18 +173,18 @@ def _wandb_run(run: Run) -> Any:
         id=identity,
         resume="allow",
         dir=str(run.directory),
-        config=dataclasses.asdict(run.config),
+        config=as_dict(run.config),
     )
 
 
-def step_metrics(rollout: Rollout, statistics: UpdateStatistics, timers: Timers) -> dict[str, Any]:
+def step_metrics(samples: Sequence[TrainingSample], statistics: UpdateStatistics, timers: Timers) -> dict[str, Any]:
     """The record of one step, under the names of the field. Undefined values are NaN here and null in the file."""
-    judgements = rollout.judgements
+    judgements = [sample.judgement for sample in samples]
     summary = summarize(
         [j.confidence for j in judgements], [j.correct for j in judgements], statuses=[j.status for j in judgements]
     )
-    lengths = [len(response.token_ids) for response in rollout.responses]
-    r_c = np.concatenate([scored.R_c for scored in statistics.scored])
+    lengths = [len(sample.response_ids) for sample in samples]
+    r_c = np.array([sample.R_c for sample in statistics.samples])
     sums, tokens = statistics.sums, max(statistics.sums.get("engine/tokens", 0.0), 1.0)
     unmeasured = dict.fromkeys(("grad_norm/reasoning", "grad_norm/confidence", *COSINES), math.nan)
     seconds = timers.seconds
@@ -205,7 +202,7 @@ def step_metrics(rollout: Rollout, statistics: UpdateStatistics, timers: Timers)
         "calibration/auroc": summary["auroc"],
         "length/mean": float(np.mean(lengths)),
         "length/max": int(max(lengths)),
-        "length/truncated": float(np.mean([r.finish_reason == "length" for r in rollout.responses])),
+        "length/truncated": float(np.mean([s.response.finish_reason == "length" for s in samples])),
         "loss/policy": _mean(statistics.losses),
         **_loss_metrics(sums),
         "grad_norm/total": _mean(statistics.grad_norms),
@@ -233,7 +230,7 @@ def _mean(values: list[float]) -> float:
 
 def _loss_metrics(sums: dict[str, float]) -> dict[str, float]:
     """Means of the objective's statistics over all tokens and per block."""
-    tokens = {block: max(sums.get(f"tokens/{block}", 0.0), 1.0) for block in ("reasoning", "confidence")}
+    tokens = {block: max(sums.get(f"tokens/{block}", 0.0), 1.0) for block in BLOCKS}
 
     def mean(name: str) -> dict[str, float]:
         total = sum(sums.get(f"{name}/{block}", 0.0) for block in tokens) / sum(tokens.values())

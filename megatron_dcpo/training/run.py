@@ -9,19 +9,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from megatron_dcpo.checkpoints.saver import Saver
 from megatron_dcpo.config import Config
 from megatron_dcpo.data import load_prompts
 from megatron_dcpo.data.sampler import fingerprint
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.answers import BOXED, FENCED, AnswerForm
-from megatron_dcpo.judging.blocks import digit_token_ids
 from megatron_dcpo.judging.judge import Verifier, judge_many
 from megatron_dcpo.judging.math.verifier import verify_answers
 from megatron_dcpo.judging.token_bytes import token_bytes
 from megatron_dcpo.objectives import Objective, build_objective
+from megatron_dcpo.objectives.expected_digits import DigitVocabulary
 from megatron_dcpo.policy.model import Policy, build_policy
 from megatron_dcpo.policy.optimizer import OptimizerOffload, build_optimizer
 from megatron_dcpo.rollout import Engine
@@ -62,7 +60,7 @@ class Run:
     watch: Watch
     saver: Saver
     progress: Progress
-    digit_token_ids: Mapping[int, np.ndarray]
+    digits: DigitVocabulary
     judge: Callable[[Sequence[Response], Mapping[str, Prompt]], list[Judgement]]
 
     @property
@@ -115,7 +113,7 @@ def build_run(config: Config) -> Run:
         engine=engine,
         objective=objective,
         reference=build_policy(config.model, parallel, topology, training=False)
-        if any(objective.options.kl_coef)
+        if any(objective.options.blocks("kl_coef"))
         else None,
         watch=watch,
         saver=Saver(
@@ -125,7 +123,7 @@ def build_run(config: Config) -> Run:
             config.training.async_save,
         ),
         progress=Progress(),
-        digit_token_ids=digit_token_ids(vocabulary),
+        digits=DigitVocabulary.of(vocabulary.table, engine.eos_token_ids),
         judge=partial(
             judge_many,
             tokens=vocabulary,

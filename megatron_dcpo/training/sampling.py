@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+import numpy as np
+
 from megatron_dcpo.config import Config
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.objectives.expected_digits import DigitScores
 from megatron_dcpo.rollout import EngineError, SamplingConfig
 from megatron_dcpo.runtime.distributed import all_gather_objects
 from megatron_dcpo.runtime.signals import RolloutAbandoned
 from megatron_dcpo.runtime.timers import Timers
 from megatron_dcpo.training.run import Run
 from megatron_dcpo.training.weight_sync import MAX_RESTARTS, recover_engines
-from megatron_dcpo.types import Judgement, Prompt, Response
+from megatron_dcpo.types import Judgement, Prompt, Response, TokenAdvantages
 
 Judged = tuple[Response, Judgement]
 
@@ -24,21 +28,32 @@ _JUDGE = ThreadPoolExecutor(max_workers=1, thread_name_prefix="judge")
 
 
 @dataclass(frozen=True)
-class Rollout:
-    """One step's responses with their judgements, index by index, and the prompts by id. Equal on all ranks."""
+class TrainingSample:
+    """One response on its way from sampling to loss. Each stage returns a copy with its own fields filled.
 
-    prompts: dict[str, Prompt]
-    responses: list[Response]
-    judgements: list[Judgement]
+    By the policy (``update.py``): ``old_logprobs`` and ``ref_logprobs``, float32 [T]. By the objective: the rewards ``R``
+    and ``R_c``, ``tokens`` (advantage and block of each token), ``weights`` float64 [T] (each token's share of the
+    loss), and ``digits``, the positions trained on all digits at once.
+    """
 
-    def subset(self, prompt_ids: set[str]) -> Rollout:
-        """The groups of ``prompt_ids``."""
-        kept = [i for i, response in enumerate(self.responses) if response.prompt_id in prompt_ids]
-        return Rollout(
-            {prompt_id: self.prompts[prompt_id] for prompt_id in sorted(prompt_ids)},
-            [self.responses[i] for i in kept],
-            [self.judgements[i] for i in kept],
-        )
+    prompt: Prompt
+    response: Response
+    judgement: Judgement
+    old_logprobs: np.ndarray | None = None
+    ref_logprobs: np.ndarray | None = None
+    R: float = math.nan
+    R_c: float = math.nan
+    tokens: TokenAdvantages | None = None
+    weights: np.ndarray | None = None
+    digits: tuple[DigitScores, ...] = ()
+
+    @property
+    def prompt_ids(self) -> np.ndarray:
+        return np.asarray(self.prompt.token_ids, np.int64)
+
+    @property
+    def response_ids(self) -> np.ndarray:
+        return self.response.token_ids
 
 
 def roll_out(run: Run, prompts: Sequence[Prompt], step: int, timers: Timers) -> list[Future[list[Judged]]]:
@@ -81,8 +96,8 @@ def roll_out(run: Run, prompts: Sequence[Prompt], step: int, timers: Timers) -> 
     return pending
 
 
-def gather_judged(run: Run, prompts: Sequence[Prompt], pending: Sequence[Future[list[Judged]]]) -> Rollout:
-    """Wait for the judge and gather all ranks' responses (collective). Prompts come in step order on every rank.
+def gather_judged(run: Run, prompts: Sequence[Prompt], pending: Sequence[Future[list[Judged]]]) -> list[TrainingSample]:
+    """Wait for the judge and gather all ranks' responses (collective): by prompt in step order, equal on every rank.
 
     Raises :class:`UserError` when a response was sampled by other weights than the policy's.
     """
@@ -92,9 +107,11 @@ def gather_judged(run: Run, prompts: Sequence[Prompt], pending: Sequence[Future[
         for part in all_gather_objects(judged)
         for response, judgement in part
     }
-    ordered = [everything[p.prompt_id, i] for p in prompts for i in range(run.config.rollout.group_size)]
-    by_id = {prompt.prompt_id: prompt for prompt in prompts}
-    return Rollout(by_id, [response for response, _ in ordered], [judgement for _, judgement in ordered])
+    return [
+        TrainingSample(prompt, *everything[prompt.prompt_id, index])
+        for prompt in prompts
+        for index in range(run.config.rollout.group_size)
+    ]
 
 
 def number_of_chunks(config: Config, prompts_per_rank: int) -> int:

@@ -1,7 +1,9 @@
 """The policy update: score the rollout, fix the global denominators, run the mini-batches through the schedule.
 
-Every rank scores the whole mini-batch, which costs nothing next to a forward pass. Groups are therefore never cut by
-the split over data-parallel ranks, and the denominators are global by construction, before the schedule starts.
+A response is one :class:`TrainingSample` all the way: ``MiniBatch.of`` deals it to a rank, ``with_old_logprobs`` and
+``score`` fill its fields, ``token_batch`` puts it beside the policy's log-probs, ``micro_batch_loss`` sums its tokens'
+losses (docs/one_step.md shows one with its numbers). Every rank scores the whole mini-batch, which costs nothing next to a
+forward pass, so that groups are never cut by the split over data-parallel ranks and the denominators are global.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,22 +20,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_dcpo import runtime
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.objectives import DigitBatch, Scored, TokenBatch
-from megatron_dcpo.policy.batching import MicroBatch, Sample, assign_to_ranks, split_micro_batches
+from megatron_dcpo.objectives import Objective, Scored, TokenBatch
+from megatron_dcpo.objectives.expected_digits import DecimalToken, DigitBatch, DigitVocabulary
+from megatron_dcpo.policy.batching import Candidates, MicroBatch, assign_to_ranks, sequence_length, split_micro_batches
 from megatron_dcpo.policy.gradient_probe import probe_block_gradients
 from megatron_dcpo.policy.model import Policy
-from megatron_dcpo.policy.optimizer import complete_parameters, gradient_norm, zero_gradients
-from megatron_dcpo.policy.schedule import Alternatives, accumulate_gradients, compute_logprobs
+from megatron_dcpo.policy.optimizer import gather_parameters, gradient_norm, zero_gradients
+from megatron_dcpo.policy.schedule import TokenOutputs, accumulate_gradients, compute_logprobs
+from megatron_dcpo.runtime.device import device
 from megatron_dcpo.runtime.distributed import all_gather_objects, max_over_ranks
 from megatron_dcpo.training.run import Run
-from megatron_dcpo.training.sampling import Rollout
-from megatron_dcpo.types import BLOCK_CONFIDENCE, BLOCK_REASONING, TokenAdvantages
+from megatron_dcpo.training.sampling import TrainingSample
+from megatron_dcpo.types import BLOCKS, Judgement
 
 logger = logging.getLogger(__name__)
 
-BLOCKS = {"reasoning": BLOCK_REASONING, "confidence": BLOCK_CONFIDENCE}
 MISMATCH_EDGES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.03, 0.1, 0.3, 1.0)  # of |engine - trainer| log-probs
 
 
@@ -46,56 +48,48 @@ class UpdateStatistics:
     grad_norms: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     block_gradients: dict[str, float] = field(default_factory=dict)
-    scored: list[Scored] = field(default_factory=list)
+    samples: list[TrainingSample] = field(default_factory=list)
     learning_rate: float = 0.0
     skipped: int = 0
 
 
-def update_policy(run: Run, rollout: Rollout, step: int) -> UpdateStatistics:
+def update_policy(run: Run, samples: Sequence[TrainingSample], step: int) -> UpdateStatistics:
     """Take ``updates_per_rollout`` optimizer steps on the rollout's mini-batches. Collective.
 
     An update whose loss or gradient is not finite is skipped; raises :class:`UserError` when too many follow one another.
     """
     statistics = UpdateStatistics()
-    mini_batches = _mini_batches(run, rollout)
-    # log-probs of the policy that sampled, needed as soon as a second update leaves it. On the only update of a rollout
+    mini_batches = [MiniBatch.of(run, part) for part in split_groups(samples, run.config.training.updates_per_rollout)]
+    # Log-probs of the policy that sampled, needed as soon as a second update leaves it. On the only update of a rollout
     # the old policy is the current one, and its log-probs are those of the forward pass itself.
-    shares = [Share.of(run, part) for part in mini_batches]
     if len(mini_batches) > 1 or run.objective.method.needs_old_logprobs:
-        shares = [share.with_old_logprobs(run) for share in shares]
+        mini_batches = [with_old_logprobs(run, mini_batch) for mini_batch in mini_batches]
     if run.reference is not None:
-        shares = [share.with_ref_logprobs(run, run.reference) for share in shares]
-    for number, share in enumerate(shares):
-        _update_once(run, share, statistics, probe=number == 0 and _probe_due(run, step), step=step)
-    complete_parameters(run.policy)
+        mini_batches = [with_ref_logprobs(run, mini_batch, run.reference) for mini_batch in mini_batches]
+    for number, mini_batch in enumerate(mini_batches):
+        scored = score(run, mini_batch)
+        statistics.samples.extend(scored.samples)
+        update_once(run, scored, statistics, probe=number == 0 and _probe_due(run, step), step=step)
+    gather_parameters(run.policy)
     return statistics
 
 
 @dataclass(frozen=True)
-class Share:
-    """One mini-batch and the part this data-parallel rank trains on.
+class MiniBatch:
+    """The responses of one optimizer step, equal on all ranks; ``local``: indices of those that this data-parallel rank
+    trains on; ``micro_batches``: lists of indices into ``local``."""
 
-    ``old_logprobs``: of all its responses; ``ref_logprobs``: of this rank's, by the frozen reference policy.
-    """
-
-    rollout: Rollout
-    mine: list[int]
-    samples: list[Sample]
-    splits: list[list[int]]
-    old_logprobs: list[np.ndarray] | None = None
-    ref_logprobs: dict[int, np.ndarray] | None = None
+    samples: tuple[TrainingSample, ...]
+    local: tuple[int, ...]
+    micro_batches: list[list[int]]
 
     @classmethod
-    def of(cls, run: Run, rollout: Rollout) -> Share:
-        samples = [
-            Sample(np.asarray(rollout.prompts[r.prompt_id].token_ids, np.int64), np.asarray(r.token_ids, np.int64))
-            for r in rollout.responses
-        ]
-        lengths = [sample.length for sample in samples]
+    def of(cls, run: Run, samples: Sequence[TrainingSample]) -> MiniBatch:
+        """Deal ``samples`` over the data-parallel ranks and cut this rank's into micro-batches."""
+        lengths = [sequence_length(sample) for sample in samples]
         shares = assign_to_ranks(lengths, run.topology.dp_size)
-        mine = shares[run.topology.dp_rank]
         parallel = run.config.parallel
-        splits = split_micro_batches(
+        micro_batches = split_micro_batches(
             [[lengths[i] for i in share] for share in shares],
             run.topology.dp_rank,
             micro_batch_size=run.config.training.micro_batch_size,
@@ -103,34 +97,79 @@ class Share:
             packing=parallel.sequence_packing,
             multiple_of=run.topology.pp_size if parallel.virtual_pipeline_model_parallel_size > 1 else 1,
         )
-        return cls(rollout, mine, [samples[i] for i in mine], splits)
+        return cls(tuple(samples), tuple(shares[run.topology.dp_rank]), micro_batches)
 
-    def with_old_logprobs(self, run: Run) -> Share:
-        own = compute_logprobs(run.policy, self.samples, self.splits, **_forward_options(run))
-        everyone: dict[int, np.ndarray] = {}
-        for part in all_gather_objects(dict(zip(self.mine, own, strict=True))):
-            everyone |= part
-        old = [everyone[i] for i in range(len(self.rollout.responses))]
-        return dataclasses.replace(self, old_logprobs=old)
+    @property
+    def local_samples(self) -> list[TrainingSample]:
+        return [self.samples[i] for i in self.local]
 
-    def with_ref_logprobs(self, run: Run, reference: Policy) -> Share:
-        logprobs = compute_logprobs(reference, self.samples, self.splits, **_forward_options(run))
-        return dataclasses.replace(self, ref_logprobs=dict(zip(self.mine, logprobs, strict=True)))
+    @property
+    def judgements(self) -> list[Judgement]:
+        return [sample.judgement for sample in self.samples]
+
+    def with_fields(self, fields: Mapping[int, Mapping[str, Any]]) -> MiniBatch:
+        """Fill fields of the samples, by index."""
+        samples = (dataclasses.replace(sample, **fields.get(i, {})) for i, sample in enumerate(self.samples))
+        return dataclasses.replace(self, samples=tuple(samples))
 
 
-def _update_once(run: Run, share: Share, statistics: UpdateStatistics, probe: bool, step: int) -> None:
-    scored = run.objective.score(share.rollout.judgements, share.old_logprobs)
-    zero_gradients(run.policy, run.optimizer)
-    backward = partial(accumulate, run, share, scored)
+def split_groups(samples: Sequence[TrainingSample], parts: int) -> list[list[TrainingSample]]:
+    """``parts`` mini-batches of whole groups, in the order in which the prompts first occur."""
+    groups: dict[str, list[TrainingSample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.prompt.prompt_id, []).append(sample)
+    prompts, size = list(groups), len(groups) // parts
+    return [[s for p in prompts[n * size : (n + 1) * size] for s in groups[p]] for n in range(parts)]
+
+
+def with_old_logprobs(run: Run, mini_batch: MiniBatch) -> MiniBatch:
+    """``old_logprobs`` of every sample, by the policy as it is. Collective."""
+    own = compute_logprobs(run.policy, mini_batch.local_samples, mini_batch.micro_batches, **_forward_options(run))
+    fields: dict[int, Mapping[str, Any]] = {}
+    for part in all_gather_objects(dict(zip(mini_batch.local, own, strict=True))):
+        fields |= {index: {"old_logprobs": logprobs} for index, logprobs in part.items()}
+    return mini_batch.with_fields(fields)
+
+
+def with_ref_logprobs(run: Run, mini_batch: MiniBatch, reference: Policy) -> MiniBatch:
+    """``ref_logprobs`` of this rank's samples, by the frozen reference policy. Collective."""
+    own = compute_logprobs(reference, mini_batch.local_samples, mini_batch.micro_batches, **_forward_options(run))
+    return mini_batch.with_fields({i: {"ref_logprobs": row} for i, row in zip(mini_batch.local, own, strict=True)})
+
+
+def score(run: Run, mini_batch: MiniBatch) -> MiniBatch:
+    """Rewards, token advantages and token weights of every sample. No communication: all ranks have all samples."""
+    old = [s.old_logprobs for s in mini_batch.samples if s.old_logprobs is not None]
+    decimals = decimals_of(run, mini_batch) if run.objective.trains_all_digits else None
+    return with_scores(run, mini_batch, run.objective.score(mini_batch.judgements, old or None, decimals))
+
+
+def decimals_of(run: Run, mini_batch: MiniBatch) -> list[tuple[DecimalToken, ...]]:
+    """The exchangeable digits of every stated confidence."""
+    return [run.digits.decimals(s.response.token_ids, s.judgement) for s in mini_batch.samples]
+
+
+def with_scores(run: Run, mini_batch: MiniBatch, scored: Scored) -> MiniBatch:
+    """``mini_batch`` with what an objective made of its judgements, and the run's own token weights."""
+    weights = run.objective.token_weights(scored, run.objective.counts(scored))
+    columns = zip(scored.R, scored.R_c, scored.tokens, weights, scored.digits, strict=True)
+    names = ("R", "R_c", "tokens", "weights", "digits")
+    return mini_batch.with_fields({i: dict(zip(names, row, strict=True)) for i, row in enumerate(columns)})
+
+
+def update_once(run: Run, mini_batch: MiniBatch, statistics: UpdateStatistics, probe: bool, step: int) -> None:
+    """One optimizer step on a scored mini-batch. Collective."""
     if probe:
-        (first, second), gradients = probe_block_gradients(run.policy, run.optimizer, backward)
+        (first, second), gradients = probe_block_gradients(
+            run.policy, run.optimizer, lambda block: accumulate(run, mini_batch, block)
+        )
         collected = first + [{"loss": part["loss"]} for part in second]
         statistics.block_gradients = gradients.metrics()
     else:
-        collected = backward()
-    _alarm(run, collected, step)
+        zero_gradients(run.policy, run.optimizer)
+        collected = accumulate(run, mini_batch)
+    _check_logprob_diff(run, collected, step)
     statistics.learning_rate = run.optimizer.param_groups[0]["lr"]
-    statistics.scored.append(scored)
     loss, grad_norm = _reduce(run, collected, statistics), gradient_norm(run.optimizer)
     if _skip_nonfinite(run, loss, grad_norm, statistics, step):
         return
@@ -150,94 +189,81 @@ def _skip_nonfinite(run: Run, loss: float, grad_norm: float, statistics: UpdateS
     zero_gradients(run.policy, run.optimizer)
     statistics.skipped += 1
     progress.nonfinite_in_a_row += 1
-    found = f"loss {loss}, gradient norm {grad_norm}"
+    values = f"loss {loss}, gradient norm {grad_norm}"
     if run.topology.rank == 0:
-        logger.warning("step %d: update skipped (%s), %d in a row", step, found, progress.nonfinite_in_a_row)
+        logger.warning("step %d: update skipped (%s), %d in a row", step, values, progress.nonfinite_in_a_row)
     if progress.nonfinite_in_a_row >= most:
         run.saver.wait()
         raise UserError(
             f"{most} updates in a row without a finite loss and gradient (training.max_nonfinite_steps), the last in step "
-            f"{step}: {found}; continue from the last checkpoint with --resume auto and a lower optimizer.lr"
+            f"{step}: {values}; continue from the last checkpoint with --resume auto and a lower optimizer.lr"
         )
     return True
 
 
-def accumulate(run: Run, share: Share, scored: Scored, block: str | None = None) -> list[dict[str, float]]:
-    """Add the gradient of the loss of ``scored`` (of its tokens in one ``block``) to the buffers; its statistics."""
-    weights = run.objective.token_weights(scored, run.objective.counts(scored))
-    loss = partial(_loss, run, partial(_token_batch, run, share, scored, weights), block)
-    options = _forward_options(run)
-    return accumulate_gradients(run.policy, share.samples, share.splits, loss, **options, with_alternatives=True)
+def accumulate(run: Run, mini_batch: MiniBatch, block: str | None = None) -> list[dict[str, float]]:
+    """Add the gradient of a scored mini-batch's loss (of its tokens in one ``block``) to the buffers; its statistics."""
+    return accumulate_gradients(
+        run.policy,
+        mini_batch.local_samples,
+        mini_batch.micro_batches,
+        partial(micro_batch_loss, run.objective, block),
+        candidates=partial(digit_candidates, run.digits),
+        **_forward_options(run),
+    )
 
 
-def _loss(
-    run: Run,
-    fill: Callable[..., TokenBatch],
-    block: str | None,
-    batch: MicroBatch,
-    logprobs: Tensor,
-    entropy: Tensor,
-    alternatives: Alternatives,
+def micro_batch_loss(
+    objective: Objective, block: str | None, batch: MicroBatch, outputs: TokenOutputs
 ) -> tuple[Tensor, dict[str, float]]:
-    """Sum of the weighted token losses of a micro-batch (of one ``block`` when the probe asks), and what it saw."""
-    tokens = fill(batch, logprobs, entropy, alternatives)
-    losses, stats = run.objective.token_loss(tokens)
+    """Sum of the weighted token losses of a micro-batch (of one ``block`` when the probe asks), and its statistics."""
+    tokens = token_batch(batch, outputs)
+    losses, stats = objective.token_loss(tokens)
     if block is not None:
         losses = losses * (tokens.block_ids == BLOCKS[block])
     loss = losses.sum()
     return loss, {"loss": float(loss.detach()), **{k: float(v) for k, v in stats.items()}, **_mismatch(tokens)}
 
 
-def _token_batch(
-    run: Run,
-    share: Share,
-    scored: Scored,
-    weights: Sequence[np.ndarray],
-    batch: MicroBatch,
-    logprobs: Tensor,
-    entropy: Tensor,
-    alternatives: Alternatives,
-) -> TokenBatch:
-    """The per-token arrays of a micro-batch's members, in the order of its rows."""
-    members = [share.mine[i] for i in batch.members]
-
-    def tokens(arrays: Sequence[np.ndarray] | dict[int, np.ndarray], dtype: torch.dtype) -> Tensor:
-        flat = np.concatenate([arrays[i] for i in members]) if members else np.zeros(0)
-        return torch.as_tensor(flat, dtype=dtype, device=runtime.device())
-
-    advantages = [a.advantages for a in scored.tokens]
-    block_ids = [a.block_ids for a in scored.tokens]
-    responses = share.rollout.responses
-    old = share.old_logprobs
+def token_batch(batch: MicroBatch, outputs: TokenOutputs) -> TokenBatch:
+    """The per-token arrays of a micro-batch's samples, in the order of its rows, beside the policy's outputs."""
+    samples: tuple[TrainingSample, ...] = batch.samples
+    tokens = [sample.tokens for sample in samples if sample.tokens is not None]
+    if len(tokens) < len(samples):
+        raise ValueError("the mini-batch has samples without advantages: score() comes before the update")
+    old = _flat([sample.old_logprobs for sample in samples])
+    digits = None
+    if batch.candidates is not None and outputs.candidate_logprobs is not None:
+        digits = DigitBatch(batch.candidates.rows, outputs.candidate_logprobs, batch.candidates.values)
     return TokenBatch(
-        logprobs=logprobs,
-        old_logprobs=tokens(old, torch.float32) if old is not None else logprobs.detach(),
-        advantages=tokens(advantages, torch.float32),
-        block_ids=tokens(block_ids, torch.int64),
-        weights=tokens(weights, torch.float32),
+        logprobs=outputs.logprobs,
+        old_logprobs=outputs.logprobs.detach() if old is None else old,
+        advantages=_flat([t.advantages for t in tokens]),
+        block_ids=_flat([t.block_ids for t in tokens], torch.int64),
+        weights=_flat([sample.weights for sample in samples]),
         sequence_ids=batch.sequence_ids,
-        digits=_digit_batch(run, [scored.tokens[i] for i in members], alternatives),
-        engine_logprobs=tokens([r.logprobs for r in responses], torch.float32),
-        ref_logprobs=tokens(share.ref_logprobs, torch.float32) if share.ref_logprobs is not None else None,
-        entropy=entropy,
-        correct=torch.as_tensor([scored.R[i] for i in members], dtype=torch.float32, device=runtime.device()),
+        digits=digits,
+        engine_logprobs=_flat([sample.response.logprobs for sample in samples]),
+        ref_logprobs=_flat([sample.ref_logprobs for sample in samples]),
+        entropy=outputs.entropy,
+        correct=_flat([np.array([sample.R]) for sample in samples]),
     )
 
 
-def _digit_batch(run: Run, members: Sequence[TokenAdvantages], alternatives: Alternatives) -> DigitBatch | None:
-    """The positions trained on all digits at once, padded to the widest token; None where there are none."""
-    starts = np.cumsum([0, *(len(tokens.advantages) for tokens in members)])
-    found = [(start, digits) for start, tokens in zip(starts, members, strict=False) for digits in tokens.digits]
-    if not found:
+def _flat(rows: Sequence[Any], dtype: torch.dtype = torch.float32) -> Any:
+    """The arrays of a micro-batch's samples as one tensor on the device; None where the samples have none."""
+    if any(row is None for row in rows):
         return None
-    shape = (len(found), 10 ** max(digits.width for _, digits in found))
-    ids, scores = np.full(shape, -1, np.int64), np.zeros(shape, np.float32)
-    for row, (_, digits) in enumerate(found):
-        ids[row, : len(digits.scores)] = run.digit_token_ids[digits.width]
-        scores[row, : len(digits.scores)] = digits.scores
-    rows = np.array([start + digits.position for start, digits in found], np.int64)
-    on_device = [torch.as_tensor(array, device=runtime.device()) for array in (rows, ids, scores)]
-    return DigitBatch(on_device[0], alternatives(*on_device[:2]), on_device[2])
+    return torch.as_tensor(np.concatenate([np.zeros(0), *rows]), dtype=dtype, device=device())
+
+
+def digit_candidates(vocabulary: DigitVocabulary, samples: Sequence[TrainingSample]) -> Candidates | None:
+    """The digits trained all at once in a micro-batch; None where there are none."""
+    starts = np.cumsum([0, *(len(sample.response_ids) for sample in samples)])
+    digits = [(int(start), d) for start, sample in zip(starts, samples, strict=False) for d in sample.digits]
+    if not digits:
+        return None
+    return Candidates(*(torch.as_tensor(array, device=device()) for array in vocabulary.candidates(digits)))
 
 
 def _mismatch(tokens: TokenBatch) -> dict[str, float]:
@@ -255,12 +281,12 @@ def _mismatch(tokens: TokenBatch) -> dict[str, float]:
             "engine/logprob_diff_max": float(magnitude.max()) if len(difference) else 0.0,
         }
         for block, index in BLOCKS.items():
-            mine = tokens.block_ids == index
-            counts = torch.bincount(bins[mine], minlength=len(MISMATCH_EDGES) + 1).tolist()
+            inside = tokens.block_ids == index
+            counts = torch.bincount(bins[inside], minlength=len(MISMATCH_EDGES) + 1).tolist()
             result |= {f"engine/histogram/{block}/{number}": float(count) for number, count in enumerate(counts)}
-            result[f"engine/tokens/{block}"] = float(mine.sum())
-            result[f"engine/abs/{block}"] = float(magnitude[mine].sum())
-            result[f"engine/logprob_diff_max_{block}"] = float(magnitude[mine].max()) if mine.any() else 0.0
+            result[f"engine/tokens/{block}"] = float(inside.sum())
+            result[f"engine/abs/{block}"] = float(magnitude[inside].sum())
+            result[f"engine/logprob_diff_max_{block}"] = float(magnitude[inside].max()) if inside.any() else 0.0
         return result
 
 
@@ -270,14 +296,14 @@ def mismatch_histogram(sums: dict[str, float]) -> dict[str, list[int]]:
     return {block: [int(sums.get(f"engine/histogram/{block}/{n}", 0)) for n in bins] for block in BLOCKS}
 
 
-def _alarm(run: Run, collected: Sequence[dict[str, float]], step: int) -> None:
+def _check_logprob_diff(run: Run, collected: Sequence[dict[str, float]], step: int) -> None:
     """Compare the largest difference of this mini-batch, on any rank, with the threshold, before the policy moves."""
     rollout = run.config.rollout
     if not rollout.logprob_diff_alarm:
         return
     local = max((part.get("engine/logprob_diff_max", 0.0) for part in collected), default=0.0)
     largest = max(all_gather_objects(local))
-    if largest <= rollout.logprob_diff_alarm:  # a NaN is no agreement either
+    if largest <= rollout.logprob_diff_alarm:  # False for NaN
         return
     text = (
         f"step {step}: engine and trainer differ by up to {largest:.3g} in the log-prob of a sampled token, more than "
@@ -302,15 +328,6 @@ def _reduce(run: Run, collected: Sequence[dict[str, float]], statistics: UpdateS
                 elif key != "loss":
                     statistics.sums[key] = statistics.sums.get(key, 0.0) + value
     return loss
-
-
-def _mini_batches(run: Run, rollout: Rollout) -> list[Rollout]:
-    ids = list(rollout.prompts)
-    updates = run.config.training.updates_per_rollout
-    size = len(ids) // updates
-    if updates == 1:
-        return [rollout]
-    return [rollout.subset(set(ids[number * size : (number + 1) * size])) for number in range(updates)]
 
 
 def _probe_due(run: Run, step: int) -> bool:

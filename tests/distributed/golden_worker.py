@@ -16,13 +16,14 @@ import numpy as np
 
 from megatron_dcpo.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from megatron_dcpo.objectives import ObjectiveConfig, build_objective
+from megatron_dcpo.objectives.expected_digits import DecimalToken, DigitVocabulary
 from megatron_dcpo.policy.model import build_policy
 from megatron_dcpo.policy.optimizer import build_optimizer
 from megatron_dcpo.runtime.distributed import all_gather_objects, destroy, initialize
 from megatron_dcpo.training.run import Progress, Run
-from megatron_dcpo.training.sampling import Rollout
-from megatron_dcpo.training.update import Share, UpdateStatistics, _update_once
-from megatron_dcpo.types import DecimalToken, Judgement, Prompt, Response
+from megatron_dcpo.training.sampling import TrainingSample
+from megatron_dcpo.training.update import MiniBatch, UpdateStatistics, score, update_once, with_old_logprobs
+from megatron_dcpo.types import Judgement, Prompt, Response
 from tests.unit.objective_cases import GOLDEN_OPTIONS, NEW, OLD, golden_judgements
 
 DIGITS: dict[str, dict[str, Any]] = {
@@ -31,14 +32,22 @@ DIGITS: dict[str, dict[str, Any]] = {
 }
 
 
-def rollout_for_test(order: list[int]) -> Rollout:
+def samples_for_test(order: list[int]) -> list[TrainingSample]:
     rng = np.random.default_rng(1)
     ids = [rng.integers(1, 331, len(row)) for row in OLD]
     judgements = golden_judgements()
     prompt = Prompt("p0", (), (5, 6, 7), "", "math")
-    responses = [Response("p0", i, ids[i], np.zeros(len(ids[i]), np.float32), "stop", 0) for i in order]
-    judgements = [dataclasses.replace(j, decimals=decimals_for_test(j)) for j in judgements]
-    return Rollout({"p0": prompt}, responses, [judgements[i] for i in order])
+    return [
+        TrainingSample(prompt, Response("p0", i, ids[i], np.zeros(len(ids[i]), np.float32), "stop", 0), judgements[i])
+        for i in order
+    ]
+
+
+class DigitsForTest(DigitVocabulary):
+    """Digits where :func:`decimals_for_test` has them, whatever the random ids stand for."""
+
+    def decimals(self, token_ids: Any, judgement: Judgement) -> tuple[DecimalToken, ...]:
+        return decimals_for_test(judgement)
 
 
 def decimals_for_test(judgement: Judgement) -> tuple[DecimalToken, ...]:
@@ -67,21 +76,21 @@ def main() -> None:
     policy = build_policy(config.model, parallel, topology)
     optimizer, scheduler = build_optimizer(config, policy)
     order = options["order"]
-    rollout = rollout_for_test(order)
+    samples = samples_for_test(order)
     result: dict[str, Any] = {"losses": {}, "norms": {}}
     for name, method in (GOLDEN_OPTIONS | DIGITS).items():
         objective = build_objective(ObjectiveConfig(**method))
         parts: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(Run))
         parts |= {"config": config, "topology": topology, "policy": policy, "optimizer": optimizer}
         parts |= {"scheduler": scheduler, "objective": objective, "progress": Progress()}
-        parts |= {"digit_token_ids": {1: np.arange(160, 170), 2: np.arange(200, 300)}}  # on both ranks of two
+        tables = {1: np.arange(160, 170), 2: np.arange(200, 300)}  # on both ranks of two
+        parts |= {"digits": DigitsForTest(tables, lambda token_id: b"", ())}
         run = Run(**parts)  # what an update does not touch stays None
-        share = Share.of(run, rollout).with_old_logprobs(run)
-        assert share.old_logprobs is not None
-        new = share.old_logprobs
-        old = [lp - (NEW[i] - OLD[i]) for lp, i in zip(new, order, strict=True)]
+        mini_batch = with_old_logprobs(run, MiniBatch.of(run, samples))
+        new = [sample.old_logprobs for sample in mini_batch.samples]
+        old = {k: {"old_logprobs": lp - (NEW[i] - OLD[i])} for k, (lp, i) in enumerate(zip(new, order, strict=True))}
         statistics = UpdateStatistics()
-        _update_once(run, dataclasses.replace(share, old_logprobs=old), statistics, probe=False, step=1)
+        update_once(run, score(run, mini_batch.with_fields(old)), statistics, probe=False, step=1)
         result["losses"][name] = statistics.losses[0]
         result["norms"][name] = statistics.grad_norms[0]
         result["new"] = {str(i): lp.tolist() for lp, i in zip(new, order, strict=True)}

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 from megatron_dcpo.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig
-from megatron_dcpo.policy.batching import assign_to_ranks, split_micro_batches
+from megatron_dcpo.policy.batching import assign_to_ranks, sequence_length, split_micro_batches
 from megatron_dcpo.policy.layers import CausalAttention
 from megatron_dcpo.policy.model import build_policy
-from megatron_dcpo.policy.optimizer import build_optimizer, complete_parameters, gradient_norm, zero_gradients
+from megatron_dcpo.policy.optimizer import build_optimizer, gather_parameters, gradient_norm, zero_gradients
 from megatron_dcpo.policy.schedule import accumulate_gradients
 from megatron_dcpo.runtime.distributed import all_gather_objects, destroy, initialize
 from tests.distributed.policy_worker import samples_for_test
@@ -27,7 +27,7 @@ def measure(setting, options, topology) -> list[float]:
     policy = build_policy(model, parallel, topology)
     optimizer, scheduler = build_optimizer(config, policy)
     samples = samples_for_test()
-    lengths = [sample.length for sample in samples]
+    lengths = [sequence_length(sample) for sample in samples]
     shares = assign_to_ranks(lengths, topology.dp_size)
     mine = [samples[i] for i in shares[topology.dp_rank]]
     splits = split_micro_batches(
@@ -40,8 +40,8 @@ def measure(setting, options, topology) -> list[float]:
     )
     total = sum(len(sample.response_ids) for sample in samples)
 
-    def loss(batch, logprobs, entropy):
-        value = -((1 + batch.targets % 3).float() / total * (logprobs + 0.01 * entropy)).sum()
+    def loss(batch, outputs):
+        value = -((1 + batch.targets % 3).float() / total * (outputs.logprobs + 0.01 * outputs.entropy)).sum()
         return value, {"loss": float(value.detach())}
 
     measured = []
@@ -53,7 +53,7 @@ def measure(setting, options, topology) -> list[float]:
         measured += [sum(part["loss"] for rank in everyone for part in rank), gradient_norm(optimizer)]
         optimizer.step()
         scheduler.step(1)
-        complete_parameters(policy)
+        gather_parameters(policy)
     return measured
 
 

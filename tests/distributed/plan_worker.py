@@ -85,8 +85,8 @@ def measured_peak(policy, samples, splits, packing: bool) -> tuple[int, int]:
     return max(live), max(0, live[-1])
 
 
-def loss(batch, logprobs, entropy):
-    return -(logprobs + 0.01 * entropy).sum(), {}
+def loss(batch, outputs):
+    return -(outputs.logprobs + 0.01 * outputs.entropy).sum(), {}
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from megatron_dcpo.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig
-from megatron_dcpo.policy.batching import Sample, assign_to_ranks, split_micro_batches
+from megatron_dcpo.policy.batching import Sample, assign_to_ranks, sequence_length, split_micro_batches
 from megatron_dcpo.policy.gradient_probe import probe_block_gradients
 from megatron_dcpo.policy.model import build_policy
 from megatron_dcpo.policy.optimizer import build_optimizer, zero_gradients
@@ -74,7 +74,7 @@ def main() -> None:
     optimizer, scheduler = build_optimizer(config, policy)
     packing = parallel.sequence_packing
     samples = samples_for_test()
-    lengths = [sample.length for sample in samples]
+    lengths = [sequence_length(sample) for sample in samples]
     shares = assign_to_ranks(lengths, topology.dp_size)
     mine = [samples[i] for i in shares[topology.dp_rank]]
     splits = split_micro_batches(
@@ -88,12 +88,12 @@ def main() -> None:
     logprobs = compute_logprobs(policy, mine, splits, temperature=1.0, packing=packing)
     total = sum(len(sample.response_ids) for sample in samples)
 
-    def loss(batch, logprobs, entropy, block=None):
+    def loss(batch, outputs, block=None):
         # An uneven weighting over tokens and an entropy term, so that every part of the backward pass is exercised.
         weight = (1 + batch.targets % 3).float() / total
         if block is not None:
             weight = weight * ((batch.targets % 2) == (block == "reasoning"))
-        value = -(weight * (logprobs + 0.01 * entropy)).sum()
+        value = -(weight * (outputs.logprobs + 0.01 * outputs.entropy)).sum()
         return value, {"loss": float(value.detach())}
 
     def everywhere(parts):

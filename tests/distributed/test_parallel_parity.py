@@ -87,7 +87,7 @@ def same_probe(found, expected, rtol):
         for group, comparison in expected[metric].items():
             for key, value in comparison.items():
                 assert found[metric][group][key] == pytest.approx(value, rel=rtol, abs=1e-5), f"{metric} {group} {key}"
-        assert expected[metric]["all"]["reasoning"] > 0
+        assert expected[metric]["all"]["norm_a"] > 0
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 3, 12])

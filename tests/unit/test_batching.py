@@ -52,7 +52,7 @@ def test_rows_point_one_before_their_labels(packing, multiple):
     assert flat[batch.rows + 1].tolist() == batch.targets.tolist() == [7, 8, 9, 4, 5]
     assert flat[batch.rows].tolist() == [6, 7, 8, 3, 4]
     assert batch.sequence_ids.tolist() == [0, 0, 0, 1, 1]
-    assert batch.members == (1, 0)
+    assert batch.samples == (samples[1], samples[0])
     assert batch.tokens.shape[1] % multiple == 0
 
 

@@ -8,12 +8,12 @@ import torch
 
 from lab.theory.scoring_rules import first_digit
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.judging.blocks import decimal_tokens, digit_token_ids, split_blocks
+from megatron_dcpo.judging.blocks import split_blocks
 from megatron_dcpo.judging.token_bytes import TokenBytes
-from megatron_dcpo.objectives import DigitBatch, ObjectiveConfig, build_objective
-from megatron_dcpo.objectives.advantages import LEAST_BATCH_RMS
-from megatron_dcpo.objectives.policy_loss import digit_losses
-from megatron_dcpo.types import DecimalToken
+from megatron_dcpo.objectives import ObjectiveConfig, build_objective, resolve
+from megatron_dcpo.objectives.advantages import MIN_BATCH_RMS
+from megatron_dcpo.objectives.expected_digits import DecimalToken, DigitBatch, DigitVocabulary, digit_losses
+from megatron_dcpo.types import Judgement
 from tests.unit.objective_cases import OLD, golden_judgements, judgement, token_batch
 from tests.unit.tokenizers_for_tests import byte_level, qwen, table_of
 
@@ -23,7 +23,8 @@ OPTIONS = ObjectiveConfig(preset="dcpo_proper")
 def decimals(text, tokens, ids, eos=999):
     split = split_blocks([*ids, eos], tokens, [eos], "<conf>")
     assert split.content == text.encode()
-    return decimal_tokens([*ids, eos], tokens, split)
+    judged = Judgement("p", 1.0, 0.5, "ok", split.boundary, len(ids) + 1)
+    return DigitVocabulary.of(tokens.table, [eos]).decimals([*ids, eos], judged)
 
 
 @pytest.mark.parametrize(
@@ -69,13 +70,13 @@ def test_qwen_has_every_digit_as_a_token():
     ids = tokenizer.encode(text).ids
     found = decimals(text, tokens, ids, eos=len(tokens.table) + 5)
     assert [(d.value, d.width, d.place) for d in found] == [(8, 1, 1), (3, 1, 2)]
-    tables = digit_token_ids(tokens)
+    tables = DigitVocabulary.of(tokens.table, []).token_ids
     assert [tokens[int(i)] for i in tables[1]] == [str(d).encode() for d in range(10)]
     assert ids[found[0].position] == tables[1][8]
 
 
 def test_the_table_of_digits_knows_what_the_vocabulary_lacks():
-    tables = digit_token_ids(TokenBytes((b"0", b"07", b"a", b"1", b"99", b"1234")))
+    tables = DigitVocabulary.of((b"0", b"07", b"a", b"1", b"99", b"1234"), []).token_ids
     assert tables[1].tolist() == [0, 3, *[-1] * 8]
     assert tables[2][7] == 1
     assert tables[2][99] == 4
@@ -87,48 +88,53 @@ def test_the_table_of_digits_knows_what_the_vocabulary_lacks():
 def stated(correct, confidence, boundary=3):
     digits = round(confidence * 100)
     tokens = DecimalToken(boundary, digits // 10, 1, 1), DecimalToken(boundary + 1, digits % 10, 1, 2)
-    return dataclasses.replace(judgement("p", correct, confidence, boundary), decimals=tokens)
+    return judgement("p", correct, confidence, boundary), tokens
+
+
+def score(options, stated_confidences):
+    judgements, decimals = zip(*stated_confidences, strict=True)
+    return build_objective(options).score(judgements, decimals=decimals)
 
 
 def test_every_choice_is_scored_against_the_target():
     judged = [stated(1, 0.83), stated(0, 0.12)]
-    scored = build_objective(dataclasses.replace(OPTIONS, advantage_normalization_confidence="mean")).score(judged)
-    first, second = scored.tokens[0].digits
+    scored = score(OPTIONS.changed(advantage_normalization_confidence="mean"), judged)
+    first, second = scored.digits[0]
     assert (first.position, second.position) == (3, 4)
     np.testing.assert_allclose(first.scores, [-((d / 10 + 0.03 - 1) ** 2) for d in range(10)])
     np.testing.assert_allclose(second.scores, [-((0.8 + d / 100 - 1) ** 2) for d in range(10)])
-    np.testing.assert_allclose(scored.tokens[1].digits[0].scores, [-((d / 10 + 0.02) ** 2) for d in range(10)])
+    np.testing.assert_allclose(scored.digits[1][0].scores, [-((d / 10 + 0.02) ** 2) for d in range(10)])
 
 
 def test_each_place_has_a_scale_of_its_own():
     """The root mean square of the centred scores over the mini-batch and all choices; hundredths count like tenths."""
     judged = [stated(1, 0.83), stated(0, 0.92), stated(1, 0.97)]
-    unscaled = build_objective(dataclasses.replace(OPTIONS, advantage_normalization_confidence="mean")).score(judged)
-    scored = build_objective(OPTIONS).score(judged)
+    unscaled = score(OPTIONS.changed(advantage_normalization_confidence="mean"), judged)
+    scored = score(OPTIONS, judged)
     for place in (0, 1):
-        raw = np.array([tokens.digits[place].scores for tokens in unscaled.tokens])
+        raw = np.array([digits[place].scores for digits in unscaled.digits])
         rms = np.sqrt(np.mean((raw - raw.mean(axis=1, keepdims=True)) ** 2))
-        assert rms > LEAST_BATCH_RMS
-        np.testing.assert_allclose([tokens.digits[place].scores for tokens in scored.tokens], raw / rms)
+        assert rms > MIN_BATCH_RMS
+        np.testing.assert_allclose([digits[place].scores for digits in scored.digits], raw / rms)
 
 
 def test_a_place_where_nothing_is_at_stake_is_not_blown_up():
     judged = [stated(1, 0.97), stated(1, 0.98)]
-    scored = build_objective(OPTIONS).score(judged)
-    expected = [-((0.9 + d / 100 - 1) ** 2) / LEAST_BATCH_RMS for d in range(10)]
-    np.testing.assert_allclose(scored.tokens[0].digits[1].scores, expected)
+    scored = score(OPTIONS, judged)
+    expected = [-((0.9 + d / 100 - 1) ** 2) / MIN_BATCH_RMS for d in range(10)]
+    np.testing.assert_allclose(scored.digits[0][1].scores, expected)
 
 
 def test_other_settings_train_on_the_sampled_digit_alone():
     judged = [stated(1, 0.83), stated(0, 0.12)]
     for options in (ObjectiveConfig(), ObjectiveConfig(name="grpo"), ObjectiveConfig(name="rlcr")):
-        assert all(tokens.digits == () for tokens in build_objective(options).score(judged).tokens)
+        assert score(options, judged).digits == ((), ())
 
 
 def test_a_groups_own_std_is_refused():
     message = r"advantage_normalization_confidence to batch_std, mean or none, or confidence_gradient to sampled"
     with pytest.raises(UserError, match=message):
-        build_objective(dataclasses.replace(OPTIONS, advantage_normalization_confidence="std"))
+        build_objective(OPTIONS.changed(advantage_normalization_confidence="std"))
 
 
 def gradient(logits, scores, damping, known=None):
@@ -136,7 +142,7 @@ def gradient(logits, scores, damping, known=None):
     logp = torch.log_softmax(z, -1)
     if known is not None:
         logp = logp.masked_fill(~known, -torch.inf)
-    options = dataclasses.replace(OPTIONS, digit_damping=damping).resolve()
+    options = resolve(OPTIONS.changed(digit_damping=damping))
     digit_losses(DigitBatch(torch.arange(len(logits)), logp, torch.tensor(scores)), options).sum().backward()
     return z.grad.numpy()
 
@@ -191,7 +197,7 @@ def test_a_digit_without_any_probability_leaves_the_loss_finite():
 
 
 def test_the_loss_replaces_the_sampled_term_at_its_rows_only():
-    chosen = build_objective(dataclasses.replace(OPTIONS, entropy_coef=0.0))
+    chosen = build_objective(OPTIONS.changed(entropy_coef=0.0))
     scored = chosen.score(golden_judgements(), OLD)
     batch = token_batch(scored, chosen.token_weights(scored, chosen.counts(scored)))
     rows = torch.tensor([2, 7])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 
@@ -17,10 +16,10 @@ from lab.runner import EXAMPLES, FULL, SMOKE, Lab
 from lab.tables import bars, claims, markdown_table, type_table
 from megatron_dcpo.config import load_config
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.objectives import ObjectiveConfig, Scored, build_objective
+from megatron_dcpo.objectives import ObjectiveConfig, Scored, as_method, build_objective, resolve
+from megatron_dcpo.objectives.expected_digits import DecimalToken
 from megatron_dcpo.training.probe import parts_of, without_regularizers
-from megatron_dcpo.training.sampling import Rollout
-from megatron_dcpo.types import DecimalToken, Judgement
+from megatron_dcpo.types import Judgement
 
 
 def test_the_grid_has_every_method_with_its_seeds_and_starts_before_what_needs_them() -> None:
@@ -46,7 +45,7 @@ def test_every_method_is_a_valid_configuration(tmp_path, method: str) -> None:
     command = Lab(tmp_path).train_command(Cell("qwen3", method, 3))
     config = load_config(command[2], [part for part in command[3:] if "=" in part])
     assert config.seed == 3
-    assert config.objective.resolve().name == next(
+    assert resolve(config.objective).name == next(
         (o.split("=")[1] for o in METHODS[method].overrides if o.startswith("objective.name")), "dcpo"
     )
     shared = load_config(EXAMPLES / "recipe.yaml", ["run_dir=x"])
@@ -201,22 +200,21 @@ def test_claims_are_computed_with_their_direction() -> None:
 def test_the_probes_parts_add_up_to_the_objectives() -> None:
     """The coupled parts sum to the coupled advantage, the DCPO parts to DCPO's, token by token."""
     rng = np.random.default_rng(0)
-    judgements = []
+    judgements, decimals = [], []
     for row in range(24):
         ok = rng.random() < 0.8
         status = "ok" if ok else "missing"
         tenths, hundredths = (int(digit) for digit in rng.integers(0, 10, 2))
-        decimals = (DecimalToken(3, tenths, 1, 1), DecimalToken(4, hundredths, 1, 2)) if ok else ()
+        decimals.append((DecimalToken(3, tenths, 1, 1), DecimalToken(4, hundredths, 1, 2)) if ok else ())
         confidence = (10 * tenths + hundredths) / 100 if ok else None
         right = float(rng.random() < 0.5)
-        judgements.append(Judgement(f"p{row % 4}", right, confidence, status, 3, 5, decimals=decimals))
-    rollout = Rollout({}, [], judgements)
+        judgements.append(Judgement(f"p{row % 4}", right, confidence, status, 3, 5))
     for options in ({}, {"preset": "dcpo_proper"}, {"preset": "verl_compat", "lam": 0.25}):
         config = without_regularizers(ObjectiveConfig(**options, kl_coef=0.1, entropy_coef_confidence=0.1))
-        assert not any((*config.resolve().kl_coef, *config.resolve().entropy_coef))
-        parts = parts_of(rollout, config)
+        assert not any((*resolve(config).blocks("kl_coef"), *resolve(config).blocks("entropy_coef")))
+        parts = parts_of(judgements, config, decimals)
         for name, method in (("coupled", "coupled"), ("dcpo", "dcpo")):
-            whole = build_objective(dataclasses.replace(config, name=method)).score(judgements)
+            whole = build_objective(as_method(config, method)).score(judgements, decimals=decimals)
             for a, b, expected in zip(
                 parts[f"{name}_accuracy"].tokens, parts[f"{name}_calibration"].tokens, whole.tokens, strict=True
             ):
@@ -224,12 +222,12 @@ def test_the_probes_parts_add_up_to_the_objectives() -> None:
             assert digit_scores(parts[f"{name}_calibration"]) == digit_scores(whole)
         for part in ("counterfactual", "all_digits"):
             assert all(not t.advantages[:3].any() for t in parts[part].tokens), "confidence tokens only"
-        assert [len(scores) for scores in digit_scores(parts["all_digits"])] == [len(j.decimals) for j in judgements]
+        assert [len(scores) for scores in digit_scores(parts["all_digits"])] == [len(d) for d in decimals]
         assert not any(digit_scores(parts["counterfactual"]))
 
 
 def digit_scores(scored: Scored) -> list[list[list[float]]]:
-    return [[choices.scores.tolist() for choices in tokens.digits] for tokens in scored.tokens]
+    return [[choices.scores.tolist() for choices in digits] for digits in scored.digits]
 
 
 def test_tables_leave_out_what_was_not_run() -> None:

@@ -11,7 +11,7 @@ from lab.theory import estimators, mode_collapse, scoring_rules
 from lab.theory.gradient_conflict import LOSSES, decoupled_conflict, fisher_conflict, softmax
 from lab.theory.run import SAMPLED
 from lab.theory.tag_credit import share_that_gives_up
-from megatron_dcpo.objectives import ObjectiveConfig
+from megatron_dcpo.objectives import ObjectiveConfig, resolve
 from megatron_dcpo.objectives.advantages import Group
 from megatron_dcpo.objectives.dcpo import score_group
 
@@ -111,7 +111,7 @@ def test_the_counterfactual_baseline_leaves_the_mean_gradient_and_takes_noise_ou
 def test_counterfactual_advantage_is_unbiased_by_enumeration() -> None:
     """E[A_c,i grad log pi(c_i)] over all labels and confidences of a group of two equals the gradient of E[R_c]."""
     levels, pi, p = np.array([0.1, 0.5, 0.9]), np.array([0.2, 0.5, 0.3]), 0.7
-    options = ObjectiveConfig(preset="dcpo_proper").resolve()
+    options = resolve(ObjectiveConfig(preset="dcpo_proper"))
     expected = np.zeros(3)
     for labels in itertools.product((0.0, 1.0), repeat=2):
         for chosen in itertools.product(range(3), repeat=2):
@@ -126,7 +126,7 @@ def test_counterfactual_advantage_is_unbiased_by_enumeration() -> None:
 
 def test_counterfactual_advantage_with_malformed_responses_is_its_formula() -> None:
     R, c = np.array([1.0, 0.0, 1.0]), np.array([0.9, 0.4, np.nan])
-    score = score_group(Group(R, c, c), ObjectiveConfig(preset="dcpo_proper").resolve())
+    score = score_group(Group(R, c, c), resolve(ObjectiveConfig(preset="dcpo_proper")))
 
     def S(j: int, t: float) -> float:
         return -1.0 if np.isnan(c[j]) else -((c[j] - t) ** 2)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_dcpo.policy import logprobs as module
-from megatron_dcpo.policy.logprobs import alternative_logprobs, vocab_parallel_logprobs
+from megatron_dcpo.policy.logprobs import candidate_logprobs, vocab_parallel_logprobs
 
 
 @pytest.mark.parametrize("chunk", [7, 1 << 26])
@@ -44,7 +44,7 @@ def test_alternatives_equal_log_softmax_and_its_gradient(temperature):
     ids = torch.tensor([[3, 7, -1], [0, 10, 4], [2, 2, 5]])
     weight = torch.randn(3, 3).masked_fill(ids < 0, 0.0)
     lp, _ = vocab_parallel_logprobs(logits, targets, vocab_size=11, temperature=temperature)
-    found = alternative_logprobs(logits, targets, lp, rows, ids, temperature=temperature)
+    found = candidate_logprobs(logits, targets, lp, rows, ids, temperature=temperature)
     (found.masked_fill(ids < 0, 0.0) * weight).sum().backward()
 
     reference = logits.detach().clone().requires_grad_()

@@ -14,8 +14,8 @@ from objective_cases import NEW, OLD, flat, golden_judgements, judgement, loss_a
 from pydantic import ValidationError
 
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.objectives import METHODS, ObjectiveConfig, TokenBatch
-from megatron_dcpo.objectives.advantages import LEAST_BATCH_RMS, SCORES, normalize
+from megatron_dcpo.objectives import METHODS, ObjectiveConfig, TokenBatch, resolve
+from megatron_dcpo.objectives.advantages import MIN_BATCH_RMS, SCORES, normalize
 from megatron_dcpo.objectives.policy_loss import kl_estimate
 from megatron_dcpo.types import BLOCK_CONFIDENCE, BLOCK_NONE, MALFORMED, Judgement
 
@@ -159,7 +159,7 @@ def test_scaling_the_calibration_reward_moves_confidence_tokens_only(batch: Any,
     rows, old, new = batch
     plain = objective(preset="dcpo_proper")
     scored = plain.score(rows, old)
-    scaled = objective(preset="dcpo_proper", weight_confidence=plain.options.weight.confidence * scale)
+    scaled = objective(preset="dcpo_proper", weight_confidence=plain.options.weight_confidence * scale)
     _, before = loss_and_gradient(plain, rows, old, new)
     _, after = loss_and_gradient(scaled, rows, old, new)
     for tokens, a, b in zip(scored.tokens, before, after, strict=True):
@@ -206,7 +206,7 @@ def test_saturated_group_keeps_its_confidence_gradient(R: float) -> None:
 @pytest.mark.parametrize("value", [0.1, -0.3, 1.0, 0.7])
 @pytest.mark.parametrize("how", ["std", "mean"])
 def test_identical_rewards_give_exactly_zero(dtype: type, value: float, how: Any) -> None:
-    options = ObjectiveConfig().resolve()
+    options = resolve(ObjectiveConfig())
     rewards = np.full(8, value, dtype=dtype)
     assert normalize(rewards, how, options).tolist() == [0.0] * 8
     rewards[3] = np.nextafter(rewards[3], dtype(9))  # rounding noise is no difference
@@ -231,7 +231,7 @@ def test_batch_std_does_not_blow_up_what_is_almost_nothing() -> None:
     rows = [judgement(p, 1, c) for p in "ab" for c in (0.99, 0.99, 0.98)]
     plain = objective(calibration_loss="brier", advantage_normalization_confidence="mean").score(rows)
     scaled = objective(calibration_loss="brier", advantage_normalization_confidence="batch_std").score(rows)
-    np.testing.assert_allclose(scaled.A_c, plain.A_c / LEAST_BATCH_RMS, rtol=1e-12)
+    np.testing.assert_allclose(scaled.A_c, plain.A_c / MIN_BATCH_RMS, rtol=1e-12)
 
 
 def test_batch_std_of_posthoc_scales_all_its_tokens_alike() -> None:
@@ -422,35 +422,75 @@ def test_ccgspg_is_bounded_when_the_model_is_sure() -> None:
 
 
 def test_options_resolve_explicit_then_method_then_preset() -> None:
-    assert ObjectiveConfig().resolve().lam == 0.5
-    assert ObjectiveConfig(name="rlcr").resolve().lam == 0.0
-    assert ObjectiveConfig(name="rlcr", lam=0.3).resolve().lam == 0.3
-    proper = ObjectiveConfig(preset="dcpo_proper").resolve()
+    assert resolve(ObjectiveConfig()).lam == 0.5
+    assert resolve(ObjectiveConfig(name="rlcr")).lam == 0.0
+    assert resolve(ObjectiveConfig(name="rlcr", lam=0.3)).lam == 0.3
+    proper = resolve(ObjectiveConfig(preset="dcpo_proper"))
     assert proper.advantage_normalization == ("std", "batch_std")
     assert proper.weight == (1.0, 0.35)
-    assert ObjectiveConfig(preset="dcpo_proper", weight=2.0).resolve().weight == (2.0, 2.0)
-    assert ObjectiveConfig(preset="dcpo_proper", confidence_gradient="sampled").resolve().weight == (1.0, 1.0)
-    assert ObjectiveConfig(name="rlcr", preset="dcpo_proper").resolve().weight == (1.0, 1.0)
-    assert ObjectiveConfig(clip_high=0.3, clip_high_confidence=0.1).resolve().clip_high == (0.3, 0.1)
-    assert ObjectiveConfig(name="ccgspg", preset="verl_compat").resolve().loss_aggregation == "sequence_mean"
+    assert resolve(ObjectiveConfig(preset="dcpo_proper", weight=2.0)).blocks("weight") == (2.0, 2.0)
+    assert resolve(ObjectiveConfig(preset="dcpo_proper", confidence_gradient="sampled")).blocks("weight") == (1.0, 1.0)
+    assert resolve(ObjectiveConfig(name="rlcr", preset="dcpo_proper")).blocks("weight") == (1.0, 1.0)
+    assert resolve(ObjectiveConfig(clip_high=0.3, clip_high_confidence=0.1)).blocks("clip_high") == (0.3, 0.1)
+    assert resolve(ObjectiveConfig(name="ccgspg", preset="verl_compat")).loss_aggregation == "sequence_mean"
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"name": "dcop"}, "did you mean 'dcpo'"),
         ({"lam": 1.5}, "less than or equal to 1"),
         ({"lam": float("nan")}, "finite"),
         ({"preset": "papr"}, "verl_compat"),
         ({"clip_low": 1.0}, "less than 1"),
         ({"dual_clip": 0.5}, "greater than 1"),
         ({"ddof": 2}, "0 or 1"),
-        ({"lamda": 0.5}, "Unexpected"),
+        ({"lamda": 0.5}, "Extra inputs are not permitted"),
     ],
 )
 def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         ObjectiveConfig(**options)
+
+
+def test_an_unknown_method_is_named() -> None:
+    with pytest.raises(UserError, match="unknown objective 'dcop'; did you mean 'dcpo'"):
+        objective(name="dcop")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"name": "grpo", "lam": 0.5},
+            "objective.lam has no effect with objective.name=grpo.*dcpo, coupled, rlcr, posthoc",
+        ),
+        ({"name": "dcpo", "w": 0.5}, r"objective.w has no effect.*\(coupled, rlcr\)"),
+        ({"name": "ccgspg", "clip_low": 0.1}, "objective.clip_low_reasoning has no effect"),
+        (
+            {"name": "coupled", "advantage_normalization_confidence": "mean"},
+            "advantage_normalization_confidence has no",
+        ),
+        ({"name": "rlcr", "confidence_gradient": "digits"}, r"\(dcpo\)"),
+        ({"name": "posthoc", "beta": 0.1}, r"\(ccgspg\)"),
+    ],
+)
+def test_options_that_a_method_ignores_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        objective(**options)
+
+
+def test_a_short_name_is_accepted_where_one_block_reads_it_and_null_unsets() -> None:
+    assert (
+        resolve(ObjectiveConfig(name="grpo", advantage_normalization="mean")).advantage_normalization_reasoning
+        == "mean"
+    )
+    assert resolve(ObjectiveConfig(name="grpo", lam=None)).name == "grpo"
+    assert resolve(ObjectiveConfig(name="dcpo", w=1.0).changed(w=None)).w == 1.0
+
+
+def test_every_option_is_read_by_a_method_and_every_method_names_real_options() -> None:
+    read = frozenset().union(*(method.options for method in METHODS.values()))
+    assert read == set(ObjectiveConfig.model_fields)
 
 
 def test_statistics_sum_over_micro_batches() -> None:

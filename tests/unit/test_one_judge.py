@@ -69,14 +69,12 @@ def test_ids_and_text_are_judged_alike(both: tuple[list[Judgement], list[Judgeme
     for row, by_ids, by_text in zip(ROWS, *both, strict=True):
         assert {n: getattr(by_ids, n) for n in names} == {n: getattr(by_text, n) for n in names}, name_of(row)
         assert by_ids.boundary is not None
-        assert (by_text.boundary, by_text.marker_end, by_text.decimals) == (None, None, ())
+        assert (by_text.boundary, by_text.marker_end) == (None, None)
 
 
 def test_training_is_judged_as_before(both: tuple[list[Judgement], list[Judgement]]) -> None:
     for row, judgement in zip(ROWS, both[0], strict=True):
-        decimals = [[d.position, d.value, d.width, d.place] for d in judgement.decimals]
-        now = {**{name: getattr(judgement, name) for name in row["training"]}, "decimals": decimals}
-        assert now == row["training"], name_of(row)
+        assert {name: getattr(judgement, name) for name in row["training"]} == row["training"], name_of(row)
 
 
 def test_evaluation_is_judged_as_before_but_for_an_eos_at_the_limit(
