@@ -28,7 +28,7 @@ from megatron_dcpo.policy.gradient_probe import probe_block_gradients
 from megatron_dcpo.policy.model import Policy
 from megatron_dcpo.policy.optimizer import gather_parameters, gradient_norm, zero_gradients
 from megatron_dcpo.policy.schedule import TokenOutputs, accumulate_gradients, compute_logprobs
-from megatron_dcpo.runtime.device import device
+from megatron_dcpo.runtime.devices import device
 from megatron_dcpo.runtime.distributed import all_gather_objects, max_over_ranks
 from megatron_dcpo.training.run import Run
 from megatron_dcpo.training.sampling import TrainingSample

@@ -284,7 +284,7 @@ def _calls(node: ast.AST) -> list[ast.Call]:
 
 def _execute(source: str, names: dict[str, Any], client: ProgramClient, target: str | None, entry: str) -> None:
     tree = ast.parse(source)
-    predicted = _predicted_calls(tree, target or entry, names) if target else None
+    predicted = _predicted_calls(tree, target, names) if target and "inputs" in source else None
     code = compile(tree, "<tests>", "exec")
     bound = _bind_free_names(code, names, client)
     if not target and not bound and (shadowed := _shadowed(tree)):
