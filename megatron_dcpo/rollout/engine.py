@@ -1,11 +1,7 @@
-"""What an engine is: it samples responses, and it takes new weights piece by piece.
-
-Which engine ``auto`` means on this machine, for this model.
-"""
+"""What an engine is: it samples responses, and it takes new weights piece by piece. And which one ``auto`` means here."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from collections.abc import Iterable, Sequence
@@ -13,8 +9,6 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, Protocol
-
-import numpy as np
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.device import capabilities
@@ -43,7 +37,7 @@ class SamplingConfig:
 
 
 class EngineError(RuntimeError):
-    """An engine failed in a way that a restart can mend; what it was doing has to be done again."""
+    """An engine failed, and a restart may help; what it was doing has to be done again."""
 
 
 class Engine(Protocol):
@@ -77,20 +71,6 @@ class Engine(Protocol):
     def restart(self) -> None:
         """Start anew after an :class:`EngineError`. The weights have to be updated before the next ``generate``."""
         ...
-
-
-def uniforms(seed: int, step: int, prompt_id: str, sample_index: int, count: int) -> np.ndarray:
-    """float64 [count] uniform numbers in [0, 1) of one response: counted, so that any batching, resumption or split over
-    ranks draws the same ones (Philox, keyed by a hash of the four names)."""
-    digest = hashlib.blake2b(f"{seed}/{step}/{prompt_id}/{sample_index}".encode(), digest_size=16).digest()
-    key = np.frombuffer(digest, np.uint64)
-    return np.random.Generator(np.random.Philox(key=key)).random(count)
-
-
-def request_seed(seed: int, step: int, prompt_id: str, index: int) -> int:
-    """A 62-bit seed of one sample, independent of the batch, the ranks and what was sampled before."""
-    digest = hashlib.blake2b(f"{seed}/{step}/{prompt_id}/{index}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 2
 
 
 def read_eos_token_ids(model_dir: Path) -> tuple[int, ...]:
