@@ -197,7 +197,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "dual_clip": 3.0,
     },
     # A strictly proper score of the response's own label, with less noise and one scale for all groups; why each option
-    # is there: docs/algorithms.md#6-presets-and-defaults.
+    # is there: docs/algorithms.md#6-presets.
     "dcpo_proper": {
         "lam": 0.0,
         "calibration_loss": "brier",
