@@ -17,6 +17,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_dcpo", "megatron_dcpo.*"]),
+    package_data={"megatron_dcpo.evaluation": ["report.html.j2", "published.csv"]},
     install_requires=[
         "torch>=2.6",
         "megatron-core>=0.16,<0.17",
@@ -33,6 +34,7 @@ setup(
         "pandas>=2.1",
         "tensorboard>=2.16",
         "rich>=13.7",
+        "jinja2>=3.1",
         # what Megatron-core imports without declaring
         "einops",
         "packaging",

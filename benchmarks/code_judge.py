@@ -52,7 +52,9 @@ def main() -> None:
     items = _items(args.data / "humanevalplus" / "HumanEvalPlus.jsonl.gz", args.programs, args.tests)
     count = sum(len(cases) for _, _, cases in items)
     print(f"{len(items)} programs, {count} tests, {args.workers} workers, load {os.getloadavg()[0]:.1f}")
-    with CodePool(limits=CodeLimits(timeout=60, total_seconds=300), sandbox=args.sandbox, workers=args.workers) as pool:
+    with CodePool(
+        limits=CodeLimits(test_seconds=60, program_seconds=300), sandbox=args.sandbox, workers=args.workers
+    ) as pool:
         start = time.perf_counter()
         ours = _judged(pool, items)
         seconds = time.perf_counter() - start
@@ -88,7 +90,7 @@ def _judged(pool: CodePool, items: list[tuple[str, str, list[dict[str, Any]]]]) 
     futures = []
     for program, entry, cases in items:
         tests = {"kind": "function", "entry_point": entry, "cases": cases}
-        futures.append(pool.submit(f"```python\n{program}\n```", tests))
+        futures.append(pool.submit(program, tests))
     return [future.result().correct for future in futures]
 
 

@@ -22,9 +22,9 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--every", type=int, default=1, help="only every n-th problem")
     parser.add_argument("--sandbox", default="auto")
-    parser.add_argument("--test-seconds", type=float, default=CodeLimits().timeout)
+    parser.add_argument("--test-seconds", type=float, default=CodeLimits.test_seconds)
     arguments = parser.parse_args()
-    limits = CodeLimits(timeout=arguments.test_seconds)
+    limits = CodeLimits(test_seconds=arguments.test_seconds)
     enough = True
     for file in arguments.files:
         names, items = [], []
@@ -34,7 +34,7 @@ def main() -> int:
             if index % arguments.every or solution is None or problem is None:
                 continue
             names.append(f"{index + 1} ({row.get('task_id', 'no id')})")
-            items.append((f"```python\n{solution}\n```", problem.tests))
+            items.append((solution, problem.tests))
         start = time.perf_counter()
         verdicts = judge_programs(items, limits=limits, sandbox=arguments.sandbox, workers=arguments.workers)
         failed = [(name, v) for name, v in zip(names, verdicts, strict=True) if v.correct != 1]

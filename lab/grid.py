@@ -5,13 +5,12 @@ Everything a method changes stands in ``METHODS`` as overrides of one recipe, ``
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from megatron_dcpo.errors import UserError
+from megatron_dcpo.errors import UserError, nearest
 
 CENTRED_BRIER = (
     "objective.calibration_loss=brier",
@@ -117,7 +116,7 @@ def select(cells: Sequence[Cell], methods: str | None) -> list[Cell]:
     names = [name.strip() for name in methods.split(",") if name.strip()]
     for name in names:
         if name not in METHODS:
-            near = difflib.get_close_matches(name, METHODS, n=1, cutoff=0.0)[0]
+            near = nearest(name, METHODS, cutoff=0.0)
             raise UserError(f"unknown method {name!r}; did you mean {near!r}? ({', '.join(METHODS)})")
     wanted = set(names) | {start for name in names if (start := METHODS[name].start)}
     return [cell for cell in cells if cell.method in wanted]

@@ -7,7 +7,6 @@ Megatron's names, method options the paper's. Unknown keys are errors that name 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
@@ -17,9 +16,10 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 from yaml import YAMLError
 
-from megatron_dcpo.errors import UserError
+from megatron_dcpo.errors import UserError, nearest, validation_message
 from megatron_dcpo.objectives import resolve
 from megatron_dcpo.objectives.options import ObjectiveConfig, option_names
+from megatron_dcpo.sandbox.local import CodeLimits
 from megatron_dcpo.types import CONFIDENCE_TAG
 
 _STRICT = ConfigDict(extra="forbid")
@@ -110,9 +110,9 @@ class JudgingConfig:
     marker: Annotated[str, Field(min_length=1)] = CONFIDENCE_TAG
     verifier: Literal["math", "code"] = "math"
     sandbox: Annotated[str, Field(min_length=1)] = "auto"
-    test_seconds: Annotated[float, Field(gt=0)] = 6.0
-    program_seconds: Annotated[float, Field(gt=0)] = 60.0
-    memory_mb: Annotated[int, Field(ge=128)] = 1024
+    test_seconds: Annotated[float, Field(gt=0)] = CodeLimits.test_seconds
+    program_seconds: Annotated[float, Field(gt=0)] = CodeLimits.program_seconds
+    memory_mb: Annotated[int, Field(ge=128)] = CodeLimits.memory_mb
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -248,9 +248,10 @@ def _check_keys(values: dict[Any, Any], kind: type, source: str, prefix: tuple[s
     for key, value in values.items():
         name = ".".join((*prefix, str(key)))
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.4) or _elsewhere(str(key))
-            hint = f"did you mean {'.'.join((*prefix, near[0])) if near[0] in known else near[0]}?" if near else ""
-            raise UserError(f"{source}: unknown key {name}; {hint or 'valid keys: ' + ', '.join(sorted(known))}")
+            near = nearest(key, known)
+            place = ".".join((*prefix, near)) if near else _elsewhere(str(key))
+            hint = f"did you mean {place}?" if place else f"valid keys: {', '.join(sorted(known))}"
+            raise UserError(f"{source}: unknown key {name}; {hint}")
         section = next((t for t in (known[key], *get_args(known[key])) if _fields(t)), None)
         if section is not None and isinstance(value, dict):
             _check_keys(value, section, source, (*prefix, str(key)))
@@ -266,12 +267,12 @@ def _fields(kind: Any) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
-def _elsewhere(key: str) -> list[str]:
-    """The section a misplaced key belongs to, as ``[section.key]``."""
+def _elsewhere(key: str) -> str | None:
+    """The place of a key that is given in another section, as ``section.key``."""
     for section, kind in get_type_hints(Config).items():
         if key in _fields(kind):
-            return [f"{section}.{key}"]
-    return []
+            return f"{section}.{key}"
+    return None
 
 
 def _check_together(config: Config, source: str) -> None:
@@ -328,15 +329,6 @@ def _check_rollout(config: Config, source: str) -> None:
         raise UserError(f"{source}: rollout.tensor_model_parallel_size > 1 needs rollout.engine=vllm (or auto)")
     if (rollout.engine == "server") != bool(rollout.endpoint):
         raise UserError(f"{source}: rollout.engine=server and rollout.endpoint=URL go together; set both or neither")
-
-
-def validation_message(error: ValidationError) -> str:
-    """The first thing wrong, as one line: ``section.key: what is wrong (found value)``."""
-    first = error.errors()[0]
-    message = _one_line(first["msg"]).removeprefix("Value error, ")
-    if not isinstance(first["input"], str | int | float | bool | list | type(None)):
-        return ": ".join((".".join(map(str, first["loc"])), message)).removeprefix(": ")
-    return f"{'.'.join(map(str, first['loc']))}: {message} (found {first['input']!r})"
 
 
 def _one_line(text: str) -> str:

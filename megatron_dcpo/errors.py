@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 # Exit statuses of every verb besides 0 and Python's own 1 for an unforeseen exception.
 EXIT_USER_ERROR = 2
@@ -24,8 +25,22 @@ class Stopped(Exception):
         self.exit_status = exit_status
 
 
+def nearest(word: object, known: Iterable[str], cutoff: float = 0.4) -> str | None:
+    """The one of ``known`` that is most like ``word``; None when none is at least ``cutoff`` (0 to 1) like it."""
+    return next(iter(difflib.get_close_matches(str(word), list(known), n=1, cutoff=cutoff)), None)
+
+
 def did_you_mean(word: object, known: Iterable[str]) -> str:
     """``; did you mean 'x'?`` with the nearest of ``known``, or the list of them: the end of an error message."""
     known = list(known)
-    near = difflib.get_close_matches(str(word), known, n=1, cutoff=0.4)
-    return f"; did you mean {near[0]!r}?" if near else f"; valid: {', '.join(known)}"
+    near = nearest(word, known)
+    return f"; did you mean {near!r}?" if near else f"; valid: {', '.join(known)}"
+
+
+def validation_message(error: Any) -> str:
+    """The first thing wrong in a pydantic ``ValidationError``, one line: ``section.key: what is wrong (found value)``."""
+    first = error.errors()[0]
+    message = " ".join(first["msg"].split()).removeprefix("Value error, ")
+    if not isinstance(first["input"], str | int | float | bool | list | type(None)):
+        return ": ".join((".".join(map(str, first["loc"])), message)).removeprefix(": ")
+    return f"{'.'.join(map(str, first['loc']))}: {message} (found {first['input']!r})"

@@ -7,10 +7,11 @@ Grouping is by ``prompt_id``, never by position in a batch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 BLOCK_NONE, BLOCK_REASONING, BLOCK_CONFIDENCE = 0, 1, 2
 BLOCKS = {"reasoning": BLOCK_REASONING, "confidence": BLOCK_CONFIDENCE}
@@ -59,6 +60,7 @@ class Response:
     ``token_ids``: int64 [T]; ``logprobs``: float32 [T], natural log, at the sampling temperature (or of the raw logits
     where the sampling asked for it), by the weights ``weights_version``. ``finish_reason`` is ``length`` when the
     response was cut off before EOS. ``top_logprobs``: float32 [T, K], falling, of the raw logits, where asked for.
+    ``text``: the response without its end token, where it is judged by its text; a server gives no ``token_ids``.
     """
 
     prompt_id: str
@@ -68,44 +70,33 @@ class Response:
     finish_reason: Literal["stop", "length"]
     weights_version: int
     top_logprobs: np.ndarray | None = None
-
-
-@dataclass(frozen=True)
-class Completion:
-    """What evaluation needs of a response, whatever gave it: the text without its end token, and the log-probs.
-
-    ``logprobs``: float32 [T], natural log, of the raw logits, end token included where the engine gives it.
-    ``top_logprobs``: float32 [T, K], falling, or None. ``finish_reason`` is ``length`` when it was cut off.
-    """
-
-    prompt_id: str
-    repeat: int
-    text: str
-    finish_reason: Literal["stop", "length"]
-    logprobs: np.ndarray
-    top_logprobs: np.ndarray | None = None
+    text: str | None = None
 
 
 @dataclass(frozen=True)
 class Judgement:
     """What a response is worth: correctness R in {0, 1}, the stated confidence or why there is none, the boundary.
 
-    Tokens ``[0, boundary)`` of the response are the reasoning block, ``[boundary, length)`` the confidence block.
+    Tokens ``[0, boundary)`` of the response are the reasoning block, ``[boundary, length)`` the confidence block;
+    ``boundary`` is None where text was judged, and not token ids.
     ``confidence`` is ``None`` exactly when ``status`` is not ``ok``. ``stated`` is the number as written when it is no
     valid confidence (``1.2``): the released code of the paper used it raw, so the preset ``verl_compat`` asks for it.
     ``answered``: an answer begins in the reasoning block. ``marker_end`` is the first token that begins behind the
     marker; None where that is not known.
+    ``answer`` is what was judged: the content of the box, or the program; ``category``: how the program ended.
     """
 
     prompt_id: str
     correct: float
     confidence: float | None
     status: ConfidenceStatus
-    boundary: int
+    boundary: int | None
     length: int
     stated: float | None = None
     answered: bool = True
     marker_end: int | None = None
+    answer: str | None = field(default=None, compare=False)
+    category: str | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

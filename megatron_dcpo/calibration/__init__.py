@@ -23,7 +23,7 @@ from megatron_dcpo.calibration.metrics import (
     overconfidence,
     parse_rate,
     pce,
-    worst_case,
+    pessimistic,
 )
 from megatron_dcpo.calibration.summary import json_ready, summarize, violation_rates
 
@@ -49,7 +49,7 @@ __all__ = [
     "overconfidence",
     "parse_rate",
     "pce",
+    "pessimistic",
     "summarize",
     "violation_rates",
-    "worst_case",
 ]

@@ -20,11 +20,13 @@ With M bins, n_b rows in bin b, N rows, acc_b and conf_b the means of the bin:
 
 No rows, or no valid ones: every metric is NaN. One class only: AUROC is NaN; no correct row: AUPRC is NaN.
 
-What confidence is good for: answering only when sure. Accuracy-coverage curve, AURC; and two further binned errors.
+The accuracy-coverage curve and AURC take the rows from the most to the least confident: what answering only when sure
+would give. Rows of equal confidence cannot be told apart, so each counts as the mean of its ties: the result does not
+depend on the order of the rows. Any score ranks; NaN rows (unparsed) are left out, as in ``auroc``.
 
-Rows are taken from the most to the least confident. Rows of equal confidence cannot be told apart, so each counts as
-the mean of its ties: the result does not hang on the order of the rows. Any score ranks, NaN rows (unparsed) are left
-out, as in ``auroc``. NumPy only.
+Why not scikit-learn and SciPy (the test suite compares with them, to 1e-12): their import takes a second, a training
+step logs these numbers; they raise or warn where there is one class or no row, which happens; ``binomtest`` takes one
+share at a time; and ``scipy.stats.bootstrap`` does not resample problems with all their repeats.
 """
 
 from __future__ import annotations
@@ -34,8 +36,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-
-from megatron_dcpo.calibration import metrics
 
 Confidences = Sequence[float | None] | np.ndarray
 Correct = Sequence[float] | Sequence[int] | Sequence[bool] | np.ndarray
@@ -229,7 +229,7 @@ def parse_rate(confidences: Confidences) -> float:
     return _mean(_is_valid(as_confidences(confidences)).astype(np.float64))
 
 
-def worst_case(
+def pessimistic(
     confidences: Confidences, correct: Correct, fill: Literal["farthest", "half"] = "farthest"
 ) -> np.ndarray:
     """Confidences [N] with every invalid one replaced: by the wrong end of the scale (1 - y), or by one half.
@@ -392,7 +392,7 @@ def accuracy_at_coverage(confidences: Confidences, correct: Correct, coverage: f
 
 def _expected_hits(confidences: Confidences, correct: Correct) -> np.ndarray:
     """Correctness [N] from the most confident row on, each replaced by the mean of its ties."""
-    s, y = metrics.ranked_rows(confidences, correct)
+    s, y = ranked_rows(confidences, correct)
     _, group, count = np.unique(-s, return_inverse=True, return_counts=True)
     mean = np.bincount(group, weights=y, minlength=len(count)) / np.maximum(count, 1)
     return np.repeat(mean, count)
@@ -404,7 +404,7 @@ def ece_adaptive(confidences: Confidences, correct: Correct, bins: int = DEFAULT
     The sorted rows are cut into groups whose sizes differ by at most one, ties by row order, so a crowded value may be
     cut, unlike in ``ece_equal_mass``. Fewer rows than bins: one group per row.
     """
-    c, y = metrics.valid_rows(confidences, correct)
+    c, y = valid_rows(confidences, correct)
     if not len(c):
         return float("nan")
     order = np.argsort(c, kind="stable")
@@ -418,7 +418,7 @@ def ece_debiased(confidences: Confidences, correct: Correct, bins: int = DEFAULT
     sqrt(max(0, sum_b n_b/N [(acc_b - conf_b)^2 - acc_b (1 - acc_b) / (n_b - 1)])). The plain ECE of a perfectly
     calibrated model is positive for every finite sample; this one is near zero. A bin of one row is not corrected.
     """
-    rows = metrics.bin_rows(confidences, correct, bins)
+    rows = bin_rows(confidences, correct, bins)
     filled = rows.count > 0
     count = rows.count[filled]
     if not len(count):

@@ -45,7 +45,7 @@ def summarize(
     c, y = metrics.as_confidences(confidences), metrics.as_correct(correct)
     valid, valid_correct = metrics.valid_rows(c, y)
     ranked, ranked_correct = (c, y) if ranking_only else (valid, valid_correct)
-    worst = metrics.worst_case(c, y)
+    worst = metrics.pessimistic(c, y)
     parts = metrics.brier_decomposition(c, y, bins)
     parsed = metrics.parse_rate(c)
     summary: dict[str, Any] = {

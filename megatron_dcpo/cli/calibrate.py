@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from megatron_dcpo.cli.common import whole
+from megatron_dcpo.cli.common import positive_int
 
 
 def add_parser(subparsers: Any) -> None:
@@ -25,7 +25,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--out", metavar="FILE", required=True, help="where to save the predictor (.npz)")
     parser.add_argument("--held-out", type=float, default=0.2, help="share of the problems held out (default 0.2)")
-    parser.add_argument("--epochs", type=whole, default=200, help="confclass: most passes over the samples")
+    parser.add_argument("--epochs", type=positive_int, default=200, help="confclass: most passes over the samples")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print the held-out scores as JSON")
     parser.set_defaults(run=run)

@@ -1,7 +1,4 @@
-"""How programs are run: the options that the verbs share.
-
-Types of command-line arguments that several verbs share.
-"""
+"""Options and types of arguments that several verbs share."""
 
 from __future__ import annotations
 
@@ -9,28 +6,35 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron_dcpo.sandbox.judge import ProgramJudge
+    from megatron_dcpo.sandbox.local import CodeLimits
 
 
 def add_sandbox_arguments(parser: Any) -> None:
+    """Where programs run, and their limits (``program_limits``)."""
     parser.add_argument(
-        "--sandbox", default="auto", help="auto, bubblewrap, landlock, the URL of a remote sandbox, or unsafe"
+        "--sandbox",
+        default="auto",
+        metavar="WHERE",
+        help="where programs run: auto, bubblewrap, landlock, the URL of a remote sandbox, or unsafe (default auto)",
     )
-    parser.add_argument("--test-seconds", type=float, help="wall time of one test of a program")
-    parser.add_argument("--program-seconds", type=float, help="wall time of all tests of a program")
-    parser.add_argument("--memory-mb", type=whole, help="memory of a program")
+    parser.add_argument(
+        "--test-seconds", type=float, metavar="S", help="wall time of one test of a program (default 6)"
+    )
+    parser.add_argument(
+        "--program-seconds", type=float, metavar="S", help="wall time of all tests of a program (default 60)"
+    )
+    parser.add_argument("--memory-mb", type=positive_int, metavar="MB", help="memory of a program (default 1024)")
 
 
-def program_judge(args: argparse.Namespace) -> ProgramJudge:
-    """Raises :class:`UserError` when programs cannot be run safely here."""
-    from megatron_dcpo.sandbox.judge import CodeLimits, ProgramJudge
+def program_limits(args: argparse.Namespace) -> CodeLimits:
+    """The limits as given, the defaults of ``CodeLimits`` otherwise. Raises :class:`UserError`."""
+    from megatron_dcpo.sandbox.local import CodeLimits
 
-    given = {"timeout": args.test_seconds, "total_seconds": args.program_seconds, "memory_mb": args.memory_mb}
-    limits = CodeLimits(**{name: value for name, value in given.items() if value is not None})
-    return ProgramJudge(limits, args.sandbox)
+    names = ("test_seconds", "program_seconds", "memory_mb")
+    return CodeLimits(**{name: vars(args)[name] for name in names if vars(args).get(name) is not None})
 
 
-def whole(text: str) -> int:
+def positive_int(text: str) -> int:
     """A whole number of at least 1."""
     try:
         value = int(text)

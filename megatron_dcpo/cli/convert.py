@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_dcpo.cli.common import whole
+from megatron_dcpo.cli.common import positive_int
 from megatron_dcpo.errors import UserError
 
 if TYPE_CHECKING:
@@ -47,11 +47,11 @@ def add_import_arguments(parser: argparse.ArgumentParser) -> None:
         help="checkpoint to write",
     )  # fmt: skip
     parser.add_argument(
-        "--make-vocab-size-divisible-by", type=whole, default=128, metavar="N",
+        "--make-vocab-size-divisible-by", type=positive_int, default=128, metavar="N",
         help="Megatron's option; the vocabulary is padded to a multiple of this x tensor parallel size (default 128)",
     )  # fmt: skip
     parser.add_argument(
-        "--tensor-model-parallel-size", "--target-tensor-parallel-size", type=whole, default=1, metavar="TP",
+        "--tensor-model-parallel-size", "--target-tensor-parallel-size", type=positive_int, default=1, metavar="TP",
         help="for the padding only: the checkpoint loads at any size (default 1)",
     )  # fmt: skip
     _add_common(parser)

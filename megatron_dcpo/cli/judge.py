@@ -1,8 +1,6 @@
 """``dcpo judge``: is each prediction its reference, does each program pass its tests?
 
-For pairs, also where the verifier and plain string equality disagree.
-
-Predictions against references, and where the verifier and plain string equality differ: that is what to look at.
+Of pairs, it also prints where the verifier and plain string equality disagree: that is what to look at.
 """
 
 from __future__ import annotations
@@ -13,13 +11,15 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_dcpo.cli.common import whole
+from megatron_dcpo.cli.common import add_sandbox_arguments, positive_int, program_limits
+from megatron_dcpo.data.datasets import read_json_lines
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.judging.confidence import MARKER
-from megatron_dcpo.judging.math.verifier import equivalent_many, extract_boxed
+from megatron_dcpo.judging.answers import extract_boxed, extract_program
+from megatron_dcpo.judging.math.verifier import equivalent_many
+from megatron_dcpo.types import CONFIDENCE_TAG
 
 
 def add_parser(subparsers: Any) -> None:
@@ -34,25 +34,15 @@ def add_parser(subparsers: Any) -> None:
     what.add_argument("--pairs", metavar="FILE", help="JSON lines with prediction and reference ('-': standard input)")
     what.add_argument("--programs", metavar="FILE", help="JSON lines with response and tests ('-': standard input)")
     parser.add_argument("--json", action="store_true", help="one JSON line per line, in order, with correct")
-    parser.add_argument(
-        "--sandbox",
-        default="auto",
-        metavar="WHERE",
-        help="where programs run: auto, bubblewrap, landlock, the URL of a remote sandbox, or unsafe (default auto)",
-    )
-    parser.add_argument("--timeout", type=float, default=6.0, metavar="S", help="seconds per test (default 6)")
-    parser.add_argument("--total-timeout", type=float, metavar="S", help="seconds per program (default 10 x --timeout)")
-    parser.add_argument(
-        "--memory-mb", type=whole, default=1024, metavar="MB", help="memory of a program (default 1024)"
-    )
-    parser.add_argument("--workers", type=whole, metavar="N", help="programs at a time (default: the cores)")
+    add_sandbox_arguments(parser)
+    for name, old_name in (("test_seconds", "--timeout"), ("program_seconds", "--total-timeout")):
+        parser.add_argument(old_name, dest=name, type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--workers", type=positive_int, metavar="N", help="programs at a time (default: the cores)")
     parser.add_argument("--show", type=int, default=20, help="disagreements with string equality shown (default 20)")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    from megatron_dcpo.cli.judge import judge_pairs, report
-
     if args.programs:
         return _judge_programs(args)
     judged = judge_pairs(_read_pairs(args.pairs))
@@ -73,11 +63,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _judge_programs(args: argparse.Namespace) -> int:
     """One line per program, printed in order as soon as it is known."""
-    from megatron_dcpo.sandbox.judge import CodeLimits, CodePool
+    from megatron_dcpo.sandbox.judge import CodePool
     from megatron_dcpo.sandbox.tests import check_syntax, checked_tests
 
-    total = args.total_timeout if args.total_timeout is not None else 10 * args.timeout
-    limits = CodeLimits(timeout=args.timeout, total_seconds=total, memory_mb=args.memory_mb)
+    limits = program_limits(args)
+    if args.program_seconds is None:
+        limits = replace(limits, program_seconds=10 * limits.test_seconds)
     rows = _read_programs(args.programs)
     for where, _, tests in rows:
         check_syntax(checked_tests(tests, where), where)
@@ -85,7 +76,7 @@ def _judge_programs(args: argparse.Namespace) -> int:
     counts: Counter[str] = Counter()
     with CodePool(limits=limits, sandbox=args.sandbox, workers=workers) as pool:
         print(f"sandbox: {pool.level}", file=sys.stderr)
-        futures = [(where, pool.submit(response, tests, where)) for where, response, tests in rows]
+        futures = [(where, pool.submit(extract_program(response), tests, where)) for where, response, tests in rows]
         for where, future in futures:
             verdict = future.result()
             counts[verdict.category] += 1
@@ -101,38 +92,21 @@ def _judge_programs(args: argparse.Namespace) -> int:
 def _read_programs(path: str) -> list[tuple[str, str, Any]]:
     """Where each stands, for messages; the response; its tests."""
     rows = []
-    for number, line in _read_lines(path):
-        where = f"{path}:{number}"
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{where}: no JSON: {error}") from None
-        if not isinstance(row, dict) or not isinstance(row.get("response"), str) or "tests" not in row:
+    for where, row in read_json_lines(path):
+        if not isinstance(row.get("response"), str) or "tests" not in row:
             raise UserError(f"{where}: want an object with response (text) and tests")
         rows.append((where, row["response"], row["tests"]))
     return rows
 
 
-def _read_lines(path: str) -> list[tuple[int, str]]:
-    """Lines that are not blank, with their numbers. Split at newlines only: an answer may hold other separators."""
-    try:
-        stream = sys.stdin.buffer if path == "-" else open(path, "rb")  # noqa: SIM115
-        with stream:
-            lines = stream.read().decode(errors="replace").split("\n")
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from None
-    return [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
-
-
 def _read_pairs(path: str) -> list[tuple[str, str]]:
     pairs = []
-    for number, line in _read_lines(path):
+    for where, row in read_json_lines(path):
         try:
-            row = json.loads(line)
             pairs.append((_text(row["prediction"]), _text(row["reference"])))
-        except (ValueError, KeyError, TypeError) as error:
+        except (KeyError, TypeError) as error:
             raise UserError(
-                f"{path}:{number}: want an object with prediction and reference ({type(error).__name__}: {error})"
+                f"{where}: want an object with prediction and reference ({type(error).__name__}: {error})"
             ) from None
     return pairs
 
@@ -164,7 +138,7 @@ def read_answer(prediction: str) -> str:
     In training and evaluation a response without a box is wrong. Here pairs of bare answers are judged as well, so
     only a text that has begun a box and not closed it has no answer.
     """
-    before, _, _ = prediction.partition(MARKER)
+    before, _, _ = prediction.partition(CONFIDENCE_TAG)
     boxed = extract_boxed(before)
     if boxed is not None:
         return boxed.strip()

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from megatron_dcpo.cli.common import whole
+from megatron_dcpo.cli.common import positive_int
 
 
 def add_parser(subparsers: Any) -> None:
@@ -17,7 +17,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--config", required=True, metavar="FILE", help="YAML file with the run's options")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="options that override the file")
-    parser.add_argument("--gpus", type=whole, metavar="N", help="GPUs in all, at most 4096")
+    parser.add_argument("--gpus", type=positive_int, metavar="N", help="GPUs in all, at most 4096")
     for name, default, what in (
         ("gpu-memory-gb", 80.0, "memory of a GPU, GB (1e9 bytes)"),
         ("peak-tflops", 989.0, "dense bf16 peak of a GPU, TFLOP/s"),
@@ -29,12 +29,16 @@ def add_parser(subparsers: Any) -> None:
         parser.add_argument(
             f"--{name}", type=_positive, default=default, metavar="X", help=f"{what} (default {default:g})"
         )
-    parser.add_argument("--gpus-per-node", type=whole, default=8, metavar="N", help="default 8")
+    parser.add_argument("--gpus-per-node", type=positive_int, default=8, metavar="N", help="default 8")
     parser.add_argument(
         "--reserve-gb", type=float, default=3.0, metavar="X", help="context, NCCL, fragmentation, GB (default 3)"
     )
     parser.add_argument(
-        "--response-tokens", type=whole, default=0, metavar="N", help="mean response length (default: the longest)"
+        "--response-tokens",
+        type=positive_int,
+        default=0,
+        metavar="N",
+        help="mean response length (default: the longest)",
     )
     parser.add_argument("--reshard", action="store_true", help="only the copy plan of a weight synchronisation")
     parser.add_argument("--json", action="store_true", help="machine-readable output")

@@ -7,7 +7,7 @@
 | ``check`` | code with ``check(candidate)`` | HumanEval(+), MBPP+, LeetCodeDataset, rllm |
 | ``asserts`` | a list of assertions | MBPP |
 
-``judging/code.py`` runs them. Tests travel packed (``pack_tests``), because a set of them may be megabytes; a response
+``sandbox/`` runs them. Tests travel packed (``pack_tests``), because a set of them may be megabytes; a response
 is judged against the key ``tests_key`` of its problem, which is what ``ground_truth`` holds.
 """
 
@@ -23,11 +23,10 @@ from typing import Any, NamedTuple
 
 from megatron_dcpo.data import livecodebench
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.sandbox.tests import checked_tests
 
 Row = Mapping[str, Any]
 Tests = Mapping[str, Any]
-
-KINDS = {"stdin": "cases", "function": "cases", "check": "code", "asserts": "asserts"}
 
 READS_STDIN = "The program reads its input from standard input and writes its output to standard output."
 _ENTRY_OF_CHECK = re.compile(r"^check\(\s*(.+?)\s*\)\s*$", re.MULTILINE)
@@ -68,7 +67,8 @@ def code_problem(row: Row, where: str = "row") -> CodeProblem | None:
                 found = read(row)
             except (LookupError, ValueError, TypeError, AttributeError, SyntaxError, RecursionError) as error:
                 raise UserError(f"{where}: unreadable tests ({type(error).__name__}: {str(error)[:200]})") from None
-            return CodeProblem(found.statement, checked_tests(found.tests, where))
+            checked_tests(found.tests, where)
+            return found
     return None
 
 
@@ -83,19 +83,6 @@ def reference_solution(row: Row) -> str | None:
             fenced = re.search(r"```(?:python)?\n(.*?)\n?```", value, re.DOTALL)
             return fenced[1] if fenced else value
     return None
-
-
-def checked_tests(tests: Any, where: str = "tests") -> Tests:
-    """``tests`` when they are one of the four kinds and not empty. Raises :class:`UserError`."""
-    if not isinstance(tests, Mapping) or tests.get("kind") not in KINDS:
-        kind = tests.get("kind") if isinstance(tests, Mapping) else type(tests).__name__
-        raise UserError(f"{where}: tests of unknown kind {kind!r}; known: {', '.join(KINDS)}")
-    field = KINDS[tests["kind"]]
-    if not tests.get(field):
-        raise UserError(f"{where}: no {field} in the tests")
-    if tests["kind"] in ("function", "check") and not tests.get("entry_point"):
-        raise UserError(f"{where}: the tests name no entry_point")
-    return tests
 
 
 # ------------------------------------------------------------------------------------------------ tests as columns

@@ -14,10 +14,13 @@ import gzip
 import json
 import logging
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from io import TextIOWrapper
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from megatron_dcpo.data import prompts
 from megatron_dcpo.data.code_problems import OtherLanguage, code_problem, pack_tests, tests_key
@@ -220,24 +223,54 @@ def read_rows(path_or_name: str | Path) -> Iterator[Row]:
         raise UserError(f"{path}: unknown kind of data file; expected one of {', '.join(SUFFIXES)}")
 
 
-def _read_json(path: Path) -> Iterator[Row]:
-    """A JSON array of objects, or one object per line (also under a plain .json name)."""
-    blank = 0
-    opener = gzip.open if path.name.endswith(".gz") else open
+def read_json_lines(path: str | Path, allow_truncated: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(FILE:LINE, object) of every line that is not blank, as it is read; NaN and Infinity are numbers.
+
+    ``path`` may be gzip-compressed, or ``-`` for standard input. ``allow_truncated``: a broken last line without its
+    newline, as a killed process leaves it, is left out. Raises :class:`UserError`, naming the line.
+    """
+    with _open_text(path) as file:
+        for number, line in enumerate(file, start=1):  # line by line: a test set may be gigabytes
+            if line.strip():
+                try:
+                    yield f"{path}:{number}", _parse_object(line, f"{path}:{number}")
+                except UserError:
+                    if allow_truncated and not line.endswith("\n"):
+                        return
+                    raise
+
+
+@contextmanager
+def _open_text(path: str | Path) -> Iterator[TextIO]:
+    """Lines end at newlines only: an answer may hold other separators."""
     try:
-        with opener(path, "rt", encoding="utf-8", newline="\n") as file:  # type: ignore[operator]
-            for number, line in enumerate(file, start=1):  # line by line: a test set may be gigabytes
-                if number == 1 and line.startswith("version https://git-lfs"):
-                    raise UserError(f"{path}: only a git-lfs pointer; fetch the file with `git lfs pull`")
-                if line.lstrip().startswith("[") and number == 1 + blank:
-                    yield from _parse_array(path, "\n" * blank + line + file.read())
-                    return
-                if line.strip():
-                    yield _parse_object(line, f"{path}:{number}")
-                else:
-                    blank += 1
+        with ExitStack() as stack:
+            if str(path) == "-":
+                stream: Any = sys.stdin.buffer
+            else:
+                stream = stack.enter_context(open(path, "rb"))
+                if stream.peek(2)[:2] == b"\x1f\x8b":
+                    stream = stack.enter_context(gzip.open(stream))
+            yield TextIOWrapper(stream, encoding="utf-8", newline="\n")
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
     except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
         raise UserError(f"{path}: not UTF-8 text ({error}); convert the file") from None
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}") from None
+
+
+def _read_json(path: Path) -> Iterator[Row]:
+    """A JSON array of objects, or one object per line (also under a plain .json name)."""
+    with _open_text(path) as file:
+        head = next((line for line in file if line.strip()), "")
+        if head.startswith("version https://git-lfs"):
+            raise UserError(f"{path}: only a git-lfs pointer; fetch the file with `git lfs pull`")
+    if not head.lstrip().startswith("["):
+        yield from (row for _, row in read_json_lines(path))
+        return
+    with _open_text(path) as file:
+        yield from _parse_array(path, file.read())
 
 
 def _parse_array(path: Path, text: str) -> list[Row]:
@@ -251,11 +284,11 @@ def _parse_array(path: Path, text: str) -> list[Row]:
     return rows
 
 
-def _parse_object(line: str, where: str) -> Row:
+def _parse_object(line: str, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where}: not valid JSON ({error.msg}); fix or remove the line") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: not valid JSON ({getattr(error, 'msg', error)}); fix or remove the line") from None
     if not isinstance(row, dict):
         raise UserError(f"{where}: not a JSON object but {type(row).__name__}; fix or remove the line")
     return row

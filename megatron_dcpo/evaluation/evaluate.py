@@ -1,6 +1,6 @@
 """Accuracy and calibration of a model: sample, judge, score, write. The engine is a function, so this room knows none.
 
-benchmarks --render--> prompts --complete--> completions --judge--> samples.jsonl --score--> evaluation.json, pictures
+benchmarks --render--> prompts --complete--> responses --judge--> samples.jsonl --score--> evaluation.json, pictures
 """
 
 from __future__ import annotations
@@ -9,24 +9,27 @@ import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import numpy as np
 
 from megatron_dcpo.calibration import diagrams
 from megatron_dcpo.data import LoadedBenchmark
-from megatron_dcpo.evaluation.judges import Equivalent, Judge, Verdict, equivalent_math, judge_math
 from megatron_dcpo.evaluation.posthoc import features
 from megatron_dcpo.evaluation.report import Run, read_run, summary_of, write_report
 from megatron_dcpo.evaluation.samples import (
-    Journal,
     Sample,
+    SampleLog,
     geometric_mean_probability,
     mean_entropy,
     with_consistency,
     write_samples,
 )
 from megatron_dcpo.evaluation.scoring import bins_from_json
+from megatron_dcpo.judging.judge import judge_many, with_text
+from megatron_dcpo.judging.math.verifier import equivalent_many
 from megatron_dcpo.judging.token_bytes import TokenBytes
-from megatron_dcpo.types import Completion, Prompt, Response
+from megatron_dcpo.types import Judgement, Prompt, Response
 
 Generate = Callable[[Sequence[Prompt]], Sequence[Response]]
 Progress = Callable[[str, int, int], None]
@@ -40,7 +43,14 @@ class Request:
     repeats: tuple[int, ...]
 
 
-Complete = Callable[[Sequence[Request]], Iterable[Sequence[Completion]]]  # in any order, a few at a time
+Complete = Callable[[Sequence[Request]], Iterable[Sequence[Response]]]  # with their text, in any order, a few at a time
+Judge = Callable[[Sequence[Response], Mapping[str, Prompt]], Sequence[Judgement]]  # the prompts by their id
+Equivalent = Callable[[str, str], bool]
+
+
+def equivalent_math(a: str, b: str) -> bool:
+    """Whether two boxed answers are the same number, set, expression ..."""
+    return equivalent_many([(a, b)])[0]
 
 
 def evaluate_benchmark(
@@ -49,40 +59,39 @@ def evaluate_benchmark(
     complete: Complete,
     *,
     repeats: int,
-    judge: Judge = judge_math,
+    judge: Judge = judge_many,
     equivalent: Equivalent = equivalent_math,
-    journal: Journal | None = None,
+    log: SampleLog | None = None,
     keep_features: bool = False,
     progress: Progress | None = None,
 ) -> list[Sample]:
-    """Sample every prompt of a benchmark ``repeats`` times and judge the completions as they come.
+    """Sample every prompt of a benchmark ``repeats`` times and judge the responses as they come.
 
-    Completions are matched by prompt id and repeat, never by position, so that the samples do not depend on the order
-    in which an engine finishes. What ``journal`` holds already is not asked for; what is new is written to it at once.
+    Responses are matched by prompt id and repeat, never by position, so that the samples do not depend on the order
+    in which an engine finishes. What ``log`` holds already is not asked for; what is new is written to it at once.
     """
     problems = {record.prompt_id: record.problem for record in benchmark.records}
-    truths = {prompt.prompt_id: prompt.ground_truth for prompt in prompts}
-    wanted = {(prompt.prompt_id, repeat) for prompt in prompts for repeat in range(repeats)}
-    found = {
-        key: sample for key, sample in (journal.finished(benchmark.name) if journal else {}).items() if key in wanted
-    }
-    missing = [(p, tuple(r for r in range(repeats) if (p.prompt_id, r) not in found)) for p in prompts]
+    by_id = {prompt.prompt_id: prompt for prompt in prompts}
+    total = len(by_id) * repeats
+    logged = log.finished(benchmark.name) if log else {}
+    samples = {key: sample for key, sample in logged.items() if key[0] in by_id and key[1] < repeats}
+    missing = [(p, tuple(r for r in range(repeats) if (p.prompt_id, r) not in samples)) for p in prompts]
     requests = [Request(prompt, left) for prompt, left in missing if left]
     if progress is not None:
-        progress(benchmark.name, len(found), len(wanted))
-    for completions in complete(requests) if requests else ():
-        verdicts = judge([(c.text, truths[c.prompt_id], c.finish_reason) for c in completions])
-        for completion, verdict in zip(completions, verdicts, strict=True):
-            name = completion.prompt_id
-            sample = _sample(benchmark.name, problems[name], truths[name], completion, verdict, keep_features)
-            found[name, completion.repeat] = sample
-            if journal is not None:
-                journal.add(sample)
+        progress(benchmark.name, len(samples), total)
+    for responses in complete(requests) if requests else ():
+        for response, judgement in zip(responses, judge(responses, by_id), strict=True):
+            name = response.prompt_id
+            truth = by_id[name].ground_truth
+            sample = _sample(benchmark.name, problems[name], truth, response, judgement, keep_features)
+            samples[name, response.sample_index] = sample
+            if log is not None:
+                log.add(sample)
         if progress is not None:
-            progress(benchmark.name, len(found), len(wanted))
+            progress(benchmark.name, len(samples), total)
     order = {prompt.prompt_id: position for position, prompt in enumerate(prompts)}
-    samples = sorted(found.values(), key=lambda sample: (order[sample.prompt_id], sample.repeat))
-    return with_consistency(samples, equivalent)
+    ordered = sorted(samples.values(), key=lambda sample: (order[sample.prompt_id], sample.repeat))
+    return with_consistency(ordered, equivalent)
 
 
 def complete_in_batches(
@@ -93,19 +102,12 @@ def complete_in_batches(
     ``generate`` returns all repeats of every prompt; ``eos_ids``: the tokens that end a response, no part of its text.
     """
 
-    def complete(requests: Sequence[Request]) -> Iterator[list[Completion]]:
+    def complete(requests: Sequence[Request]) -> Iterator[list[Response]]:
         for start in range(0, len(requests), batch_size):
             batch = requests[start : start + batch_size]
             asked = {request.prompt.prompt_id: request.repeats for request in batch}
             yield [
-                Completion(
-                    response.prompt_id,
-                    response.sample_index,
-                    decode_response(tokens, response, eos_ids),
-                    response.finish_reason,
-                    response.logprobs,
-                    response.top_logprobs,
-                )
+                with_text(response, tokens, eos_ids)
                 for response in generate([request.prompt for request in batch])
                 if response.sample_index in asked[response.prompt_id]
             ]
@@ -113,22 +115,25 @@ def complete_in_batches(
     return complete
 
 
-def decode_response(tokens: TokenBytes, response: Response, eos_ids: Collection[int]) -> str:
-    """The text of a response without its end token, byte by byte; special tokens stay, a marker may be one."""
-    ids = response.token_ids
-    ended = len(ids) > 0 and int(ids[-1]) in eos_ids
-    return b"".join(tokens.pieces(ids[: len(ids) - ended])).decode(errors="replace")
-
-
 def rejudge(
-    samples: Sequence[Sample],
-    judge: Judge = judge_math,
-    equivalent: Equivalent = equivalent_math,
+    samples: Sequence[Sample], judge: Judge = judge_many, equivalent: Equivalent = equivalent_math
 ) -> list[Sample]:
     """The same responses judged anew, for instance by a better verifier."""
-    verdicts = judge([(sample.response, sample.ground_truth, sample.finish_reason) for sample in samples])
-    judged = [replace(sample, **vars(verdict)) for sample, verdict in zip(samples, verdicts, strict=True)]
+    prompts = {str(i): Prompt(str(i), (), (), sample.ground_truth, "") for i, sample in enumerate(samples)}
+    none = np.empty(0)
+    responses = [
+        Response(str(i), sample.repeat, none, none, _reason(sample.finish_reason), 0, text=sample.response)
+        for i, sample in enumerate(samples)
+    ]
+    judged = [
+        replace(sample, **_verdict(judgement))
+        for sample, judgement in zip(samples, judge(responses, prompts), strict=True)
+    ]
     return with_consistency(judged, equivalent)
+
+
+def _reason(finish_reason: str) -> Literal["stop", "length"]:
+    return "stop" if finish_reason == "stop" else "length"
 
 
 def write_evaluation(
@@ -177,26 +182,34 @@ def scored_kinds(scores: Mapping[str, Any]) -> list[str]:
     return [key for key, block in scores.items() if isinstance(block, Mapping) and "bins" in block]
 
 
+def _verdict(judgement: Judgement) -> dict[str, Any]:
+    """What a sample keeps of a judgement."""
+    return {
+        "answer": judgement.answer,
+        "correct": judgement.correct == 1,
+        "confidence": judgement.confidence,
+        "status": judgement.status,
+        "category": judgement.category,
+    }
+
+
 def _sample(
-    benchmark: str, problem: str, truth: str, completion: Completion, verdict: Verdict, keep_features: bool
+    benchmark: str, problem: str, truth: str, response: Response, judgement: Judgement, keep_features: bool
 ) -> Sample:
-    logprobs = [float(value) for value in completion.logprobs]
+    logprobs = [float(value) for value in response.logprobs]
+    assert response.text is not None
     return Sample(
         benchmark=benchmark,
-        prompt_id=completion.prompt_id,
-        repeat=completion.repeat,
+        prompt_id=response.prompt_id,
+        repeat=response.sample_index,
         problem=problem,
-        response=completion.text,
-        answer=verdict.answer,
+        response=response.text,
         ground_truth=truth,
-        correct=verdict.correct,
-        confidence=verdict.confidence,
-        status=verdict.status,
         token_confidence=geometric_mean_probability(logprobs),
         min_logprob=min(logprobs, default=None),
         num_tokens=len(logprobs),
-        finish_reason=completion.finish_reason,
-        mean_entropy=mean_entropy(completion.top_logprobs),
-        features=features(completion.top_logprobs) if keep_features else None,
-        category=verdict.category,
+        finish_reason=response.finish_reason,
+        mean_entropy=mean_entropy(response.top_logprobs),
+        features=features(response.top_logprobs) if keep_features else None,
+        **_verdict(judgement),
     )

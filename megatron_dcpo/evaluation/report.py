@@ -3,30 +3,30 @@
 A run is a directory with ``evaluation.json`` (and ``samples.jsonl``) and/or ``metrics.jsonl`` (and ``samples/``), or
 one that contains such directories. The page needs no network: styles and SVG pictures are inside, it follows the
 reader's light or dark mode and folds to one column on a phone.
-
-The frame of ``report.html``: styles for light and dark, wide and narrow. Filled in by ``string.Template``.
 """
 
 from __future__ import annotations
 
-import html
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from string import Template
-from typing import Any
+from typing import Any, NamedTuple
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 from megatron_dcpo.calibration import diagrams
 from megatron_dcpo.calibration.metrics import Bins
 from megatron_dcpo.calibration.summary import json_ready
+from megatron_dcpo.data.datasets import read_json_lines
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation import published
 from megatron_dcpo.evaluation.published import Published
-from megatron_dcpo.evaluation.samples import read_jsonl
 from megatron_dcpo.evaluation.scoring import CONFIDENCE_KINDS, HEADLINE, bins_from_json, headline
-from megatron_dcpo.judging.confidence import MARKER
+from megatron_dcpo.types import CONFIDENCE_TAG
 
 LABELS = {
     "accuracy": "Accuracy",
@@ -87,9 +87,11 @@ def read_run(path: Path, evaluation_path: Path | None = None, name: str | None =
     evaluated = evaluation_path or path
     evaluation_file, metrics_file = evaluated / "evaluation.json", path / "metrics.jsonl"
     evaluation = _read_json(evaluation_file) if evaluation_file.exists() else None
-    rows = [row for _, row in read_jsonl(metrics_file, torn_tail=True)] if metrics_file.exists() else []
+    rows = [row for _, row in read_json_lines(metrics_file, allow_truncated=True)] if metrics_file.exists() else []
     files = [evaluated / "samples.jsonl", *sorted((path / "samples").glob("*.jsonl"))[-1:]]
-    samples = next(([row for _, row in read_jsonl(file, torn_tail=True)] for file in files if file.exists()), [])
+    samples = next(
+        ([row for _, row in read_json_lines(file, allow_truncated=True)] for file in files if file.exists()), []
+    )
     return Run(name or path.name, path, evaluation, rows, samples)
 
 
@@ -179,45 +181,61 @@ def write_report(
 def render_report(
     runs: Sequence[Run], title: str = "Accuracy and calibration", against: Sequence[Published] = ()
 ) -> str:
-    """The page as one string. ``against``: published numbers to set beside."""
-    beside = published.render(published.compare({run.name: run.evaluation for run in runs}, against))
-    sections = [_tables(runs), beside, _reliability(runs), _coverage(runs), _curves(runs), _samples(runs)]
-    return Template(PAGE).substitute(
-        title=html.escape(title),
-        runs=html.escape(", ".join(run.name for run in runs)),
-        body="\n".join(section for section in sections if section),
+    """The page as one string (``report.html.j2``). ``against``: published numbers to set beside."""
+    environment = Environment(
+        loader=PackageLoader("megatron_dcpo.evaluation", ""),
+        autoescape=True,
+        trim_blocks=True,
+        undefined=StrictUndefined,
+    )
+    environment.filters["breakable"] = lambda name: re.split(r"(?<=[_/-])", name)
+    environment.filters["four_digits"] = lambda value: "–" if value is None else f"{value:.4g}"
+    kinds, benchmarks = kinds_of(runs), benchmarks_of(runs)
+    trained = {run.name: run.metrics for run in runs if run.metrics}
+    colours = (diagrams.PALETTE[i % len(diagrams.PALETTE)] for i in range(len(trained)))
+    return environment.get_template("report.html.j2").render(
+        title=title,
+        runs=[run.name for run in runs],
+        labels=[LABELS[key] for key in HEADLINE],
+        tables=_tables(runs, kinds, benchmarks),
+        trained_only=[run.name for run in runs if run.evaluation is None],
+        first_kind=kinds[0] if kinds else "verbal",
+        benchmarks=benchmarks,
+        benchmarks_differ=len({frozenset(run.evaluation["benchmarks"]) for run in runs if run.evaluation}) > 1,
+        published=published.compare({run.name: run.evaluation for run in runs}, against),
+        panels=_panels(runs, kinds, benchmarks),
+        coverage=_coverage(runs, kinds),
+        legend=list(zip(trained, colours, strict=True)),
+        curves=[
+            _Picture(_svg(diagrams.curve_figure(trained, curve), curve.title))
+            for curve in diagrams.logged_curves(trained)
+        ],
+        samples={run.name: _samples(run) for run in runs if run.samples},
         data=_embedded(comparison(runs)),
     )
 
 
-def _tables(runs: Sequence[Run]) -> str:
-    """The headline table, and behind a fold one per benchmark and kind of confidence when there are several."""
-    kinds, benchmarks = kinds_of(runs), benchmarks_of(runs)
+class _Picture(NamedTuple):
+    svg: Markup
+    caption: str = ""
+
+
+def _svg(figure: Any, name: str) -> Markup:
+    """The picture is our own HTML: what it says of a run is escaped by matplotlib."""
+    return Markup(diagrams.inline_svg(figure, name))
+
+
+def _tables(runs: Sequence[Run], kinds: Sequence[str], benchmarks: Sequence[str]) -> list[dict[str, Any]]:
+    """The headline table, then one per benchmark and kind of confidence when there are several."""
     first = kinds[0] if kinds else "verbal"
-    parts = ["<section><h2>Comparison</h2>", _table({run.name: summary_of(run, first) for run in runs})]
-    trained_only = [run.name for run in runs if run.evaluation is None]
-    if trained_only:
-        names = html.escape(", ".join(trained_only))
-        parts.append(f'<p class="hint">Not evaluated, last training step shown: {names}.</p>')
-    named = f" on {html.escape(', '.join(benchmarks))}" if benchmarks else ""
-    parts.append(
-        f'<p class="hint">{first.capitalize()} confidence{named}. ECE and PCE: 20 equal-width bins, over parsed '
-    )
-    parts.append("confidences; the best value of each column is bold.</p>")
-    sets = {frozenset(run.evaluation["benchmarks"]) for run in runs if run.evaluation}
-    if len(sets) > 1:
-        parts.append('<p class="hint">The runs were evaluated on different benchmarks: compare them per benchmark.</p>')
+    tables = [{"name": "", "rows": _cells({run.name: summary_of(run, first) for run in runs})}]
     for benchmark in [None, *benchmarks] if len(benchmarks) > 1 else [None]:
         for kind in kinds:
-            if benchmark is None and kind == first:
-                continue
             rows = {run.name: summary_of(run, kind, benchmark) for run in runs if _has(run, kind, benchmark)}
-            if not rows:
-                continue
-            place = benchmark or ("All benchmarks" if len(benchmarks) > 1 else benchmarks[0])
-            name = html.escape(f"{place}, {kind} confidence")
-            parts.append(f"<details><summary>{name}</summary>{_table(rows)}</details>")
-    return "\n".join([*parts, "</section>"])
+            if rows and (benchmark is not None or kind != first):
+                place = benchmark or ("All benchmarks" if len(benchmarks) > 1 else benchmarks[0])
+                tables.append({"name": f"{place}, {kind} confidence", "rows": _cells(rows)})
+    return tables
 
 
 def _has(run: Run, kind: str, benchmark: str | None) -> bool:
@@ -227,18 +245,16 @@ def _has(run: Run, kind: str, benchmark: str | None) -> bool:
     return scores is not None and kind in scores
 
 
-def _table(rows: Mapping[str, Mapping[str, Any]]) -> str:
+def _cells(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Per run the text of each headline value, and whether it is the best one of its column."""
     best = {key: _best(key, [row.get(key) for row in rows.values()]) for key in HEADLINE}
-    head = "".join(f"<th>{LABELS[key]}</th>" for key in HEADLINE)
-    lines = [f'<div class="scroll"><table><thead><tr><th>Run</th>{head}</tr></thead><tbody>']
-    for name, row in rows.items():
-        cells = "".join(
-            f"<td{' class=best' if best[key] is not None and row.get(key) == best[key] else ''}>"
-            f"{format_value(key, row.get(key))}</td>"
+    return {
+        name: [
+            {"text": format_value(key, row.get(key)), "best": best[key] is not None and row.get(key) == best[key]}
             for key in HEADLINE
-        )
-        lines.append(f"<tr><th>{published.breakable(name)}</th>{cells}</tr>")
-    return "\n".join([*lines, "</tbody></table></div>"])
+        ]
+        for name, row in rows.items()
+    }
 
 
 def _best(key: str, values: Sequence[Any]) -> float | None:
@@ -259,25 +275,18 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _reliability(runs: Sequence[Run]) -> str:
-    """One panel per run and kind of confidence, on shared axes."""
-    kinds, benchmarks = kinds_of(runs), benchmarks_of(runs)
-    parts = [f"<h3>{kind.capitalize()} confidence</h3>{_panels(runs, kind)}" for kind in kinds]
+def _panels(runs: Sequence[Run], kinds: Sequence[str], benchmarks: Sequence[str]) -> list[dict[str, Any]]:
+    """Reliability diagrams of all runs: per kind of confidence overall, then of the first kind per benchmark."""
+    wanted: list[tuple[str, str | None]] = [(kind, None) for kind in kinds]
     if len(benchmarks) > 1:
-        for name in benchmarks:
-            heading = html.escape(f"{name}, {kinds[0]} confidence")
-            parts.append(f"<details><summary>{heading}</summary>{_panels(runs, kinds[0], name)}</details>")
-    if not parts:
-        return ""
-    caption = (
-        "Bars: accuracy of the samples in a confidence bin, darker with a larger share of all samples, with 95 % "
-        "Wilson intervals. Dots: the bin's mean confidence; an orange gap down to the bar is over-confidence, a blue "
-        "one under-confidence. Below: samples per bin (logarithmic), green the correct ones."
-    )
-    return f'<section><h2>Reliability</h2><p class="hint">{caption}</p>{"".join(parts)}</section>'
+        wanted += [(kinds[0], name) for name in benchmarks]
+    return [
+        {"kind": kind, "benchmark": benchmark, "pictures": _reliability(runs, kind, benchmark)}
+        for kind, benchmark in wanted
+    ]
 
 
-def _panels(runs: Sequence[Run], kind: str, benchmark: str | None = None) -> str:
+def _reliability(runs: Sequence[Run], kind: str, benchmark: str | None) -> list[_Picture]:
     """Reliability diagram over histogram of every run that has this kind of confidence, on shared axes."""
     bins: dict[str, Bins] = {}
     notes: dict[str, str] = {}
@@ -289,13 +298,15 @@ def _panels(runs: Sequence[Run], kind: str, benchmark: str | None = None) -> str
         values = summary_of(run, kind, benchmark)
         notes[run.name] = ", ".join(f"{LABELS[key]} {format_value(key, values[key])}" for key in _NOTED)
     most = max((int(b.count.max(initial=1)) for b in bins.values()), default=1)
-    cards = []
-    for name, rows in bins.items():
-        picture = diagrams.inline_svg(
-            diagrams.run_panel(rows, _short(name), most=most), f"{name} {benchmark or 'overall'} {kind} reliability"
+    return [
+        _Picture(
+            _svg(
+                diagrams.run_panel(rows, _short(name), most=most), f"{name} {benchmark or 'overall'} {kind} reliability"
+            ),
+            notes[name],
         )
-        cards.append(f"<figure>{picture}<figcaption>{notes[name]}</figcaption></figure>")
-    return f'<div class="grid panels">{"".join(cards)}</div>'
+        for name, rows in bins.items()
+    ]
 
 
 def _short(name: str, width: int = 30) -> str:
@@ -303,58 +314,43 @@ def _short(name: str, width: int = 30) -> str:
     return name if len(name) <= width else f"{name[: width // 2 - 1]}…{name[-(width // 2) :]}"
 
 
-def _coverage(runs: Sequence[Run]) -> str:
+def _coverage(runs: Sequence[Run], kinds: Sequence[str]) -> list[_Picture]:
     """Accuracy of the most confident share of the samples, one picture per kind of confidence, all runs overlaid."""
-    figures = []
-    for kind in kinds_of(runs):
+    pictures = []
+    for kind in kinds:
         scored = {run.name: run.evaluation["overall"].get(kind, {}) for run in runs if run.evaluation is not None}
         curves = {name: scores["curve"] for name, scores in scored.items() if scores.get("curve", {}).get("coverage")}
         if curves:
             aurc = ", ".join(f"{name} {format_value('aurc', scored[name].get('aurc'))}" for name in curves)
-            picture = diagrams.inline_svg(diagrams.coverage_figure(curves, f"{kind} confidence"), f"coverage {kind}")
-            figures.append(f"<figure>{picture}<figcaption>AURC: {html.escape(aurc)}</figcaption></figure>")
-    if not figures:
-        return ""
-    hint = "Accuracy if only the most confident share of the samples is answered. A flat line: the confidence says nothing."
-    grid = f'<div class="grid curves">{"".join(figures)}</div>'
-    return f'<section><h2>Accuracy and coverage</h2><p class="hint">{hint}</p>{grid}</section>'
+            figure = diagrams.coverage_figure(curves, f"{kind} confidence")
+            pictures.append(_Picture(_svg(figure, f"coverage {kind}"), f"AURC: {aurc}"))
+    return pictures
 
 
-def _curves(runs: Sequence[Run]) -> str:
-    trained = {run.name: run.metrics for run in runs if run.metrics}
-    curves = diagrams.logged_curves(trained)
-    if not curves:
-        return ""
-    legend = "".join(
-        f'<span><i style="background:{diagrams.PALETTE[i % len(diagrams.PALETTE)]}"></i>{html.escape(name)}</span>'
-        for i, name in enumerate(trained)
-    )
-    figures = "".join(
-        f"<figure>{diagrams.inline_svg(diagrams.curve_figure(trained, curve), curve.title)}</figure>"
-        for curve in curves
-    )
-    return f'<section><h2>Training</h2><p class="legend">{legend}</p><div class="grid curves">{figures}</div></section>'
-
-
-def _samples(runs: Sequence[Run]) -> str:
-    """A few responses per run: the most confident wrong ones first, then correct and malformed ones."""
-    parts = []
-    for run in runs:
-        if run.samples:
-            marker = (run.evaluation or {}).get("marker", MARKER)
-            cards = "".join(_sample(row, marker) for row in choose_samples(run.samples))
-            parts.append(f"<details><summary>{html.escape(run.name)}</summary>{cards}</details>")
-    if not parts:
-        return ""
-    hint = (
-        '<p class="hint">The most confident mistakes, the least confident and the most confident correct answers, and '
-        'malformed ones. <span class="reasoning">Reasoning</span> and <mark>confidence</mark> blocks as trained.</p>'
-    )
-    return f"<section><h2>Sample responses</h2>{hint}{''.join(parts)}</section>"
+def _samples(run: Run) -> list[dict[str, str]]:
+    """What the page shows of a few responses of a run."""
+    marker = (run.evaluation or {}).get("marker", CONFIDENCE_TAG)
+    shown = []
+    for row in choose_samples(run.samples):
+        reasoning, confidence = _two_blocks(row, marker)
+        stated = (
+            f"says {row['confidence']:.2f}" if _is_number(row.get("confidence")) else row.get("status", "no confidence")
+        )
+        shown.append(
+            {
+                "verdict": "correct" if row.get("correct") else "wrong",
+                "stated": str(stated),
+                "key": str(row.get("category") or f"key {row.get('ground_truth', '')}"),
+                "problem": str(row.get("problem") or ""),
+                "reasoning": reasoning,
+                "confidence": confidence,
+            }
+        )
+    return shown
 
 
 def choose_samples(samples: Sequence[Mapping[str, Any]], count: int = _SAMPLES_SHOWN) -> list[Mapping[str, Any]]:
-    """Telling ones: over-confident mistakes, doubted and sure correct answers, malformed ones; no problem twice."""
+    """Over-confident mistakes, doubted and sure correct answers, malformed ones, in turns; no problem twice."""
     stated = [row for row in samples if _is_number(row.get("confidence"))]
     by_confidence = sorted(stated, key=lambda row: -row["confidence"])
     wrong = [row for row in by_confidence if not row.get("correct")]
@@ -375,121 +371,15 @@ def choose_samples(samples: Sequence[Mapping[str, Any]], count: int = _SAMPLES_S
     return chosen
 
 
-def _sample(row: Mapping[str, Any], marker: str = MARKER) -> str:
-    verdict = "correct" if row.get("correct") else "wrong"
-    stated = (
-        f"says {row['confidence']:.2f}" if _is_number(row.get("confidence")) else row.get("status", "no confidence")
-    )
-    key = html.escape(str(row.get("category") or f"key {row.get('ground_truth', '')}"))
-    problem = html.escape(str(row.get("problem") or ""))
-    return (
-        f'<article class="{verdict}"><header><b>{verdict}</b> <span>{html.escape(str(stated))}</span>'
-        f"<span>{key}</span></header><pre class=problem>{problem}</pre><pre>{_two_blocks(row, marker)}</pre></article>"
-    )
-
-
-def _two_blocks(row: Mapping[str, Any], marker: str) -> str:
-    """The response with its confidence block marked: as split by the trainer, else from the last marker on."""
+def _two_blocks(row: Mapping[str, Any], marker: str) -> tuple[str, str]:
+    """Reasoning and confidence block of a response: as split by the trainer, else from the last marker on."""
     if "reasoning" in row:
-        reasoning, confidence = str(row["reasoning"]), str(row.get("confidence_block") or "")
-    else:
-        text = str(row.get("response") or "")
-        at = text.rfind(marker)
-        reasoning, confidence = (text[:at], text[at:]) if at >= 0 else (text, "")
-    shown = f'<span class="reasoning">{html.escape(reasoning)}</span>'
-    return shown + (f"<mark>{html.escape(confidence)}</mark>" if confidence else "")
+        return str(row["reasoning"]), str(row.get("confidence_block") or "")
+    text = str(row.get("response") or "")
+    at = text.rfind(marker)
+    return (text[:at], text[at:]) if at >= 0 else (text, "")
 
 
-def _embedded(value: Any) -> str:
+def _embedded(value: Any) -> Markup:
     """JSON inside a script element: it must not be able to close the element."""
-    return json.dumps(json_ready(value), allow_nan=False).replace("<", "\\u003c")
-
-
-PAGE = """\
-<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>$title</title>
-<style>
-:root {
-  color-scheme: light dark;
-  --paper: #fbfbfa; --card: #fff; --ink: #1c1d1f; --soft: #5d636b; --line: #e1e3e6;
-  --good: #00795a; --bad: #b64d00; --mark: #fff0c2; --reasoning: #34526b;
-}
-@media (prefers-color-scheme: dark) {
-  :root {
-    --paper: #131517; --card: #1b1e21; --ink: #e7e9ec; --soft: #9aa2ab; --line: #2e3338;
-    --good: #3ecf9f; --bad: #ff9a52; --mark: #4a3c10; --reasoning: #a9c8e2;
-  }
-}
-* { box-sizing: border-box; }
-body {
-  margin: 0 auto; padding: 1.5rem 1rem 4rem; max-width: 76rem;
-  background: var(--paper); color: var(--ink);
-  font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif;
-}
-h1 { font-size: 1.6rem; margin: 0; letter-spacing: -0.01em; }
-h2 { font-size: 1.15rem; margin: 2.4rem 0 0.5rem; }
-h3 { font-size: 0.95rem; margin: 1.2rem 0 0.4rem; color: var(--soft); font-weight: 600; }
-.hint, .runs { color: var(--soft); font-size: 0.875rem; margin: 0.3rem 0 0.8rem; max-width: 60rem; }
-.scroll { overflow-x: auto; background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; font-size: 0.925rem; }
-th, td { padding: 0.5rem 0.8rem; text-align: right; white-space: nowrap; }
-thead th {
-  white-space: normal; color: var(--soft); font-weight: 600; font-size: 0.8rem; border-bottom: 1px solid var(--line);
-}
-tbody tr + tr > * { border-top: 1px solid var(--line); }
-th:first-child { text-align: left; position: sticky; left: 0; background: var(--card); }
-tbody th { font-weight: 600; }
-td.note { text-align: left; white-space: normal; min-width: 15rem; color: var(--bad); }
-@media (max-width: 40rem) {
-  th, td { padding: 0.4rem 0.5rem; }
-  th:first-child { max-width: 8.5rem; min-width: 6rem; white-space: normal; overflow-wrap: anywhere; }
-}
-td.best { font-weight: 700; color: var(--good); }
-.grid { display: grid; gap: 0.9rem; }
-.panels { grid-template-columns: repeat(auto-fill, minmax(min(15.5rem, 100%), 1fr)); }
-.curves { grid-template-columns: repeat(auto-fill, minmax(min(21rem, 100%), 1fr)); }
-figure { margin: 0; padding: 0.6rem; background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
-figure svg { display: block; width: 100%; height: auto; max-width: 30rem; margin: 0 auto; }
-figcaption {
-  color: var(--soft); font-size: 0.78rem; text-align: center; padding-top: 0.3rem; font-variant-numeric: tabular-nums;
-}
-.legend { display: flex; flex-wrap: wrap; gap: 0.3rem 1.2rem; margin: 0.3rem 0 0.8rem; font-size: 0.9rem; }
-.legend i {
-  display: inline-block; width: 1.3rem; height: 0.22rem; border-radius: 2px; margin-right: 0.45rem;
-  vertical-align: middle;
-}
-details { margin: 0.6rem 0; }
-summary { cursor: pointer; font-weight: 600; font-size: 0.925rem; padding: 0.3rem 0; }
-article {
-  background: var(--card); border: 1px solid var(--line); border-left: 4px solid var(--bad); border-radius: 8px;
-  padding: 0.7rem 0.9rem; margin: 0.7rem 0;
-}
-article.correct { border-left-color: var(--good); }
-article header { display: flex; flex-wrap: wrap; gap: 0.2rem 1rem; font-size: 0.85rem; color: var(--soft); }
-article header b { color: var(--bad); }
-article.correct header b { color: var(--good); }
-pre {
-  white-space: pre-wrap; overflow-wrap: anywhere; margin: 0.5rem 0 0; max-height: 26rem; overflow-y: auto;
-  font: 0.84rem/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace;
-}
-pre.problem { color: var(--soft); }
-.reasoning { color: var(--reasoning); }
-mark { background: var(--mark); color: inherit; border-radius: 3px; padding: 0 0.15em; }
-</style>
-</head>
-<body>
-<header>
-<h1>$title</h1>
-<p class="runs">$runs</p>
-</header>
-<main>
-$body
-</main>
-<script type="application/json" id="comparison">$data</script>
-</body>
-</html>
-"""
+    return Markup(json.dumps(json_ready(value), allow_nan=False).replace("<", "\\u003c"))

@@ -1,11 +1,11 @@
-"""The judged sample: one line of ``samples.jsonl``, all that scoring needs and all that re-judging needs.
+"""The judged sample: one line of ``samples.jsonl``, all that scoring needs and all that judging again needs.
 
-The samples of an evaluation in progress: each is on disk as soon as it is judged, and none is asked for twice.
+``SampleLog`` holds the samples of an evaluation in progress: each is on disk as soon as it is judged, and none is
+sampled twice.
 """
 
 from __future__ import annotations
 
-import gzip
 import json
 import math
 import os
@@ -18,6 +18,7 @@ from typing import IO, Any
 import numpy as np
 
 from megatron_dcpo.calibration.summary import json_ready
+from megatron_dcpo.data.datasets import read_json_lines
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.files import write_atomically
 
@@ -100,46 +101,20 @@ def sample_line(sample: Sample) -> str:
     return json.dumps(json_ready(row), ensure_ascii=False) + "\n"
 
 
-def read_samples(path: str | Path, torn_tail: bool = False) -> list[Sample]:
+def read_samples(path: str | Path, allow_truncated: bool = False) -> list[Sample]:
     """Samples as written; unknown keys are ignored, a broken or incomplete line is a ``UserError``.
 
-    ``torn_tail``: a broken last line, as a killed evaluation leaves it, is left out.
+    ``allow_truncated``: a broken last line, as a killed evaluation leaves it, is left out.
     """
     known = {field.name for field in fields(Sample)}
     samples = []
-    for where, row in read_jsonl(path, torn_tail):
+    for where, row in read_json_lines(path, allow_truncated):
         try:
             samples.append(Sample(**{key: value for key, value in row.items() if key in known}))
         except TypeError as error:
             reason = str(error).replace("Sample.__init__() ", "")
             raise UserError(f"{where}: not a sample of dcpo evaluate ({reason})") from None
     return samples
-
-
-def read_jsonl(path: str | Path, torn_tail: bool = False) -> list[tuple[str, dict[str, Any]]]:
-    """(FILE:LINE, object) of every line that is not blank. NaN and Infinity are read, as trainers write them.
-
-    ``torn_tail``: a last line without its newline is left out when it is broken, as a killed run leaves it.
-    """
-    try:
-        content = Path(path).read_bytes()
-        lines = (gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content).decode().split("\n")
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            if torn_tail and number == len(lines):
-                break
-            raise UserError(f"{path}:{number}: not valid JSON ({error.msg}); fix or remove the line") from None
-        if not isinstance(row, dict):
-            raise UserError(f"{path}:{number}: not a JSON object; fix or remove the line")
-        rows.append((f"{path}:{number}", row))
-    return rows
 
 
 def mean_entropy(top_logprobs: np.ndarray | None) -> float | None:
@@ -158,7 +133,7 @@ def geometric_mean_probability(logprobs: Sequence[float]) -> float | None:
     return min(1.0, math.exp(math.fsum(logprobs) / len(logprobs))) if len(logprobs) else None
 
 
-class Journal:
+class SampleLog:
     """``samples.jsonl`` of a run directory, appended to line by line, with ``settings.json`` beside it.
 
     A directory that holds samples drawn with other settings is refused: they must not be mixed. A last line that a
@@ -174,20 +149,20 @@ class Journal:
             settings_path.unlink(missing_ok=True)
         if self.path.exists():
             _check_settings(settings_path, settings)
-            _cut_torn_line(self.path)
-        self._found = read_samples(self.path) if self.path.exists() else []
+            _cut_truncated_line(self.path)
+        self._on_disk = read_samples(self.path) if self.path.exists() else []
         settings_path.write_text(json.dumps(dict(settings), indent=1, sort_keys=True) + "\n", encoding="utf-8")
         self._file: IO[str] = open(self.path, "a", encoding="utf-8")  # noqa: SIM115
 
     def finished(self, benchmark: str) -> dict[tuple[str, int], Sample]:
-        """The samples of a benchmark found on disk, by prompt id and repeat."""
-        return {(s.prompt_id, s.repeat): s for s in self._found if s.benchmark == benchmark}
+        """The samples of a benchmark that were on disk, by prompt id and repeat."""
+        return {(s.prompt_id, s.repeat): s for s in self._on_disk if s.benchmark == benchmark}
 
     def add(self, sample: Sample) -> None:
         self._file.write(sample_line(sample))
         self._file.flush()
 
-    def __enter__(self) -> Journal:
+    def __enter__(self) -> SampleLog:
         return self
 
     def __exit__(
@@ -209,7 +184,7 @@ def _check_settings(path: Path, settings: Mapping[str, Any]) -> None:
             )
 
 
-def _cut_torn_line(path: Path) -> None:
+def _cut_truncated_line(path: Path) -> None:
     content = path.read_bytes()
     end = content.rfind(b"\n") + 1
     if end < len(content):

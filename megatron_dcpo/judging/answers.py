@@ -14,15 +14,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_dcpo.judging.confidence import MARKER
+from megatron_dcpo.types import CONFIDENCE_TAG
 
 
 class AnswerForm(NamedTuple):
     """``opener`` begins an answer; ``find_marker(content, marker)`` is the offset of the marker that opens the
-    confidence block, None when there is none."""
+    confidence block, None when there is none; ``extract(reasoning)`` is the answer, None when there is none."""
 
     opener: str
     find_marker: Callable[[bytes, bytes], int | None]
+    extract: Callable[[str], str | None]
+
+
+class Outcome(NamedTuple):
+    """Whether an answer is right. ``category``: how its program ended (``sandbox.tests.CATEGORIES``)."""
+
+    correct: bool
+    category: str | None = None
 
 
 def find_marker_after_box(content: bytes, marker: bytes) -> int | None:
@@ -59,6 +67,13 @@ def last_box(text: bytes) -> Box | None:
         elif token[0].endswith(b"{") and token[0] != b"\\{":
             open_braces.append((token.start(), token.end(), token[0] != b"{"))
     return best
+
+
+def extract_boxed(text: str) -> str | None:
+    """Content of the complete box that opens last, None when there is none."""
+    content = text.encode(errors="surrogatepass")
+    box = last_box(content)
+    return content[box.inner : box.end - 1].decode(errors="replace") if box else None
 
 
 # A fence of three or more backticks or tildes on a line of its own, perhaps indented or quoted in a list.
@@ -116,15 +131,16 @@ def find_marker_after_program(content: bytes, marker: bytes) -> int | None:
     return before if before >= 0 else None
 
 
-def extract_program(response: str, marker: str | None = MARKER) -> str | None:
-    """The last complete fenced program of the reasoning block, None when there is none.
+def extract_fenced(reasoning: str) -> str | None:
+    """The last complete fenced program of a reasoning block, None when there is none."""
+    fence = last_fence(reasoning.encode(errors="surrogatepass"))
+    return None if fence is None else fence.program.decode(errors="surrogatepass")
 
-    A block after the confidence line is no answer: what states the confidence must not change R. ``marker`` None: the
-    text is the reasoning block itself.
-    """
+
+def extract_program(response: str, marker: str = CONFIDENCE_TAG) -> str | None:
+    """The same of a whole response. A block after the confidence line is not an answer: R does not depend on it."""
     content = response.encode(errors="surrogatepass")
-    at = None if marker is None else find_marker_after_program(content, marker.encode())
-    fence = last_fence(content if at is None else content[:at])
+    fence = last_fence(content[: find_marker_after_program(content, marker.encode())])
     return None if fence is None else fence.program.decode(errors="surrogatepass")
 
 
@@ -132,5 +148,5 @@ def _without(line: bytes, indentation: bytes) -> bytes:
     return line[len(indentation) :] if line.startswith(indentation) else line.lstrip(b" \t")
 
 
-BOXED = AnswerForm("\\boxed", find_marker_after_box)
-FENCED = AnswerForm("```", find_marker_after_program)
+BOXED = AnswerForm("\\boxed", find_marker_after_box, extract_boxed)
+FENCED = AnswerForm("```", find_marker_after_program, extract_fenced)

@@ -18,15 +18,15 @@ from megatron_dcpo.judging.token_bytes import TokenBytes
 
 @dataclass(frozen=True)
 class Split:
-    """Tokens ``[0, boundary)`` reason, ``[boundary, T)`` state the confidence.
+    """Tokens ``[0, boundary)`` reason, ``[boundary, T)`` state the confidence; None where text was split.
 
     ``content`` are the bytes of the response without its final EOS; ``marker`` is the byte offset of the marker in
     it, None when there is none. ``ended`` says whether the response closes with an EOS. ``marker_end`` is the first token
     that begins behind the marker.
     """
 
-    boundary: int
-    marker_end: int
+    boundary: int | None
+    marker_end: int | None
     content: bytes
     marker: int | None
     ended: bool
@@ -59,3 +59,9 @@ def split_blocks(
     starts = np.cumsum([0, *map(len, pieces)])[:-1]
     boundary, marker_end = np.searchsorted(starts, [at, at + len(wanted)])
     return Split(int(boundary), int(marker_end), content, at, ended)
+
+
+def split_text(text: str, marker: str, form: AnswerForm = BOXED) -> Split:
+    """Split a response of which only the text is known, without its end token. Whether it ended is not known here."""
+    content = text.encode(errors="surrogatepass")
+    return Split(None, None, content, form.find_marker(content, marker.encode()), ended=False)

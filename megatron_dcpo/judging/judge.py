@@ -1,54 +1,62 @@
-"""A response becomes a judgement: where its blocks meet, whether its answer is right, how sure it says it is."""
+"""A response becomes a judgement: where its blocks meet, whether its answer is right, which confidence it states.
+
+One judge for training (sampled token ids) and for evaluation (text: a server's, or a file's of an earlier evaluation).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 
-from megatron_dcpo.judging.answers import BOXED, AnswerForm
-from megatron_dcpo.judging.blocks import split_blocks
-from megatron_dcpo.judging.confidence import MARKER, parse_confidence
-from megatron_dcpo.judging.math.verifier import verify_many
+from megatron_dcpo.judging.answers import BOXED, AnswerForm, Outcome
+from megatron_dcpo.judging.blocks import Split, split_blocks, split_text
+from megatron_dcpo.judging.confidence import parse_confidence
+from megatron_dcpo.judging.math.verifier import verify_answers
 from megatron_dcpo.judging.token_bytes import TokenBytes
-from megatron_dcpo.types import Judgement, Prompt, Response
+from megatron_dcpo.types import CONFIDENCE_TAG, Judgement, Prompt, Response
 
-Verifier = Callable[[Sequence[tuple[str, str]]], list[bool]]  # (response text, ground truth) -> right or wrong
+# (answer or None, ground truth) pairs -> their outcomes, in order
+Verifier = Callable[[Sequence[tuple[str | None, str]]], Sequence[Outcome]]
 
 
 def judge_many(
     responses: Sequence[Response],
     prompts: Mapping[str, Prompt],
-    tokens: TokenBytes,
-    eos_ids: Collection[int],
+    tokens: TokenBytes | None = None,
+    eos_ids: Collection[int] = (),
     *,
-    marker: str = MARKER,
-    verifier: Verifier = verify_many,
+    marker: str = CONFIDENCE_TAG,
+    verifier: Verifier = verify_answers,
     form: AnswerForm = BOXED,
 ) -> list[Judgement]:
     """Judge responses, each to its prompt in ``prompts`` (by id), side by side where answers need algebra.
 
-    The answer is read in the reasoning block only, so that no confidence token can change R. A response that closes
-    with an EOS is finished whatever the engine reports.
+    A response with ``text`` is judged by its text, every other one by its token ids, which needs ``tokens`` and
+    ``eos_ids``. The answer is read in the reasoning block only, so that no confidence token can change R. A response
+    that closes with an EOS is finished whatever the engine reports.
     """
-    splits = [split_blocks(response.token_ids, tokens, eos_ids, marker, form) for response in responses]
-    reasonings = [split.reasoning.decode(errors="replace") for split in splits]
+    splits = [_split(response, tokens, eos_ids, marker, form) for response in responses]
+    answers = [form.extract(split.reasoning.decode(errors="replace")) for split in splits]
     truths = [prompts[response.prompt_id].ground_truth for response in responses]
-    verdicts = verifier(list(zip(reasonings, truths, strict=True)))
+    outcomes = verifier(list(zip(answers, truths, strict=True)))
     judgements = []
-    for response, split, correct in zip(responses, splits, verdicts, strict=True):
+    for response, split, answer, outcome in zip(responses, splits, answers, outcomes, strict=True):
         finished = split.ended or response.finish_reason == "stop"
         text = split.content.decode(errors="replace")
         parsed = parse_confidence(text, marker=marker, finished=finished, opener=form.opener)
         judgements.append(
             Judgement(
                 prompt_id=response.prompt_id,
-                correct=float(correct),
+                correct=float(outcome.correct),
                 confidence=parsed.confidence,
                 status=parsed.status,
                 boundary=split.boundary,
-                length=len(response.token_ids),
+                length=len(response.logprobs if response.text is not None else response.token_ids),
                 stated=parsed.stated,
                 answered=form.opener.encode() in split.reasoning,
                 marker_end=split.marker_end,
+                answer=answer,
+                category=outcome.category,
             )
         )
     return judgements
@@ -57,15 +65,36 @@ def judge_many(
 def judge(
     response: Response,
     prompt: Prompt,
-    tokens: TokenBytes,
-    eos_ids: Collection[int],
+    tokens: TokenBytes | None = None,
+    eos_ids: Collection[int] = (),
     *,
-    marker: str = MARKER,
-    verifier: Verifier = verify_many,
+    marker: str = CONFIDENCE_TAG,
+    verifier: Verifier = verify_answers,
     form: AnswerForm = BOXED,
 ) -> Judgement:
     """Judge one response of ``prompt``. Raises ValueError when the response is another prompt's."""
     if response.prompt_id != prompt.prompt_id:
         raise ValueError(f"response to prompt {response.prompt_id!r} judged against prompt {prompt.prompt_id!r}")
-    found = {prompt.prompt_id: prompt}
-    return judge_many([response], found, tokens, eos_ids, marker=marker, verifier=verifier, form=form)[0]
+    prompts = {prompt.prompt_id: prompt}
+    return judge_many([response], prompts, tokens, eos_ids, marker=marker, verifier=verifier, form=form)[0]
+
+
+def with_text(response: Response, tokens: TokenBytes, eos_ids: Collection[int]) -> Response:
+    """The same response with its ``text``: byte by byte, without its end token; other special tokens stay.
+
+    ``finish_reason`` becomes ``stop`` where an EOS closes the response, so that the text is judged as the ids are.
+    """
+    ids = response.token_ids
+    ended = len(ids) > 0 and int(ids[-1]) in eos_ids
+    text = b"".join(tokens.pieces(ids[: len(ids) - ended])).decode(errors="replace")
+    return replace(response, text=text, finish_reason="stop" if ended else response.finish_reason)
+
+
+def _split(
+    response: Response, tokens: TokenBytes | None, eos_ids: Collection[int], marker: str, form: AnswerForm
+) -> Split:
+    if response.text is not None:
+        return split_text(response.text, marker, form)
+    if tokens is None:
+        raise ValueError(f"response to prompt {response.prompt_id!r}: token ids are judged with a vocabulary only")
+    return split_blocks(response.token_ids, tokens, eos_ids, marker, form)

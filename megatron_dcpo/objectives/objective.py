@@ -189,6 +189,7 @@ def confidence_start(judgement: Judgement, options: ObjectiveConfig) -> int:
         return judgement.length
     if options.marker_block == "reasoning" and judgement.marker_end is not None:
         return judgement.marker_end
+    assert judgement.boundary is not None, "a response is trained on as token ids, not as text"
     return judgement.boundary
 
 

@@ -11,9 +11,8 @@ from megatron_dcpo.errors import UserError
 from megatron_dcpo.objectives import build_objective
 from megatron_dcpo.planning.memory import Activations, State, stage_activations, stage_state
 from megatron_dcpo.planning.traffic import Rates, Seconds, Traffic, Work, kv_bytes_per_token, step_seconds, step_traffic
-from megatron_dcpo.runtime import check_world_size
+from megatron_dcpo.runtime.device import check_world_size
 from megatron_dcpo.runtime.dtypes import dtype_bytes
-from megatron_dcpo.training.preflight import layout_of
 from megatron_dcpo.weights.architecture import Architecture, read_architecture
 from megatron_dcpo.weights.planner import Layout, check_layout
 from megatron_dcpo.weights.reshard_plan import check_engine, most_received
@@ -113,7 +112,7 @@ def make_plan(config: Config, machine: Machine, rates: Rates | None = None) -> P
     rates = rates or Rates()
     arch = read_architecture(config.model.path)
     # on GPUs ``auto`` means Transformer Engine, whatever this machine has
-    layout = layout_of(config, transformer_engine=config.model.transformer_impl != "local")
+    layout = Layout.of(config.model, config.parallel, config.model.transformer_impl != "local")
     check_layout(arch, layout)
     data_parallel = _check_gpus(layout, machine.gpus)
     work, tokens, scored, per_update = _work(config, layout, machine, data_parallel)

@@ -1,11 +1,7 @@
-"""What an engine is: it samples responses, and it takes new weights piece by piece.
-
-Which engine ``auto`` means on this machine, for this model.
-"""
+"""What an engine is: it samples responses, and it takes new weights piece by piece. And which one ``auto`` means here."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from collections.abc import Iterable, Sequence
@@ -14,10 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, Protocol
 
-import numpy as np
-
-from megatron_dcpo import runtime
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.types import Prompt, Response
 from megatron_dcpo.weights.architecture import Architecture, read_architecture
 from megatron_dcpo.weights.planner import WeightSlice
@@ -43,7 +37,7 @@ class SamplingConfig:
 
 
 class EngineError(RuntimeError):
-    """An engine failed in a way that a restart can mend; what it was doing has to be done again."""
+    """An engine failed, and a restart may help; what it was doing has to be done again."""
 
 
 class Engine(Protocol):
@@ -79,20 +73,6 @@ class Engine(Protocol):
         ...
 
 
-def uniforms(seed: int, step: int, prompt_id: str, sample_index: int, count: int) -> np.ndarray:
-    """float64 [count] uniform numbers in [0, 1) of one response: counted, so that any batching, resumption or split over
-    ranks draws the same ones (Philox, keyed by a hash of the four names)."""
-    digest = hashlib.blake2b(f"{seed}/{step}/{prompt_id}/{sample_index}".encode(), digest_size=16).digest()
-    key = np.frombuffer(digest, np.uint64)
-    return np.random.Generator(np.random.Philox(key=key)).random(count)
-
-
-def request_seed(seed: int, step: int, prompt_id: str, index: int) -> int:
-    """A 62-bit seed of one sample, independent of the batch, the ranks and what was sampled before."""
-    digest = hashlib.blake2b(f"{seed}/{step}/{prompt_id}/{index}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 2
-
-
 def read_eos_token_ids(model_dir: Path) -> tuple[int, ...]:
     """The ids that end a response: those of ``generation_config.json``, else of ``config.json``."""
     for file in ("generation_config.json", "config.json"):
@@ -104,8 +84,6 @@ def read_eos_token_ids(model_dir: Path) -> tuple[int, ...]:
 
 
 logger = logging.getLogger(__name__)
-
-CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # what vLLM's CPU attention has kernels for
 
 
 def choose_engine(choice: str, model_dir: str | Path) -> Literal["vllm", "transformers"]:
@@ -133,6 +111,7 @@ def choose_engine(choice: str, model_dir: str | Path) -> Literal["vllm", "transf
 
 def unsupported(arch: Architecture) -> str:
     """Why vLLM, installed, cannot run ``arch`` here; empty if it can. Does not import vLLM, which takes seconds."""
-    if not runtime.has_cuda() and arch.kv_channels not in CPU_HEAD_DIMS:
-        return f"vLLM's attention on the CPU has no head_dim {arch.kv_channels} (it has {CPU_HEAD_DIMS})"
+    sizes = capabilities().attention_head_sizes
+    if sizes is not None and arch.kv_channels not in sizes:
+        return f"vLLM's attention on the CPU has no head_dim {arch.kv_channels} (it has {sizes})"
     return ""

@@ -1,21 +1,14 @@
 """Samples from an OpenAI-compatible server: concurrent, with retries, one request per sample.
 
-Standard library only. A request that fails in a way that may pass (no connection, time-out, 408, 409, 425, 429, 5xx) is
-repeated with growing pauses; any other answer is an error at once, with the server's own words. Finished samples are
-handed over as soon as they are there, so that an interrupted evaluation loses none.
+A request that fails in a way that may pass is repeated (``runtime/http_json.py``); any other answer is an error at once,
+with the server's own words. Finished samples are handed over as soon as they are there, so that an interrupted evaluation
+loses none.
 """
 
 from __future__ import annotations
 
-import hashlib
-import http.client
-import json
-import logging
 import queue
-import random
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -25,11 +18,10 @@ import numpy as np
 from megatron_dcpo.data.prompts import plain_text
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.rollout.engine import SamplingConfig
-from megatron_dcpo.types import Completion, Prompt
+from megatron_dcpo.rollout.seeds import sample_seed
+from megatron_dcpo.runtime.http_json import HttpError, JsonClient
+from megatron_dcpo.types import Prompt, Response
 
-logger = logging.getLogger(__name__)
-
-_PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 _LOWEST_LOGPROB = -9999.0  # what servers write for minus infinity, which JSON does not have
 
 
@@ -54,7 +46,7 @@ class Endpoint:
     model: str
     sampling: SamplingConfig
     api: Literal["chat", "completions"] = "chat"
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
     concurrency: int = 32
     timeout: float = 600.0
     attempts: int = 8
@@ -62,14 +54,14 @@ class Endpoint:
     longest_pause: float = 60.0
     extra_body: Mapping[str, Any] = field(default_factory=dict)
 
-    def complete(self, requests: Sequence[_Request]) -> Iterator[list[Completion]]:
+    def complete(self, requests: Sequence[_Request]) -> Iterator[list[Response]]:
         """Every repeat of every request, in the order they finish, as many at a time as have finished."""
         todo: queue.SimpleQueue[tuple[Prompt, int]] = queue.SimpleQueue()
         for request in requests:
             for repeat in request.repeats:
                 todo.put((request.prompt, repeat))
         left, stop = todo.qsize(), threading.Event()
-        done: queue.SimpleQueue[Completion | BaseException] = queue.SimpleQueue()
+        done: queue.SimpleQueue[Response | BaseException] = queue.SimpleQueue()
         for _ in range(min(self.concurrency, left)):
             threading.Thread(target=self._work, args=(todo, done, stop), daemon=True).start()
         try:
@@ -83,13 +75,20 @@ class Endpoint:
         finally:
             stop.set()
 
-    def ask(self, prompt: Prompt, repeat: int, stop: threading.Event | None = None) -> Completion:
+    def ask(self, prompt: Prompt, repeat: int, stop: threading.Event | None = None) -> Response:
         """One sample. Raises :class:`UserError` when the server refuses, or cannot be reached ``attempts`` times."""
         path = "/chat/completions" if self.api == "chat" else "/completions"
-        body = json.dumps(self._body(prompt, repeat)).encode()
-        reply = self._post(self.url.rstrip("/") + path, body, stop or threading.Event())
+        client = JsonClient(self.url, self.api_key, self.timeout, self.attempts, self.first_pause, self.longest_pause)
         try:
-            return _completion(prompt.prompt_id, repeat, reply["choices"][0], self.api)
+            reply = client.call(path, self._body(prompt, repeat), stop=stop)
+        except HttpError as error:
+            if error.status is not None:
+                raise UserError(f"{self.url}: {error}") from None
+            raise UserError(
+                f"{self.url}: no answer after {self.attempts} attempts ({error}); the same command continues"
+            ) from None
+        try:
+            return _response(prompt.prompt_id, repeat, reply["choices"][0], self.api)
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise UserError(
                 f"{self.url}: unexpected reply ({type(error).__name__}: {error}): {str(reply)[:200]}"
@@ -98,7 +97,7 @@ class Endpoint:
     def _work(
         self,
         todo: queue.SimpleQueue[tuple[Prompt, int]],
-        done: queue.SimpleQueue[Completion | BaseException],
+        done: queue.SimpleQueue[Response | BaseException],
         stop: threading.Event,
     ) -> None:
         while not stop.is_set():
@@ -131,51 +130,21 @@ class Endpoint:
             body |= {"prompt": plain_text(prompt.messages), "logprobs": sampling.top_logprobs}
         return body | dict(self.extra_body)
 
-    def _post(self, url: str, body: bytes, stop: threading.Event) -> dict[str, Any]:
-        headers = {"Content-Type": "application/json"}
-        if self.api_key:
-            headers["Authorization"] = f"Bearer {self.api_key}"
-        reason = ""
-        for attempt in range(self.attempts):
-            try:
-                request = urllib.request.Request(url, data=body, headers=headers)
-                with urllib.request.urlopen(request, timeout=self.timeout) as reply:
-                    found: dict[str, Any] = json.load(reply)
-                    return found
-            except urllib.error.HTTPError as error:
-                said = error.read(500).decode(errors="replace").strip()
-                reason = f"HTTP {error.code} {said}"
-                if error.code not in _PASSING:
-                    raise UserError(f"{url}: {reason}") from None
-                pause = _retry_after(error.headers.get("Retry-After"))
-            except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
-                reason, pause = f"{type(error).__name__}: {error}", None
-            if attempt + 1 < self.attempts:
-                grown = min(self.longest_pause, self.first_pause * 2.0**attempt) * random.uniform(0.5, 1.0)
-                logger.debug("%s: %s; once more", url, reason)
-                if stop.wait(min(self.longest_pause, pause) if pause is not None else grown):
-                    break
-        raise UserError(f"{url}: no answer after {self.attempts} attempts ({reason}); the same command continues")
-
 
 def served_model(url: str, api_key: str | None = None, timeout: float = 30.0) -> str:
     """The one model a server offers. Raises :class:`UserError` when there are several or none can be asked for."""
-    request = urllib.request.Request(url.rstrip("/") + "/models")
-    if api_key:
-        request.add_header("Authorization", f"Bearer {api_key}")
     try:
-        with urllib.request.urlopen(request, timeout=timeout) as reply:
-            names = [row["id"] for row in json.load(reply)["data"]]
-    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
+        names = [row["id"] for row in JsonClient(url, api_key, timeout).call("/models")["data"]]
+    except (HttpError, KeyError, TypeError) as error:
         raise UserError(f"{url}: cannot list its models ({error}); name one with --model-name") from None
     if len(names) != 1:
         raise UserError(f"{url} offers {', '.join(names) or 'no model'}; name one with --model-name")
     return str(names[0])
 
 
-def _drain(done: queue.SimpleQueue[Completion | BaseException]) -> tuple[list[Completion], BaseException | None]:
+def _drain(done: queue.SimpleQueue[Response | BaseException]) -> tuple[list[Response], BaseException | None]:
     """Wait for one result, and take what else is there. Waits in slices, so that Ctrl-C is heard."""
-    batch: list[Completion] = []
+    batch: list[Response] = []
     while True:
         try:
             found = done.get(timeout=0.2) if not batch else done.get_nowait()
@@ -188,18 +157,7 @@ def _drain(done: queue.SimpleQueue[Completion | BaseException]) -> tuple[list[Co
         batch.append(found)
 
 
-def sample_seed(seed: int, prompt_id: str, repeat: int) -> int:
-    """A seed of its own for every sample, the same after an interruption."""
-    digest = hashlib.blake2b(f"{seed}/{prompt_id}/{repeat}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
-def _retry_after(value: str | None) -> float | None:
-    """Seconds of a Retry-After header; its other form, a date, is left to our own pauses."""
-    return float(value) if value and value.strip().isdecimal() else None
-
-
-def _completion(prompt_id: str, repeat: int, choice: Mapping[str, Any], api: str) -> Completion:
+def _response(prompt_id: str, repeat: int, choice: Mapping[str, Any], api: str) -> Response:
     said = choice.get("logprobs") or {}
     if api == "chat":
         text = choice["message"].get("content") or ""
@@ -210,13 +168,15 @@ def _completion(prompt_id: str, repeat: int, choice: Mapping[str, Any], api: str
         text = choice["text"] or ""
         logprobs = said.get("token_logprobs") or []
         tops = [list((row or {}).values()) for row in said.get("top_logprobs") or []]
-    return Completion(
+    return Response(
         prompt_id,
         repeat,
-        text,
-        "length" if choice.get("finish_reason") == "length" else "stop",
-        np.array([_LOWEST_LOGPROB if value is None else value for value in logprobs], np.float32),
-        _rectangle(tops),
+        token_ids=np.empty(0, np.int64),
+        logprobs=np.array([_LOWEST_LOGPROB if value is None else value for value in logprobs], np.float32),
+        finish_reason="length" if choice.get("finish_reason") == "length" else "stop",
+        weights_version=0,
+        top_logprobs=_rectangle(tops),
+        text=text,
     )
 
 

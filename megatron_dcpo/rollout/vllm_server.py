@@ -7,13 +7,10 @@ all, on a disk that both see; all ranks send their prompts to the one server.
 
 from __future__ import annotations
 
-import http.client
 import itertools
 import json
 import logging
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -22,10 +19,12 @@ from typing import Any
 import numpy as np
 
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.rollout.engine import EngineError, SamplingConfig, read_eos_token_ids, request_seed
+from megatron_dcpo.rollout.engine import EngineError, SamplingConfig, read_eos_token_ids
+from megatron_dcpo.rollout.seeds import request_seed
 from megatron_dcpo.runtime import distributed
 from megatron_dcpo.runtime.dtypes import name_of
 from megatron_dcpo.runtime.files import new_directory
+from megatron_dcpo.runtime.http_json import HttpError, JsonClient
 from megatron_dcpo.runtime.signals import RolloutAbandoned, stop_requested
 from megatron_dcpo.types import Prompt, Response
 from megatron_dcpo.weights.architecture import read_architecture
@@ -49,6 +48,7 @@ class ServerEngine:
 
     def __init__(self, endpoint: str, model_dir: str | Path, exchange: Path, concurrency: int = 512) -> None:
         self.url = endpoint.rstrip("/").removesuffix("/v1")
+        self.client = JsonClient(self.url)
         self.model_dir, self.exchange, self.concurrency = Path(model_dir), exchange.absolute(), concurrency
         self.arch = read_architecture(model_dir)
         self.eos_token_ids = read_eos_token_ids(self.model_dir)
@@ -187,14 +187,8 @@ class ServerEngine:
             )
 
     def _call(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data=data, headers={"Content-Type": "application/json"})
+        """One attempt: whether to wait for the server or to give up is decided by who asks."""
         try:
-            with urllib.request.urlopen(request, timeout=_REQUEST_SECONDS if data else 30.0) as reply:
-                text = reply.read()
-                return json.loads(text) if text.strip() else {}
-        except urllib.error.HTTPError as error:
-            said = " ".join(error.read(500).decode(errors="replace").split())
-            raise EngineError(f"{self.url}{path}: HTTP {error.code} {said}") from None
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            raise EngineError(f"{self.url}{path}: {type(error).__name__}: {error}") from None
+            return self.client.call(path, body, timeout=30.0 if body is None else _REQUEST_SECONDS)
+        except HttpError as error:
+            raise EngineError(f"{self.url}{path}: {error}") from None

@@ -1,31 +1,26 @@
-"""R for programs: the last fenced program of a response against its task's tests, in a sandbox.
+"""A program against the tests of its task, in a sandbox: correct iff every test passes.
 
-R = 1 iff every test passes. The program's process never holds an expected value: its output is compared here, and tests
+The program's process never holds an expected value: its output is compared here, and tests
 that call it (``check(candidate)``, assert lists, argument lists) run in another sandboxed process, which reaches the
 program through a pipe.
-
-Programs as answers: the last fenced program of a response against the tests of its problem.
 """
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_dcpo.data.code_problems import unpack_tests
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.judging.answers import extract_program
-from megatron_dcpo.judging.confidence import MARKER
+from megatron_dcpo.sandbox.guest.rpc import EXIT_SANDBOX
 from megatron_dcpo.sandbox.local import (
     CodeLimits,
     Ending,
@@ -40,28 +35,28 @@ from megatron_dcpo.sandbox.local import (
     remaining,
     start_run,
 )
-from megatron_dcpo.sandbox.remote import RemoteBench
+from megatron_dcpo.sandbox.remote import RemoteSession
 from megatron_dcpo.sandbox.tests import CATEGORIES, EXITS, Category, CodeVerdict, checked_tests, same_output
 
-__all__ = ["CATEGORIES", "CodeLimits", "CodePool", "CodeVerdict", "extract_program", "judge_programs"]
+__all__ = ["CATEGORIES", "CodeLimits", "CodePool", "CodeVerdict", "judge_programs"]
 
 ATTEMPTS = 3  # of a program whose sandbox died
-_EXIT_SANDBOX, _SIGXCPU, _SIGKILL = 125, -24, -9
+_SIGXCPU, _SIGKILL = -24, -9
 
 
 def judge_programs(
-    items: Sequence[tuple[str, Mapping[str, Any]]],
+    items: Sequence[tuple[str | None, Mapping[str, Any]]],
     *,
     limits: CodeLimits | None = None,
     sandbox: str = "auto",
     workers: int = 2,
 ) -> list[CodeVerdict]:
-    """Verdicts in the order of ``items``: (response text, tests as ``code_tests.checked_tests`` has them).
+    """Verdicts in the order of ``items``: (program, tests as ``tests.checked_tests`` has them).
 
     Raises UserError on malformed tests and where no sandbox works.
     """
     with CodePool(limits=limits or CodeLimits(), sandbox=sandbox, workers=workers) as pool:
-        futures = [pool.submit(response, tests) for response, tests in items]
+        futures = [pool.submit(program, tests) for program, tests in items]
         return [future.result() for future in futures]
 
 
@@ -87,16 +82,13 @@ class CodePool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def submit(
-        self, response: str, tests: Mapping[str, Any], where: str = "tests", marker: str | None = MARKER
-    ) -> Future[CodeVerdict]:
-        """The verdict to come. ``marker`` None: the text ends before the confidence. Raises UserError, naming ``where``,
-        on malformed tests."""
+    def submit(self, program: str | None, tests: Mapping[str, Any], where: str = "tests") -> Future[CodeVerdict]:
+        """The verdict to come; None or a blank program is ``no_program``. Raises UserError, naming ``where``, on
+        malformed tests."""
         if self._owner != os.getpid():
             raise RuntimeError("this pool belongs to the process that made it")
         checked = checked_tests(tests, where)
         future: Future[CodeVerdict] = Future()
-        program = extract_program(response, marker)
         if program is None or not program.strip():
             future.set_result(CodeVerdict(0, "no_program", "no complete fenced program before the confidence"))
             return future
@@ -125,16 +117,16 @@ class CodePool:
             thread.join()
         self._started = False
 
-    def _bench(self) -> Bench | RemoteBench:
-        return RemoteBench(self.url, self.limits) if self.url else Bench(self.level, self.limits)  # type: ignore[arg-type]
+    def _session(self) -> SandboxSession | RemoteSession:
+        return RemoteSession(self.url, self.limits) if self.url else SandboxSession(self.level, self.limits)  # type: ignore[arg-type]
 
     def _work(self) -> None:
-        with self._bench() as bench:
+        with self._session() as session:
             while (job := self._jobs.get()) is not None:
                 if not job.future.set_running_or_notify_cancel():
                     continue
                 try:
-                    job.future.set_result(bench.judge(job.program, job.tests))
+                    job.future.set_result(session.judge(job.program, job.tests))
                 except BaseException as error:
                     job.future.set_exception(error)
 
@@ -146,15 +138,15 @@ class _Job:
     future: Future[CodeVerdict]
 
 
-class Bench:
-    """One judge's place: a warm server for programs and, when a task needs it, one for tests. Of one thread."""
+class SandboxSession:
+    """A warm server for programs and, when a task needs it, one for tests. Not thread-safe."""
 
     def __init__(self, level: Level, limits: CodeLimits) -> None:
         self.level, self.limits = level, limits
         self.servers: dict[Role, Server] = {}
         self.replaced = 0
 
-    def __enter__(self) -> Bench:
+    def __enter__(self) -> SandboxSession:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -188,24 +180,24 @@ class Bench:
         return self.servers[role]
 
     def _by_output(self, program: str, tests: dict[str, Any]) -> CodeVerdict:
-        deadline = time.monotonic() + self.limits.total_seconds
+        deadline = time.monotonic() + self.limits.program_seconds
         with in_memory(_job(program, tests)) as task, self.server("program").spawn(self.limits, task) as channel:
-            for place, (given, wanted) in enumerate(tests["cases"], start=1):
-                wall = min(self.limits.timeout, remaining(deadline))
+            for place, (given, expected) in enumerate(tests["cases"], start=1):
+                wall = min(self.limits.test_seconds, remaining(deadline))
                 with in_memory(given.encode(errors="surrogatepass")) as stdin, in_memory() as out, in_memory() as err:
                     start_run(channel, wall, stdin, out, err)
                     ending = end_of_run(channel, wall)
                     category, detail = self._category(ending, out, err)
                     if category == "passed":
                         output = _content(out, self.limits.output_mb << 20).decode(errors="replace")
-                        if not same_output(output, wanted, tests["atol"]):
+                        if not same_output(output, expected, tests["atol"]):
                             category, detail = "wrong", "another output than expected"
                 if category != "passed":
                     return CodeVerdict(0, category, f"case {place}: {detail}")
         return CodeVerdict(1, "passed")
 
     def _by_calls(self, program: str, tests: dict[str, Any]) -> CodeVerdict:
-        total = self.limits.total_seconds
+        total = self.limits.program_seconds
         with ExitStack() as stack:
             ours, theirs = socket.socketpair()
             stack.callback(theirs.close)
@@ -219,22 +211,22 @@ class Bench:
             theirs.close()
             ours.close()
             try:
-                said = receive(verdicts, total + 2.0)
+                report = receive(verdicts, total + 2.0)
             except TimeoutError:
                 return CodeVerdict(0, "timeout", f"the tests took more than {total:g} s")
-            if "failed" in said:
-                raise SandboxDied(said["failed"])
-            if said["category"] != "gone":
-                return CodeVerdict(int(said["category"] == "passed"), said["category"], said["detail"])
+            if "failed" in report:
+                raise SandboxDied(report["failed"])
+            if report["category"] != "gone":
+                return CodeVerdict(int(report["category"] == "passed"), report["category"], report["detail"])
             category, detail = self._category(end_of_run(channel, 2.0), out, err)
             if category == "passed":
                 category, detail = "runtime_error", "the program ended before its tests were done"
             return CodeVerdict(0, category, detail)
 
     def _category(self, ending: Ending, out: int, err: int) -> tuple[Category, str]:
-        """What the end of a process says; ``passed`` when nothing speaks against it."""
+        """The category of an ended process; ``passed`` when it ended by itself, with status 0 and within its limits."""
         complaint = _last_line(err)
-        if ending.code == _EXIT_SANDBOX and complaint.startswith("sandbox: "):
+        if ending.code == EXIT_SANDBOX and complaint.startswith("sandbox: "):
             raise SandboxDied(complaint)
         if ending.reason == "wall":
             return "timeout", "out of time"
@@ -244,7 +236,7 @@ class Bench:
             return "output_limit", f"over {self.limits.output_mb} MB of output"
         if ending.code in EXITS:
             return EXITS[ending.code], complaint
-        if ending.code == _SIGXCPU or (ending.code == _SIGKILL and ending.cpu >= self.limits.total_seconds):
+        if ending.code == _SIGXCPU or (ending.code == _SIGKILL and ending.cpu >= self.limits.program_seconds):
             return "timeout", "out of processor time"
         if ending.code:
             return "runtime_error", complaint or f"exit status {ending.code}"
@@ -268,38 +260,3 @@ def _last_line(descriptor: int) -> str:
     size = os.fstat(descriptor).st_size
     lines = os.pread(descriptor, 2000, max(0, size - 2000)).decode(errors="replace").strip().splitlines()
     return lines[-1][:300] if lines else ""
-
-
-PackedTests = Mapping[str, bytes]  # by their key, which is the ground truth of a programming problem
-Pairs = Sequence[tuple[str, str]]  # text before the confidence, key of its tests
-
-
-class ProgramJudge:
-    """Judges many batches with the same warm sandboxes, which start with the first program and end with the process.
-
-    Raises :class:`UserError` at once where no sandbox works.
-    """
-
-    def __init__(self, limits: CodeLimits | None = None, sandbox: str = "auto", workers: int | None = None) -> None:
-        self.pool = CodePool(limits=limits or CodeLimits(), sandbox=sandbox, workers=workers or cores())
-        atexit.register(self.pool.close)
-
-    def __call__(self, pairs: Pairs, tests: PackedTests) -> list[CodeVerdict]:
-        """The verdict on each pair. Raises :class:`UserError` for a key without tests."""
-        unpacked = {}
-        for _, key in pairs:
-            if key not in unpacked:
-                if key not in tests:
-                    raise UserError(f"no tests for {key!r}: the data of a code run must be programming problems")
-                unpacked[key] = unpack_tests(tests[key])
-        futures = [self.pool.submit(text, unpacked[key], where=key, marker=None) for text, key in pairs]
-        return [future.result() for future in futures]
-
-    def verifier(self, tests: PackedTests) -> Callable[[Pairs], list[bool]]:
-        """The same as training asks: right or wrong."""
-        return lambda pairs: [verdict.correct == 1 for verdict in self(pairs, tests)]
-
-
-def cores() -> int:
-    """The cores this process may use, divided among the ranks of torchrun on this machine."""
-    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

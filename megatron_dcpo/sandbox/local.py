@@ -66,19 +66,19 @@ sys.modules["megatron_dcpo.sandbox.guest.fork_server"].serve(settings)
 
 @dataclass(frozen=True)
 class CodeLimits:
-    """What one program may use. Seconds are wall time; ``timeout`` per test, ``total_seconds`` for all tests of a
-    program. ``memory_mb`` is address space per process and resident memory of all its processes together;
+    """What one program may use. ``test_seconds`` and ``program_seconds`` are the wall time of one test and
+    of all tests of a program. ``memory_mb`` is address space per process and resident memory of all its processes together;
     ``output_mb`` bounds stdout, a file, and a returned value; ``scratch_mb`` its /tmp; ``processes`` includes threads."""
 
-    timeout: float = 6.0
-    total_seconds: float = 60.0
+    test_seconds: float = 6.0
+    program_seconds: float = 60.0
     memory_mb: int = 1024
     output_mb: int = 16
     scratch_mb: int = 64
     processes: int = 32
 
     def __post_init__(self) -> None:
-        for name in ("timeout", "total_seconds", "memory_mb", "output_mb", "scratch_mb", "processes"):
+        for name in ("test_seconds", "program_seconds", "memory_mb", "output_mb", "scratch_mb", "processes"):
             if not getattr(self, name) > 0:
                 raise UserError(f"{name} is {getattr(self, name)}: want a positive number")
         if self.memory_mb < 128:
@@ -87,9 +87,9 @@ class CodeLimits:
     def message(self) -> dict[str, Any]:
         """As the server wants them."""
         return {
-            "timeout": self.timeout,
-            "total_seconds": self.total_seconds + _GRACE_SECONDS,
-            "cpu_seconds": int(self.total_seconds) + 1,
+            "test_seconds": self.test_seconds,
+            "program_seconds": self.program_seconds + _GRACE_SECONDS,
+            "cpu_seconds": int(self.program_seconds) + 1,
             "memory_bytes": self.memory_mb << 20,
             "checker_bytes": max(4096, 4 * self.memory_mb) << 20,
             "output_bytes": self.output_mb << 20,

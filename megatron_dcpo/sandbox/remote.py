@@ -14,14 +14,13 @@ import socket
 import struct
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.runtime.http_json import HttpError, JsonClient
 from megatron_dcpo.sandbox.guest import rpc
 from megatron_dcpo.sandbox.local import (
     DEFINE_SOURCES,
@@ -53,15 +52,16 @@ except Exception as error:
 """
 
 
-class RemoteBench:
-    """Judges programs on the service at ``url``; the tests' process is local. Of one thread."""
+class RemoteSession:
+    """Judges programs on the service at ``url``; the tests' process is local. Not thread-safe."""
 
     def __init__(self, url: str, limits: CodeLimits) -> None:
         self.url, self.limits = url.rstrip("/"), limits
+        self.client = JsonClient(self.url, attempts=ATTEMPTS, max_reply_bytes=(limits.output_mb << 20) * 4 + (1 << 20))
         self.checker: Server | None = None
         self.checker_level = _checker_level()
 
-    def __enter__(self) -> RemoteBench:
+    def __enter__(self) -> RemoteSession:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -69,7 +69,7 @@ class RemoteBench:
             self.checker.close()
 
     def judge(self, program: str, tests: dict[str, Any]) -> CodeVerdict:
-        """The verdict on ``program``. Raises UserError when the service does not answer: that is no reward of 0."""
+        """The verdict on ``program``. Raises UserError when the service does not answer: that is not a reward of 0."""
         if tests["kind"] == "stdin":
             return self._by_output(program, tests)
         for attempt in range(ATTEMPTS):
@@ -84,14 +84,14 @@ class RemoteBench:
         raise AssertionError("unreachable")
 
     def _by_output(self, program: str, tests: dict[str, Any]) -> CodeVerdict:
-        deadline = time.monotonic() + self.limits.total_seconds
+        deadline = time.monotonic() + self.limits.program_seconds
         code = "\n".join(filter(None, [tests["setup"], program]))
-        for place, (given, wanted) in enumerate(tests["cases"], start=1):
-            left = min(self.limits.timeout, remaining(deadline))
+        for place, (given, expected) in enumerate(tests["cases"], start=1):
+            left = min(self.limits.test_seconds, remaining(deadline))
             if not left:
                 return CodeVerdict(0, "timeout", f"case {place}: out of time")
             category, detail, output = self._run(code, given, left)
-            if category == "passed" and not same_output(output, wanted, tests["atol"]):
+            if category == "passed" and not same_output(output, expected, tests["atol"]):
                 category, detail = "wrong", "another output than expected"
             if category != "passed":
                 return CodeVerdict(0, category, f"case {place}: {detail}")
@@ -100,32 +100,32 @@ class RemoteBench:
     def _by_calls(self, program: str, tests: dict[str, Any]) -> CodeVerdict:
         if self.checker is None or not self.checker.alive():
             self.checker = Server(self.checker_level, "checker")
-        total = self.limits.total_seconds
+        total = self.limits.program_seconds
         with ExitStack() as stack:
             ours, theirs = socket.socketpair()
             stack.callback(theirs.close)
             checks = stack.enter_context(in_memory(json.dumps(tests).encode()))
             # The service starts an interpreter per batch; the tests' patience covers that.
-            patient = CodeLimits(**{**vars(self.limits), "timeout": self.limits.total_seconds})
+            patient = CodeLimits(**{**vars(self.limits), "test_seconds": self.limits.program_seconds})
             verdicts = stack.enter_context(self.checker.spawn(patient, checks, ours.fileno()))
             ours.close()
-            line = _RemoteProgram(self, theirs, {"program": program, "setup": tests["setup"]})
-            thread = threading.Thread(target=line.answer, daemon=True)
+            remote_program = _RemoteProgram(self, theirs, {"program": program, "setup": tests["setup"]})
+            thread = threading.Thread(target=remote_program.answer, daemon=True)
             thread.start()
             try:
-                said = receive(verdicts, total + _HTTP_SECONDS)
+                report = receive(verdicts, total + _HTTP_SECONDS)
             except TimeoutError:
-                said = {"category": "timeout", "detail": f"the tests took more than {total:g} s"}
+                report = {"category": "timeout", "detail": f"the tests took more than {total:g} s"}
             theirs.shutdown(socket.SHUT_RDWR)
             thread.join()
-        if line.error is not None:
-            raise line.error
-        if "failed" in said:
-            raise SandboxDied(said["failed"])
-        if said["category"] == "gone":
-            category = "runtime_error" if line.category == "passed" else line.category
-            return CodeVerdict(0, category, line.detail or "the program ended before its tests were done")
-        return CodeVerdict(int(said["category"] == "passed"), said["category"], said["detail"])
+        if remote_program.error is not None:
+            raise remote_program.error
+        if "failed" in report:
+            raise SandboxDied(report["failed"])
+        if report["category"] == "gone":
+            category = "runtime_error" if remote_program.category == "passed" else remote_program.category
+            return CodeVerdict(0, category, remote_program.detail or "the program ended before its tests were done")
+        return CodeVerdict(int(report["category"] == "passed"), report["category"], report["detail"])
 
     def _run(self, code: str, stdin: str, seconds: float) -> tuple[Category, str, str]:
         """Category, detail and output of one run. Raises UserError when the service fails ``ATTEMPTS`` times."""
@@ -150,28 +150,28 @@ class RemoteBench:
         return _category(code_, complaint), complaint or f"exit status {code_}", output
 
     def _post(self, body: dict[str, Any], seconds: float) -> Mapping[str, Any]:
-        request = urllib.request.Request(
-            f"{self.url}/run_code", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        problem = ""
-        for attempt in range(ATTEMPTS):
-            try:
-                with urllib.request.urlopen(request, timeout=seconds + _HTTP_SECONDS) as answer:
-                    said = json.loads(answer.read())
-                if said.get("status") != "SandboxError" and isinstance(said.get("run_result"), dict):
-                    return said["run_result"]
-                problem = str(said.get("message") or said.get("status"))
-            except (OSError, ValueError, AttributeError) as error:
-                problem = str(error)
-            time.sleep(0.5 * attempt)
-        raise UserError(f"the remote sandbox {self.url} does not run programs: {problem}")
+        try:
+            reply = self.client.call("/run_code", body, timeout=seconds + _HTTP_SECONDS, problem=_problem)
+        except HttpError as error:
+            raise UserError(f"the remote sandbox {self.url} does not run programs: {error}") from None
+        result: Mapping[str, Any] = reply["run_result"]
+        return result
+
+
+def _problem(reply: Any) -> str:
+    """Why the service has not run the program, "" when it has."""
+    if not isinstance(reply, dict):
+        return f"a reply that is not an object: {reply!r:.100}"
+    if reply.get("status") != "SandboxError" and isinstance(reply.get("run_result"), dict):
+        return ""
+    return str(reply.get("message") or reply.get("status"))
 
 
 class _RemoteProgram:
     """The program's end of the tests' pipe. Every batch of calls is a new run, which repeats the calls before it."""
 
-    def __init__(self, bench: RemoteBench, pipe: socket.socket, job: dict[str, Any]) -> None:
-        self.bench, self.pipe, self.job = bench, pipe, job
+    def __init__(self, session: RemoteSession, pipe: socket.socket, job: dict[str, Any]) -> None:
+        self.session, self.pipe, self.job = session, pipe, job
         self.category: Category = "passed"
         self.detail = ""
         self.error: UserError | None = None
@@ -196,9 +196,9 @@ class _RemoteProgram:
                 self.pipe.shutdown(socket.SHUT_RDWR)
 
     def _answers(self, calls: list[Any]) -> list[bytes] | None:
-        limits = self.bench.limits
-        seconds = min(limits.total_seconds, limits.timeout * max(1, len(calls)))
-        self.category, self.detail, output = self.bench._run(
+        limits = self.session.limits
+        seconds = min(limits.program_seconds, limits.test_seconds * max(1, len(calls)))
+        self.category, self.detail, output = self.session._run(
             _script(self.job, limits.output_mb << 20), json.dumps(calls), seconds
         )
         if self.category != "passed":

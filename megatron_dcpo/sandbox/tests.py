@@ -1,8 +1,8 @@
-"""The tests of a programming task: four kinds, checked once, in the form that the sandbox wants.
+"""The tests of a programming task (four kinds, checked once), the rule for its output, and the verdict's categories.
 
-Is a program's output the expected one? As LiveCodeBench has it: line by line, first as text, then as numbers.
-
-What becomes of a program: R, and why it is not 1.
+Numbers are compared by the rule of the data they come from, hence in two places: outputs here, as LiveCodeBench does
+(line by line, first as text, then as exact decimals); values of function calls in ``guest/test_runner.py``, as evalplus
+does.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from decimal import Decimal, InvalidOperation
 from typing import Any, Literal, get_args
 
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.sandbox.guest.rpc import Encoder, Unsendable
+from megatron_dcpo.sandbox.guest.rpc import CATEGORY_OF_EXIT, Encoder, Unsendable
 
 KINDS = ("stdin", "check", "asserts", "function")
 
 
 def checked_tests(tests: Any, where: str = "tests") -> dict[str, Any]:
-    """The tests as the judge uses them. Raises UserError, naming ``where``, when they are none.
+    """The tests as the judge uses them. Raises UserError, naming ``where``, for anything else.
 
     * ``{"kind": "stdin", "cases": [{"input": str, "output": str}, ...]}``, perhaps ``atol``
     * ``{"kind": "check", "entry_point": str, "code": "def check(candidate): ..."}``
@@ -63,12 +63,12 @@ def checked_tests(tests: Any, where: str = "tests") -> dict[str, Any]:
 
 
 def check_syntax(tests: Mapping[str, Any], where: str = "tests") -> None:
-    """Raise UserError when the code of checked tests is no Python. For loaders: it takes as long as the code is."""
+    """Raise UserError when the code of checked tests is not Python. For loaders: it takes as long as the code is."""
     for name in ("setup", "code"):
         try:
             compile(tests.get(name) or "", f"<{name}>", "exec")
         except (SyntaxError, ValueError) as error:
-            raise UserError(f"{where}: {name} is no Python: {error}") from None
+            raise UserError(f"{where}: {name} is not Python: {error}") from None
 
 
 def _function_cases(cases: list[Mapping[str, Any]], where: str) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def _filled(row: Mapping[str, Any], name: str, where: str) -> str:
 def _atol(tests: Mapping[str, Any], where: str) -> float:
     value = tests.get("atol") or 0.0
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-        raise UserError(f"{where}: atol {value!r} is no tolerance; want a number, 0 or more")
+        raise UserError(f"{where}: atol {value!r} is not a tolerance; want a number, 0 or more")
     return float(value)
 
 
@@ -167,13 +167,13 @@ Category = Literal[
     "no_program",
 ]
 CATEGORIES: tuple[Category, ...] = get_args(Category)
-# Exit statuses of ``guest/program.py`` (96-98) and signals (SIGXFSZ, SIGSYS).
-EXITS: dict[int, Category] = {96: "memory", 97: "forbidden", 98: "output_limit", -25: "output_limit", -31: "forbidden"}
+# Exit statuses of a program's process (``guest/rpc.py``) and signals (SIGXFSZ, SIGSYS).
+EXITS: dict[int, Category] = {**CATEGORY_OF_EXIT, -25: "output_limit", -31: "forbidden"}  # type: ignore[dict-item]
 
 
 @dataclass(frozen=True)
 class CodeVerdict:
-    """``correct`` is R; ``category`` says why not; ``detail`` is for people."""
+    """``correct`` is R; ``category`` says why not; ``detail`` says more, in words."""
 
     correct: int
     category: Category

@@ -16,13 +16,15 @@ from megatron_dcpo.data.sampler import fingerprint
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.answers import BOXED, FENCED, AnswerForm
 from megatron_dcpo.judging.judge import Verifier, judge_many
-from megatron_dcpo.judging.math.verifier import verify_many
+from megatron_dcpo.judging.math.verifier import verify_answers
 from megatron_dcpo.judging.token_bytes import token_bytes
 from megatron_dcpo.objectives import Objective, build_objective
 from megatron_dcpo.objectives.expected_digits import DigitVocabulary
 from megatron_dcpo.policy.model import Policy, build_policy
 from megatron_dcpo.policy.optimizer import OptimizerOffload, build_optimizer
-from megatron_dcpo.rollout import Engine, TransformersEngine, choose_engine
+from megatron_dcpo.rollout import Engine
+from megatron_dcpo.rollout.build import build_local_engine, load_tokenizer
+from megatron_dcpo.rollout.vllm_engine import VllmOptions
 from megatron_dcpo.runtime import distributed
 from megatron_dcpo.runtime.distributed import Topology
 from megatron_dcpo.runtime.watchdog import Watch
@@ -146,13 +148,8 @@ def build_engine(config: Config, topology: Topology) -> Engine:
 
         exchange = Path(config.run_dir) / "engine_weights"
         return ServerEngine(rollout.endpoint, config.model.path, exchange, rollout.max_num_seqs)
-    if choose_engine(rollout.engine, config.model.path) == "transformers":
-        if size > 1:
-            raise UserError(f"rollout.tensor_model_parallel_size={size} needs vLLM, which cannot be used here")
-        return TransformersEngine.from_pretrained(config.model.path, dtype, rollout.max_num_seqs)
-    from megatron_dcpo.rollout.vllm_engine import VllmEngine, VllmOptions
-
-    return VllmEngine(
+    return build_local_engine(
+        rollout.engine,
         config.model.path,
         VllmOptions(
             dtype=dtype,
@@ -177,24 +174,15 @@ def build_verifier(config: Config, prompts: Sequence[Prompt]) -> tuple[Verifier,
     if config.judging.verifier == "math":
         if with_tests:
             raise UserError(f"{config.data.path}: {with_tests} programming problems; set judging.verifier=code")
-        return verify_many, BOXED
+        return verify_answers, BOXED
     if with_tests < len(prompts):
         raise UserError(
             f"{config.data.path}: {len(prompts) - with_tests} of {len(prompts)} problems have no tests; "
             "judging.verifier=code needs programming problems"
         )
-    from megatron_dcpo.sandbox.judge import CodeLimits, ProgramJudge
+    from megatron_dcpo.judging.programs import ProgramVerifier
+    from megatron_dcpo.sandbox.local import CodeLimits
 
     judging = config.judging
     limits = CodeLimits(judging.test_seconds, judging.program_seconds, judging.memory_mb)
-    return ProgramJudge(limits, judging.sandbox).verifier(tests), FENCED
-
-
-def load_tokenizer(model_dir: str | Path) -> Any:
-    """The tokenizer of a checkpoint directory. Raises :class:`UserError` when there is none."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"no usable tokenizer in {model_dir} ({' '.join(str(error).split())[:200]})") from None
+    return ProgramVerifier(tests, limits, judging.sandbox), FENCED

@@ -20,7 +20,7 @@ from megatron_dcpo.sandbox.judge import CATEGORIES, CodeLimits, CodePool, CodeVe
 from megatron_dcpo.sandbox.local import problem_of
 from tests.sandbox.attacks import ATTACKS, Attack
 
-LIMITS = CodeLimits(timeout=2.0, total_seconds=6.0, memory_mb=512, output_mb=8, scratch_mb=16, processes=16)
+LIMITS = CodeLimits(test_seconds=2.0, program_seconds=6.0, memory_mb=512, output_mb=8, scratch_mb=16, processes=16)
 
 
 @dataclass
@@ -148,8 +148,7 @@ def run_all(level: str, host: Host) -> dict[str, CodeVerdict]:
     with CodePool(limits=LIMITS, sandbox=level, workers=4) as pool:
         futures = {}
         for attack in ATTACKS:
-            text = f"Let me see.\n```python\n{host.fill(attack.program)}\n```\n<conf> Confidence: 1.0"
-            futures[attack.name] = pool.submit(text, hidden_tests(attack, host))
+            futures[attack.name] = pool.submit(host.fill(attack.program), hidden_tests(attack, host))
         return {name: future.result(timeout=120) for name, future in futures.items()}
 
 
@@ -203,9 +202,8 @@ def test_the_attacks_are_real(host: Host) -> None:
     with CodePool(limits=LIMITS, sandbox="unsafe", workers=2) as pool:
         for name in names:
             attack = next(attack for attack in ATTACKS if attack.name == name)
-            text = f"```python\n{host.fill(attack.program)}\n```"
             tests = {"kind": "stdin", "cases": [{"input": "", "output": host.secret}]}
-            assert pool.submit(text, tests).result().correct == 1, name
+            assert pool.submit(host.fill(attack.program), tests).result().correct == 1, name
     host.connections.clear()
 
 
@@ -215,7 +213,6 @@ def test_an_honest_program_still_passes(
     level, _, _ = outcome
     with CodePool(limits=LIMITS, sandbox=level, workers=1) as pool:
         check = next(attack for attack in ATTACKS if attack.name == "exit_before_tests")
-        text = "```python\ndef solve(a, b):\n    return a + b\n```"
-        assert pool.submit(text, hidden_tests(check, host)).result().correct == 1
+        assert pool.submit("def solve(a, b):\n    return a + b", hidden_tests(check, host)).result().correct == 1
         echo = {"kind": "stdin", "cases": [{"input": host.secret, "output": host.secret}]}
-        assert pool.submit("```python\nprint(input())\n```", echo).result().correct == 1
+        assert pool.submit("print(input())", echo).result().correct == 1

@@ -16,11 +16,12 @@ import pytest
 
 from megatron_dcpo.cli import main
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.judging.answers import extract_program
 from megatron_dcpo.sandbox import local
-from megatron_dcpo.sandbox.judge import Bench, CodeLimits, CodePool
+from megatron_dcpo.sandbox.judge import CodeLimits, CodePool, SandboxSession
 from megatron_dcpo.sandbox.tests import check_syntax, checked_tests, same_output
 
-LIMITS = CodeLimits(timeout=10.0, total_seconds=60.0)
+LIMITS = CodeLimits(test_seconds=10.0, program_seconds=60.0)
 SUM = {"kind": "stdin", "cases": [{"input": "1 2\n", "output": "3\n"}, {"input": "4 5", "output": "9"}]}
 LIST_SETUP = (
     "class ListNode:\n    def __init__(self, val=0, next=None):\n        self.val, self.next = val, next\n"
@@ -131,7 +132,7 @@ def test_category(pool: CodePool, name: str) -> None:
     category, *only = expected.split()
     if only and pool.level not in only:  # scratch files and child processes: bubblewrap only (docs/code.md)
         category = "forbidden"
-    verdict = pool.submit(fenced(program), tests).result()
+    verdict = pool.submit(program, tests).result()
     if name == "child" and only and pool.level not in only:
         assert verdict.correct == 0
         return
@@ -141,33 +142,33 @@ def test_category(pool: CodePool, name: str) -> None:
 
 def test_no_program(pool: CodePool) -> None:
     for text in ("", "print(3)", "```python\nprint(3)", "```python\n\n```", "<conf> 1\n```\nprint(3)\n```"):
-        assert pool.submit(text, SUM).result().category == "no_program"
+        assert pool.submit(extract_program(text), SUM).result().category == "no_program"
 
 
 @pytest.mark.parametrize("role", ["program", "checker"])
 def test_a_dead_server_is_replaced_and_its_program_judged_again(pool: CodePool, role: str) -> None:
     assert pool.level != "remote"
-    with Bench(pool.level, LIMITS) as bench:
+    with SandboxSession(pool.level, LIMITS) as session:
         tests = checked_tests(check("assert candidate(1) == 1"))
-        assert bench.judge("def f(x): return x", tests).correct == 1
-        bench.servers[role].process.kill()  # type: ignore[index]
-        assert bench.judge("def f(x): return x", tests).correct == 1
+        assert session.judge("def f(x): return x", tests).correct == 1
+        session.servers[role].process.kill()  # type: ignore[index]
+        assert session.judge("def f(x): return x", tests).correct == 1
 
 
 def test_a_server_killed_in_the_middle_is_replaced(pool: CodePool) -> None:
     import threading
 
-    with Bench(pool.level, LIMITS) as bench:  # type: ignore[arg-type]
+    with SandboxSession(pool.level, LIMITS) as session:  # type: ignore[arg-type]
         tests = checked_tests({"kind": "stdin", "cases": [{"input": "", "output": "1"}]})
-        server = bench.server("program")
+        server = session.server("program")
         threading.Timer(0.5, server.process.kill).start()
-        assert bench.judge("import time\ntime.sleep(1.5)\nprint(1)", tests).correct == 1
-        assert bench.replaced == 1
+        assert session.judge("import time\ntime.sleep(1.5)\nprint(1)", tests).correct == 1
+        assert session.replaced == 1
 
 
 def test_submit_returns_before_the_verdict(pool: CodePool) -> None:
     future = pool.submit(
-        fenced("import time\ntime.sleep(1)\nprint(1)"), {"kind": "stdin", "cases": [{"input": "", "output": "1"}]}
+        "import time\ntime.sleep(1)\nprint(1)", {"kind": "stdin", "cases": [{"input": "", "output": "1"}]}
     )
     assert not future.done()
     assert future.result().correct == 1
@@ -176,8 +177,8 @@ def test_submit_returns_before_the_verdict(pool: CodePool) -> None:
 def test_closing_leaves_no_process_and_cancels_what_waits() -> None:
     level = local.choose("auto")
     before = set(_children())
-    pool = CodePool(limits=CodeLimits(timeout=1, total_seconds=1), sandbox=level, workers=1)
-    futures = [pool.submit(fenced("while True: pass"), SUM) for _ in range(3)]
+    pool = CodePool(limits=CodeLimits(test_seconds=1, program_seconds=1), sandbox=level, workers=1)
+    futures = [pool.submit("while True: pass", SUM) for _ in range(3)]
     time.sleep(0.1)
     pool.close()
     assert all(future.done() for future in futures)
@@ -196,8 +197,8 @@ def test_a_killed_judge_leaves_nothing(tmp_path: Path) -> None:
     """SIGKILL of the process that judges ends its sandboxes and the programs in them."""
     script = (
         "from megatron_dcpo.sandbox.judge import *\n"
-        "pool = CodePool(limits=CodeLimits(timeout=300, total_seconds=300), workers=1)\n"
-        "f = pool.submit('```\\nprint(1, flush=True)\\nwhile True: pass\\n```', {'kind': 'stdin', 'cases': [{'input': '', 'output': ''}]})\n"
+        "pool = CodePool(limits=CodeLimits(test_seconds=300, program_seconds=300), workers=1)\n"
+        "f = pool.submit('print(1, flush=True)\\nwhile True: pass', {'kind': 'stdin', 'cases': [{'input': '', 'output': ''}]})\n"
         "import time, os; time.sleep(3); print(os.getpid(), flush=True); f.result()\n"
     )
     import sys
@@ -241,7 +242,7 @@ def _running(pid: int) -> bool:
         ({"kind": "stdin", "cases": [3]}, "case 1: want an object"),
         ({"kind": "stdin", "cases": [{"input": "1"}]}, "case 1: output is missing"),
         ({"kind": "stdin", "cases": [{"input": 1, "output": "1"}]}, "input must be text, not int"),
-        ({"kind": "stdin", "cases": [{"input": "", "output": ""}], "atol": "x"}, "atol 'x' is no tolerance"),
+        ({"kind": "stdin", "cases": [{"input": "", "output": ""}], "atol": "x"}, "atol 'x' is not a tolerance"),
         ({"kind": "check", "entry_point": "f"}, "code is missing"),
         ({"kind": "check", "code": "x"}, "entry_point is missing"),
         ({"kind": "check", "code": " ", "entry_point": "f"}, "code is empty"),
@@ -258,7 +259,7 @@ def test_malformed_tests(tests: Any, message: str) -> None:
 
 
 def test_tests_that_are_no_python() -> None:
-    with pytest.raises(UserError, match="file:3: code is no Python"):
+    with pytest.raises(UserError, match="file:3: code is not Python"):
         check_syntax(checked_tests({"kind": "check", "entry_point": "f", "code": "def check(c"}), "file:3")
 
 
@@ -276,7 +277,7 @@ def test_output(output: str, expected: str, atol: float, same: bool) -> None:
 
 
 def test_bad_limits() -> None:
-    for limits in ({"timeout": 0}, {"memory_mb": 5}, {"processes": -1}, {"total_seconds": float("nan")}):
+    for limits in ({"test_seconds": 0}, {"memory_mb": 5}, {"processes": -1}, {"program_seconds": float("nan")}):
         with pytest.raises(UserError):
             CodeLimits(**limits)
     with pytest.raises(UserError, match="workers"):

@@ -17,7 +17,7 @@ import pytest
 from megatron_dcpo.sandbox.judge import CodeLimits, CodeVerdict, judge_programs
 from megatron_dcpo.sandbox.local import problem_of
 
-SLOW = CodeLimits(timeout=120.0, total_seconds=600.0, memory_mb=4096, output_mb=64)
+SLOW = CodeLimits(test_seconds=120.0, program_seconds=600.0, memory_mb=4096, output_mb=64)
 ALL = pytest.mark.skipif(os.environ.get("DCPO_ALL_CODE") != "1", reason="long; make code-data runs it")
 
 
@@ -48,7 +48,7 @@ def {entry}(*args, **kwargs): return _another(_right(*args, **kwargs))
 def verdicts(items: list[tuple[str, dict[str, Any]]]) -> list[CodeVerdict]:
     if problem_of("bubblewrap") and problem_of("landlock"):
         pytest.skip(f"no sandbox works on this machine: {problem_of('bubblewrap')}; {problem_of('landlock')}")
-    return judge_programs([(f"```python\n{program}\n```", tests) for program, tests in items], limits=SLOW)
+    return judge_programs(items, limits=SLOW)
 
 
 def humaneval_plus(folder: Path) -> list[tuple[str, str, str, dict[str, Any]]]:

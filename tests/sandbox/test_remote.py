@@ -87,8 +87,8 @@ CASES = [
 
 
 def test_verdicts(url: str) -> None:
-    items = [(f"```python\n{program}\n```", tests) for program, tests, _ in CASES]
-    verdicts = judge_programs(items, limits=CodeLimits(timeout=4, total_seconds=30), sandbox=url)
+    items = [(program, tests) for program, tests, _ in CASES]
+    verdicts = judge_programs(items, limits=CodeLimits(test_seconds=4, program_seconds=30), sandbox=url)
     assert [verdict.category for verdict in verdicts] == [category for _, _, category in CASES], verdicts
     sent = json.dumps(Fusion.requests)
     assert "4121" not in sent, "an expected value was sent to the service"
@@ -96,9 +96,9 @@ def test_verdicts(url: str) -> None:
 
 def test_a_failing_service_is_tried_again(url: str) -> None:
     Fusion.failures = 2
-    assert judge_programs([("```\nprint(sum(map(int, input().split())))\n```", SUM)], sandbox=url)[0].correct == 1
+    assert judge_programs([("print(sum(map(int, input().split())))", SUM)], sandbox=url)[0].correct == 1
 
 
 def test_no_service_is_an_error_and_no_reward_of_zero() -> None:
     with pytest.raises(UserError, match=r"remote sandbox http://127\.0\.0\.1:9 "):
-        judge_programs([("```\nprint(3)\n```", SUM)], sandbox="http://127.0.0.1:9")
+        judge_programs([("print(3)", SUM)], sandbox="http://127.0.0.1:9")

@@ -19,8 +19,9 @@ import pytest
 from megatron_dcpo.config import load_config
 from megatron_dcpo.data.code_problems import pack_tests
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.judging.programs import ProgramVerifier
 from megatron_dcpo.runtime.timers import Timers
-from megatron_dcpo.sandbox.judge import CodeLimits, ProgramJudge
+from megatron_dcpo.sandbox.local import CodeLimits
 from megatron_dcpo.training import sampling
 from megatron_dcpo.training.run import build_run
 from megatron_dcpo.types import Judgement, Prompt, Response
@@ -253,13 +254,13 @@ def descendants(pid: int) -> set[int]:
 def test_a_killed_sandbox_is_replaced_and_its_program_judged_again() -> None:
     tests = {"kind": "stdin", "cases": [{"input": "", "output": "ok\n"}]}
     packed = {"tests:a": pack_tests(tests)}
-    slow = "```python\nimport time\ntime.sleep(1.5)\nprint('ok')\n```"
+    slow = "import time\ntime.sleep(1.5)\nprint('ok')"
     quick, wrong = slow.replace("1.5", "0"), slow.replace("'ok'", "'no'")
     before = descendants(os.getpid())
-    judge = ProgramJudge(CodeLimits(), workers=2)
-    assert [v.correct for v in judge([(quick, "tests:a")] * 2, packed)] == [1, 1]
+    judge = ProgramVerifier(packed, CodeLimits(), workers=2)
+    assert [v.correct for v in judge([(quick, "tests:a")] * 2)] == [True, True]
     found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(judge([(slow, "tests:a"), (wrong, "tests:a")], packed)))
+    thread = threading.Thread(target=lambda: found.append(judge([(slow, "tests:a"), (wrong, "tests:a")])))
     thread.start()
     time.sleep(0.7)
     for pid in descendants(os.getpid()) - before:
@@ -267,8 +268,8 @@ def test_a_killed_sandbox_is_replaced_and_its_program_judged_again() -> None:
             os.kill(pid, signal.SIGKILL)
     thread.join(60)
     assert [v.category for v in found[0]] == ["passed", "wrong"]
-    assert [v.correct for v in judge([(quick, "tests:a"), (wrong, "tests:a")], packed)] == [1, 0]
+    assert [v.correct for v in judge([(quick, "tests:a"), (wrong, "tests:a")])] == [True, False]
     with pytest.raises(UserError, match="no tests for 'tests:b'"):
-        judge([(quick, "tests:b")], packed)
+        judge([(quick, "tests:b")])
     judge.pool.close()
     assert descendants(os.getpid()) - before == set(), "nothing is left running"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models
 from tokenizers_for_tests import EOS, byte_level, qwen, sentencepiece, table_of
 
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.judging.answers import last_box
+from megatron_dcpo.judging.answers import Outcome, last_box
 from megatron_dcpo.judging.blocks import split_blocks
 from megatron_dcpo.judging.judge import judge
 from megatron_dcpo.judging.token_bytes import TokenBytes, token_bytes
@@ -219,6 +219,10 @@ def fuzzed(rng: Any) -> bytes:
     return text[: int(rng.integers(0, len(text) + 1))] if rng.random() < 0.3 else text
 
 
+def same_text(pairs: Sequence[tuple[str | None, str]]) -> list[Outcome]:
+    return [Outcome(answer == truth) for answer, truth in pairs]
+
+
 def test_fuzzed_outputs_are_all_classified() -> None:
     """No exception, no c outside [0, 1], a partition, a status each. DCPO_FUZZ=200000 for the long run."""
     rng = np.random.default_rng(int(os.environ.get("DCPO_FUZZ_SEED", "0")))
@@ -245,7 +249,13 @@ def test_fuzzed_outputs_are_all_classified() -> None:
         response = Response(
             "p", 0, np.array(ids, dtype=np.int64), np.zeros(len(ids)), "stop" if finished else "length", 0
         )
-        judged = judge(response, prompt, tokens, {eos}, verifier=lambda pairs: [truth in text for text, truth in pairs])
+        judged = judge(
+            response,
+            prompt,
+            tokens,
+            {eos},
+            verifier=lambda pairs: [Outcome(answer == truth) for answer, truth in pairs],
+        )
         assert judged.status == "ok" or judged.status in MALFORMED
         assert (judged.status == "ok") == (judged.confidence is not None)
         assert judged.confidence is None or 0 <= judged.confidence <= 1

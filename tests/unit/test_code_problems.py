@@ -120,12 +120,12 @@ def test_asserts_and_functional() -> None:
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"problem": "p", "tests": {"kind": "magic", "cases": [1]}}, "unknown kind 'magic'"),
-        ({"problem": "p", "tests": {"kind": "stdin", "cases": []}}, "no cases in the tests"),
-        ({"problem": "p", "tests": {"kind": "check", "code": "x"}}, "no entry_point"),
+        ({"problem": "p", "tests": {"kind": "magic", "cases": [1]}}, "kind of tests 'magic' is unknown"),
+        ({"problem": "p", "tests": {"kind": "stdin", "cases": []}}, "cases must be a list"),
+        ({"problem": "p", "tests": {"kind": "check", "code": "x"}}, "entry_point is missing"),
         ({"problem": "p", "tests": "nonsense"}, "unreadable tests"),
         ({"problem": "p", "tests": [1, 2]}, "unreadable tests"),
-        ({"problem": "p", "tests": {"kind": "stdin"}}, "no cases"),
+        ({"problem": "p", "tests": {"kind": "stdin"}}, "cases must be a list"),
         ({"prompt": "p", "verification_info": "nonsense"}, "unreadable tests"),
         ({"prompt": "p", "test_list": ["assert f()"], "test": "no loop"}, "unreadable tests"),
         ({"problem": "p", "tests": {"inputs": ["1"], "outputs": []}}, "unreadable tests"),
@@ -202,8 +202,7 @@ def test_reference_solutions_pass_and_others_do_not(file: str, every: int) -> No
     """A sample of each set; ``make reference-solutions`` judges all of them."""
     rows = list(read_rows(real(file)))[::every]
     tests = [read_tests_of(dict(row)) for row in rows]
-    right = [f"```python\n{reference_solution(row)}\n```" for row in rows]
-    verdicts = judge_programs(list(zip(right, tests, strict=True)))
+    verdicts = judge_programs([(reference_solution(row), of_row) for row, of_row in zip(rows, tests, strict=True)])
     assert [(row["task_id"], v.detail) for row, v in zip(rows, verdicts, strict=True) if v.correct != 1] == []
     for row, found in zip(rows, tests, strict=True):  # in this process: the solutions are the data set's own
         names: dict[str, Any] = {"__name__": "program"}

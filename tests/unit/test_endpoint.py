@@ -24,8 +24,9 @@ from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.evaluate import Request
 from megatron_dcpo.evaluation.samples import read_samples
 from megatron_dcpo.rollout import SamplingConfig
-from megatron_dcpo.rollout.openai_client import Endpoint, sample_seed, served_model
-from megatron_dcpo.types import Completion, Prompt
+from megatron_dcpo.rollout.openai_client import Endpoint, served_model
+from megatron_dcpo.rollout.seeds import sample_seed
+from megatron_dcpo.types import Prompt, Response
 
 Reply = tuple[int, dict[str, Any], dict[str, str]]
 
@@ -133,10 +134,10 @@ def endpoint(server: FakeServer, **options: Any) -> Endpoint:
     return Endpoint(server.url, "fake", sampling, **{"first_pause": 0.01, "timeout": 5.0, **options})
 
 
-def all_of(found: Iterator[list[Completion]]) -> dict[tuple[str, int], Completion]:
+def all_of(found: Iterator[list[Response]]) -> dict[tuple[str, int], Response]:
     flat = [completion for batch in found for completion in batch]
-    assert len({(c.prompt_id, c.repeat) for c in flat}) == len(flat)
-    return {(c.prompt_id, c.repeat): c for c in flat}
+    assert len({(c.prompt_id, c.sample_index) for c in flat}) == len(flat)
+    return {(c.prompt_id, c.sample_index): c for c in flat}
 
 
 @pytest.mark.parametrize("api", ["chat", "completions"])
@@ -178,7 +179,7 @@ def test_passing_failures_are_repeated(server: FakeServer) -> None:
 def test_refusals_are_errors_at_once_and_keep_what_is_finished(server: FakeServer) -> None:
     server.reply = lambda body: (400, {"error": "no such model"}, {}) if len(server.asked) > 3 else good_reply(body)
     found = endpoint(server, concurrency=1).complete([Request(p, (0,)) for p in prompts(9)])
-    kept: list[Completion] = []
+    kept: list[Response] = []
     with pytest.raises(UserError, match=r"HTTP 400.*no such model"):
         kept.extend(completion for batch in found for completion in batch)
     assert len(kept) == 3

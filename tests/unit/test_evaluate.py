@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,8 @@ from megatron_dcpo.data import load_benchmark, render_prompts
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.evaluate import (
     complete_in_batches,
-    decode_response,
     equivalent_math,
     evaluate_benchmark,
-    judge_math,
     rejudge,
     write_evaluation,
 )
@@ -113,37 +112,6 @@ def test_truncated_responses_have_no_confidence(tokenizer: Any, benchmark_file: 
     assert samples[0].response == TEXTS[0]
 
 
-def test_text_judging_equals_judging_on_ids(tokenizer: Any) -> None:
-    """The same (R, c, status) as training's ``judge`` on the sampled ids, odd responses included."""
-    from megatron_dcpo.judging.blocks import split_blocks
-    from megatron_dcpo.judging.confidence import parse_confidence
-    from megatron_dcpo.judging.math.verifier import verify_math
-
-    tokens = token_bytes(tokenizer)
-    odd = [
-        "<conf> 0.5 <conf> 0.6 \\boxed{4}",
-        "\\boxed{5}<conf>\\boxed{4}",
-        "\\boxed{4}<conf> 1.2",
-        "éß \\boxed{4}\n<conf> .5\n",
-        "",
-        "\\boxed{4",
-    ]
-    for text in [*TEXTS, *odd]:
-        ids = np.array([*tokenizer.encode(text), EOS])
-        response = Response("p", 0, ids, np.zeros(len(ids), np.float32), "stop", 0)
-        split = split_blocks(ids, tokens, [EOS], "<conf>")
-        parsed = parse_confidence(split.content.decode(errors="replace"), finished=True)
-        verdict = judge_math([(decode_response(tokens, response, [EOS]), "4", "stop")])[0]
-        assert verdict.correct == verify_math(split.reasoning.decode(errors="replace"), "4"), text
-        assert (verdict.confidence, verdict.status) == (parsed.confidence, parsed.status), text
-
-
-def test_confidence_line_is_never_the_answer() -> None:
-    verdict = judge_math([("no box\n<conf> \\boxed{4}", "4", "stop")])[0]
-    assert not verdict.correct
-    assert verdict.answer is None
-
-
 def test_equivalence_is_mathematical() -> None:
     assert equivalent_math("1/2", "\\frac{1}{2}")
     assert not equivalent_math("1/2", "1/3")
@@ -202,7 +170,10 @@ def test_command_line_samples_and_scores_again(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A new evaluation and the re-scoring of its samples.jsonl give the same evaluation.json."""
-    monkeypatch.setattr(cli, "_load_engine", lambda args: (tokenizer, scripted(tokenizer), (EOS,)))
+    generate = scripted(tokenizer)
+    engine = SimpleNamespace(generate=lambda prompts, sampling: generate(prompts), eos_token_ids=(EOS,))
+    monkeypatch.setattr("megatron_dcpo.rollout.build.build_local_engine", lambda *args: engine)
+    monkeypatch.setattr("megatron_dcpo.rollout.build.load_tokenizer", lambda path: tokenizer)
     out = tmp_path / "new"
     args = arguments(
         "--model", "m", "--benchmarks", f"toy={benchmark_file}", "--out", str(out), "--template", "raw", "--json"

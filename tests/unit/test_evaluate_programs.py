@@ -6,15 +6,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_dcpo.cli import main
 from megatron_dcpo.data.code_problems import pack_tests
 from megatron_dcpo.data.code_problems import tests_key as key_of
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.evaluation.judges import judge_code, read_tests, write_tests
+from megatron_dcpo.evaluation.programs import read_tests, write_tests
 from megatron_dcpo.evaluation.samples import read_samples
-from megatron_dcpo.sandbox.judge import ProgramJudge
+from megatron_dcpo.judging.answers import FENCED
+from megatron_dcpo.judging.judge import judge_many
+from megatron_dcpo.judging.programs import ProgramVerifier
+from megatron_dcpo.types import Prompt, Response
 from tests.unit.test_endpoint import FakeServer
 
 ADD = {"kind": "stdin", "cases": [{"input": "1 2\n", "output": "3\n"}, {"input": "-4 4\n", "output": "0\n"}]}
@@ -195,14 +199,17 @@ def test_nothing_behind_the_confidence_line_is_run() -> None:
     packed = pack_tests(ADD)
     right = "```python\na, b = map(int, input().split())\nprint(a + b)\n```"
     key = key_of(packed)
-    said = [
-        (f"{right}\n<conf> 0.9", key, "stop"),
-        (f"<conf> 0.9\n{right}", key, "stop"),
-        (f"```python\nprint(3)\n```\n<conf> 0.9\n{right}", key, "stop"),
-        ("no program\n<conf> 0.1", key, "stop"),
-        (f"{right}", key, "length"),
+    texts = [
+        (f"{right}\n<conf> 0.9", "stop"),
+        (f"<conf> 0.9\n{right}", "stop"),
+        (f"```python\nprint(3)\n```\n<conf> 0.9\n{right}", "stop"),
+        ("no program\n<conf> 0.1", "stop"),
+        (f"{right}", "length"),
     ]
-    verdicts = judge_code(said, {key: packed}, ProgramJudge(workers=1))
-    assert [v.correct for v in verdicts] == [True, False, False, False, True]
+    none = np.empty(0)
+    responses = [Response("p", i, none, none, reason, 0, text=text) for i, (text, reason) in enumerate(texts)]  # type: ignore[arg-type]
+    prompts = {"p": Prompt("p", (), (), key, "toy", packed)}
+    verdicts = judge_many(responses, prompts, verifier=ProgramVerifier({key: packed}, workers=1), form=FENCED)
+    assert [v.correct for v in verdicts] == [1, 0, 0, 0, 1]
     assert [v.status for v in verdicts] == ["ok", "before_box", "before_box", "ok", "truncated"]
     assert [v.answer is None for v in verdicts] == [False, True, False, True, False]

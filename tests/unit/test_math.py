@@ -6,7 +6,17 @@ import threading
 
 import pytest
 
-from megatron_dcpo.judging.math.verifier import extract_boxed, verify_many, verify_math
+from megatron_dcpo.judging.answers import extract_boxed
+from megatron_dcpo.judging.math.verifier import verify_answers
+
+
+def verify_many(pairs: list[tuple[str, str]]) -> list[bool]:
+    """The judge's way from (text before the confidence, key) to right or wrong."""
+    return [outcome.correct for outcome in verify_answers([(extract_boxed(text), key) for text, key in pairs])]
+
+
+def verify_math(text: str, key: str) -> bool:
+    return verify_many([(text, key)])[0]
 
 
 @pytest.mark.parametrize(

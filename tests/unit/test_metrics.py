@@ -155,11 +155,11 @@ def test_bad_input_is_refused() -> None:
         m.ece([0.1], [1], 20, "some")  # type: ignore[arg-type]
 
 
-def test_worst_case_puts_unparsed_answers_at_the_wrong_end() -> None:
+def test_pessimistic_puts_unparsed_answers_at_the_wrong_end() -> None:
     c, y = [0.8, None, None, 1.5], [1, 1, 0, 1]
-    assert m.worst_case(c, y).tolist() == [0.8, 0.0, 1.0, 0.0]
-    assert m.worst_case(c, y, "half").tolist() == [0.8, 0.5, 0.5, 0.5]
-    assert m.ece(m.worst_case(c, y), y) > m.ece(c, y)
+    assert m.pessimistic(c, y).tolist() == [0.8, 0.0, 1.0, 0.0]
+    assert m.pessimistic(c, y, "half").tolist() == [0.8, 0.5, 0.5, 0.5]
+    assert m.ece(m.pessimistic(c, y), y) > m.ece(c, y)
 
 
 def test_bootstrap_resamples_whole_problems() -> None:

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_dcpo.judging.math.equivalence import quick_verdict
+from megatron_dcpo.runtime.cores import cores_per_rank
 
 CPU_SECONDS = 1.5
 WALL_SECONDS = 6.0
@@ -44,7 +45,7 @@ class Worker:
     deadline: float
     ready: bool = False
     pair: Pair | None = None
-    heard: bytearray = field(default_factory=bytearray)
+    received: bytearray = field(default_factory=bytearray)
 
 
 @dataclass
@@ -64,8 +65,12 @@ class VerifierPool:
     def __init__(
         self, workers: int | None = None, cpu_seconds: float = CPU_SECONDS, wall_seconds: float = WALL_SECONDS
     ) -> None:
-        self.max_workers = workers or _share_of_cores()
+        self.max_workers = workers or cores_per_rank()
         self.cpu_seconds, self.wall_seconds = cpu_seconds, wall_seconds
+        self._reset()
+
+    def _reset(self) -> None:
+        """An empty pool of this process."""
         self.statistics = PoolStatistics()
         self._workers: list[Worker] = []
         self._cache: OrderedDict[Pair, bool] = OrderedDict()
@@ -76,7 +81,7 @@ class VerifierPool:
     def verify(self, pairs: Sequence[Pair]) -> list[bool]:
         """Verdicts in the order of ``pairs``. Never raises on their content."""
         if self._owner != os.getpid():  # the workers and the lock are the parent's
-            self.__init__(self.max_workers, self.cpu_seconds, self.wall_seconds)  # type: ignore[misc]
+            self._reset()
         with self._lock:
             verdicts: dict[Pair, bool] = {}
             waiting: dict[Pair, None] = {}
@@ -115,9 +120,9 @@ class VerifierPool:
                 self._fill(waiting, selector)
                 soonest = min((worker.deadline for worker in self._workers), default=0.0)
                 for event, _ in selector.select(max(0.0, soonest - time.monotonic())):
-                    self._hear(event.data, waiting, verdicts, selector)
+                    self._on_readable(event.data, waiting, verdicts, selector)
                 for worker in [w for w in self._workers if w.deadline < time.monotonic()]:
-                    self._give_up(worker, waiting, verdicts, selector)
+                    self._retire(worker, waiting, verdicts, selector)
             return verdicts
 
     def _fill(self, waiting: deque[Pair], selector: selectors.BaseSelector) -> None:
@@ -153,26 +158,26 @@ class VerifierPool:
             worker.process.stdin.write(json.dumps(pair).encode() + b"\n")  # ASCII: lone surrogates survive escaped
             worker.process.stdin.flush()
 
-    def _hear(
+    def _on_readable(
         self, worker: Worker, waiting: deque[Pair], verdicts: dict[Pair, bool], selector: selectors.BaseSelector
     ) -> None:
         chunk = os.read(worker.process.stdout.fileno(), 4096)  # type: ignore[union-attr]
         if not chunk:
-            self._give_up(worker, waiting, verdicts, selector)
+            self._retire(worker, waiting, verdicts, selector)
             return
-        worker.heard += chunk
-        while (end := worker.heard.find(b"\n")) >= 0:
-            word = bytes(worker.heard[:end])
-            del worker.heard[: end + 1]
+        worker.received += chunk
+        while (end := worker.received.find(b"\n")) >= 0:
+            word = bytes(worker.received[:end])
+            del worker.received[: end + 1]
             worker.deadline = float("inf")
             if word == b"ready":
                 worker.ready = True
             elif worker.pair is not None:
                 self.statistics.late += word == b"late"
-                self._settle(worker.pair, word == b"yes", verdicts)
+                self._record(worker.pair, word == b"yes", verdicts)
                 worker.pair = None
 
-    def _give_up(
+    def _retire(
         self, worker: Worker, waiting: deque[Pair], verdicts: dict[Pair, bool], selector: selectors.BaseSelector
     ) -> None:
         """A worker is late or gone. Its pair is wrong, at the latest when a second worker dies on it; one that never
@@ -194,9 +199,9 @@ class VerifierPool:
             waiting.appendleft(worker.pair)
             return
         self.statistics.late += not in_time
-        self._settle(worker.pair, False, verdicts)
+        self._record(worker.pair, False, verdicts)
 
-    def _settle(self, pair: Pair, verdict: bool, verdicts: dict[Pair, bool]) -> None:
+    def _record(self, pair: Pair, verdict: bool, verdicts: dict[Pair, bool]) -> None:
         self.statistics.judged += 1
         verdicts[pair] = self._cache[pair] = verdict
         if len(self._cache) > CACHE_SIZE:
@@ -218,11 +223,6 @@ def _end(worker: Worker) -> None:
             with contextlib.suppress(BrokenPipeError):
                 stream.close()
     worker.process.wait()
-
-
-def _share_of_cores() -> int:
-    """The cores this process may use, divided among the ranks of torchrun on this machine."""
-    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 _POOL = VerifierPool()

@@ -22,7 +22,7 @@ import sys
 import time
 from typing import Any
 
-from megatron_dcpo.sandbox.guest import isolation
+from megatron_dcpo.sandbox.guest import isolation, rpc
 from megatron_dcpo.sandbox.guest.program import run_program
 
 CONTROL = 3  # the descriptor of the pipe to the judge
@@ -190,7 +190,7 @@ def _program(job: dict[str, Any], given: list[int], limits: dict[str, Any], sett
             os.environ[name] = held
     except BaseException as error:
         os.write(2, f"sandbox: {type(error).__name__}: {error}\n".encode())
-        os._exit(125)
+        os._exit(rpc.EXIT_SANDBOX)
     run_program(job, calls=3 if keep else None, message_bytes=limits["output_bytes"])
 
 

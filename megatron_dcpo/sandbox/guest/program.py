@@ -19,14 +19,13 @@ from typing import Any
 
 from megatron_dcpo.sandbox.guest import rpc
 
-EXIT_MEMORY, EXIT_FORBIDDEN, EXIT_OUTPUT = 96, 97, 98
 _REFUSED = (1, 13, 30, 101)  # EPERM, EACCES, EROFS, ENETUNREACH
 _STREAMS = (
     ("stdin", 0, "r", "surrogateescape"),
     ("stdout", 1, "w", "surrogateescape"),
     ("stderr", 2, "w", "backslashreplace"),
 )
-FLUSH_BYTES, FLUSH_SECONDS = 1 << 16, 0.01  # answers to calls asked ahead are gathered this much
+FLUSH_BYTES, FLUSH_SECONDS = 1 << 16, 0.01  # answers to prefetched calls are gathered this much
 _METHOD = re.compile(r"^(\w+)(?:\(\))?\.(\w+)$")
 
 
@@ -73,14 +72,14 @@ def answer_calls(job: dict[str, Any], calls: list[dict[str, Any]], output: int, 
 def category_code(error: BaseException) -> int:
     """The exit status that tells the judge what kind of failure an exception was."""
     if isinstance(error, MemoryError):
-        return EXIT_MEMORY
+        return rpc.EXIT_MEMORY
     if isinstance(error, OSError):
         if error.errno in _REFUSED:
-            return EXIT_FORBIDDEN
+            return rpc.EXIT_FORBIDDEN
         if error.errno == 27:
-            return EXIT_OUTPUT
+            return rpc.EXIT_OUTPUT
         if error.errno == 12:
-            return EXIT_MEMORY
+            return rpc.EXIT_MEMORY
     return 1
 
 

@@ -19,6 +19,11 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+# Exit statuses of a program's process that say more than "an exception", and what they say.
+EXIT_MEMORY, EXIT_FORBIDDEN, EXIT_OUTPUT = 96, 97, 98
+EXIT_SANDBOX = 125  # the sandbox, not the program, failed: the last line of stderr says why
+CATEGORY_OF_EXIT = {EXIT_MEMORY: "memory", EXIT_FORBIDDEN: "forbidden", EXIT_OUTPUT: "output_limit"}
+
 MAX_DEPTH = 400
 SMALL_INT = 1 << 63
 _HEADER = struct.Struct("!I")

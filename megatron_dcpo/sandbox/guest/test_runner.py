@@ -1,7 +1,7 @@
 """Runs a task's tests in a process of its own and calls the program through a pipe.
 
-The expected values live here and nowhere else. The program is on the other end of ``Line``; what comes back is data of
-builtin types, or a ``Remote`` that stands for an object that stayed with the program. Arguments and results travel by
+The expected values live here and nowhere else. The program is behind a ``ProgramClient``; what comes back is data of
+builtin types, or a ``RemoteObject`` that stands for an object of the program's process. Arguments and results travel by
 value: a program that changes its arguments in place does not change the tests' copy.
 """
 
@@ -30,7 +30,6 @@ _MODULES = (
     "math cmath re sys itertools functools collections heapq bisect string random datetime copy json operator "
     "statistics fractions decimal typing numpy"
 )
-_CATEGORY_OF_EXIT = {96: "memory", 97: "forbidden", 98: "output_limit"}
 
 
 class Stop(BaseException):
@@ -41,36 +40,36 @@ class Stop(BaseException):
         self.category, self.detail = category, detail
 
 
-class Line:
+class ProgramClient:
     """Calls to the program, each within ``timeout`` seconds and ``limit`` bytes."""
 
     def __init__(self, pipe: int, timeout: float, limit: int) -> None:
         self.pipe, self.timeout = pipe, timeout
         self.reader = rpc.Reader(pipe, limit)
         self.classes: dict[str, type] = {}
-        self.remotes: dict[int, Remote] = {}
+        self.remotes: dict[int, RemoteObject] = {}
         self.calls = 0
         self.stopped: Stop | None = None
         self.raised: tuple[BaseException, int] | None = None
-        self._ahead: deque[bytes] = deque()
+        self._prefetched: deque[bytes] = deque()
 
     def call(self, on: dict[str, Any], attribute: str | None, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """What the program returns; what it raises is raised here as the builtin exception that it derives from."""
         self.calls += 1
-        if self._ahead:
-            if self._ahead[0] == _name_of(on, args, kwargs):
-                self._ahead.popleft()
+        if self._prefetched:
+            if self._prefetched[0] == _call_key(on, args, kwargs):
+                self._prefetched.popleft()
                 return self._answer()
-            for _ in range(len(self._ahead)):  # the tests go another way than foreseen
-                self._hear()
-            self._ahead.clear()
+            for _ in range(len(self._prefetched)):  # the tests make another call than predicted
+                self._receive()
+            self._prefetched.clear()
         return self._exchange({"on": on, "attribute": attribute, **self._arguments(args, kwargs)})
 
-    def ask_ahead(self, on: dict[str, Any], calls: Sequence[Sequence[Any]]) -> None:
+    def prefetch(self, on: dict[str, Any], calls: Sequence[Sequence[Any]]) -> None:
         """Send calls that the tests will make in this order; saves a change of processes per call."""
         messages = [{"on": on, **self._arguments(args, {})} for args in calls]
         self._send({"calls": messages})
-        self._ahead.extend(_name_of(on, args, {}) for args in calls)
+        self._prefetched.extend(_call_key(on, args, {}) for args in calls)
 
     def attribute(self, on: dict[str, Any], name: str) -> Any:
         return self._exchange({"on": on, "attribute": name})
@@ -98,7 +97,7 @@ class Line:
         except rpc.Gone:
             self._stop("gone", "")
 
-    def _hear(self) -> dict[str, Any]:
+    def _receive(self) -> dict[str, Any]:
         if self.stopped:
             raise self.stopped
         try:
@@ -110,19 +109,19 @@ class Line:
         except rpc.TooLong as error:
             self._stop("output_limit", str(error))
         except rpc.BadMessage as error:
-            self._stop("wrong", f"the program's answer is no value: {error}")
+            self._stop("wrong", f"the program's answer is not a value: {error}")
         if not isinstance(answer, dict):
-            self._stop("wrong", "the program's answer is no message")
+            self._stop("wrong", "the program's answer is not a message")
         return answer
 
     def _answer(self) -> Any:
-        answer = self._hear()
+        answer = self._receive()
         if "ok" in answer:
             try:
                 decoder = rpc.Decoder(answer.get("objects", []), self.classes, self._remote)
                 return decoder.decode(answer["ok"])
             except rpc.BadMessage as error:
-                self._stop("wrong", f"the program's answer is no value: {error}")
+                self._stop("wrong", f"the program's answer is not a value: {error}")
         if "raised" in answer:
             kind = getattr(builtins, str(answer["raised"]), None)
             kind = kind if isinstance(kind, type) and issubclass(kind, Exception) else RuntimeError
@@ -137,9 +136,9 @@ class Line:
             self._stop("output_limit", f"a result of {answer['long']} bytes")
         self._stop("wrong", f"the result cannot be compared: {answer.get('unsendable')}")
 
-    def _remote(self, number: int, kind: str) -> Remote:
+    def _remote(self, number: int, kind: str) -> RemoteObject:
         if number not in self.remotes:
-            self.remotes[number] = Remote(self, {"reference": number}, kind)
+            self.remotes[number] = RemoteObject(self, {"reference": number}, kind)
         return self.remotes[number]
 
     def _stop(self, category: str, detail: str) -> Any:
@@ -147,34 +146,34 @@ class Line:
         raise self.stopped
 
 
-class Remote:
-    """Something of the program's. It equals itself only: the program's own ``__eq__`` is never asked."""
+class RemoteObject:
+    """An object of the program's process. It equals itself only: the program's ``__eq__`` is never called."""
 
-    def __init__(self, line: Line, on: dict[str, Any], kind: str) -> None:
-        self._line, self._on, self._kind = line, on, kind
+    def __init__(self, client: ProgramClient, on: dict[str, Any], kind: str) -> None:
+        self._client, self._on, self._kind = client, on, kind
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._line.call(self._on, None, args, kwargs)
+        return self._client.call(self._on, None, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return self._line.attribute(self._on, name)
+        return self._client.attribute(self._on, name)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._line.call(self._on, "__iter__", (), {})
+        return self._client.call(self._on, "__iter__", (), {})
 
     def __next__(self) -> Any:
-        return self._line.next(self._on)
+        return self._client.next(self._on)
 
     def __len__(self) -> int:
         try:
-            return self._line.call(self._on, "__len__", (), {})
+            return self._client.call(self._on, "__len__", (), {})
         except AttributeError as error:  # what list() expects of things without a length
             raise TypeError(str(error)) from None
 
     def __getitem__(self, key: Any) -> Any:
-        return self._line.call(self._on, "__getitem__", (key,), {})
+        return self._client.call(self._on, "__getitem__", (key,), {})
 
     def __bool__(self) -> bool:
         return True
@@ -184,12 +183,12 @@ class Remote:
 
 
 def _number(value: Any) -> int:
-    if isinstance(value, Remote) and "reference" in value._on:
+    if isinstance(value, RemoteObject) and "reference" in value._on:
         return int(value._on["reference"])
     raise rpc.Unsendable(f"the tests pass a value of type {type(value).__name__}")
 
 
-def _name_of(on: dict[str, Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bytes:
+def _call_key(on: dict[str, Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bytes:
     """The same for the same call: 1, 1.0 and True are different arguments."""
     try:
         return marshal.dumps((on, list(args), kwargs), 2)  # a version without references between equal parts
@@ -198,63 +197,63 @@ def _name_of(on: dict[str, Any], args: Sequence[Any], kwargs: dict[str, Any]) ->
 
 
 def run_checks(channel: int, task: int, pipe: int, limits: dict[str, Any]) -> None:
-    """Judge one program and say so on ``channel``: ``{"category": ..., "detail": ...}``."""
+    """Judge one program; the verdict goes over ``channel``: ``{"category": ..., "detail": ...}``."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_REAL, limits["total_seconds"])
+    signal.setitimer(signal.ITIMER_REAL, limits["program_seconds"])
     isolation.limit(resource.RLIMIT_AS, limits["checker_bytes"])
     isolation.limit(resource.RLIMIT_CORE, 0)
     sys.setrecursionlimit(10_000)
     with open(task, "rb") as stream:
         tests = json.loads(stream.read())
-    line = Line(pipe, limits["timeout"], limits["output_bytes"])
-    category, detail = judge(tests, line)
+    client = ProgramClient(pipe, limits["test_seconds"], limits["output_bytes"])
+    category, detail = judge(tests, client)
     socket.socket(fileno=channel).send(json.dumps({"category": category, "detail": detail[:1000]}).encode())
 
 
-def judge(tests: dict[str, Any], line: Line) -> tuple[str, str]:
+def judge(tests: dict[str, Any], client: ProgramClient) -> tuple[str, str]:
     """Category and detail. ``gone``: the program's process ended; its exit status tells why."""
     try:
-        _KINDS[tests["kind"]](tests, line)
+        _KINDS[tests["kind"]](tests, client)
     except BaseException as error:
-        if line.stopped:
-            return line.stopped.category, line.stopped.detail
-        if line.raised and line.raised[0] is error:
-            category = _CATEGORY_OF_EXIT.get(line.raised[1], "runtime_error")
+        if client.stopped:
+            return client.stopped.category, client.stopped.detail
+        if client.raised and client.raised[0] is error:
+            category = rpc.CATEGORY_OF_EXIT.get(client.raised[1], "runtime_error")
             return category, f"{type(error).__name__}: {error}"
         if isinstance(error, MemoryError):
             return "memory", "comparing the results"
         return "wrong", f"{type(error).__name__}: {error}"
-    if line.stopped:
-        return line.stopped.category, line.stopped.detail
-    if not line.calls:
+    if client.stopped:
+        return client.stopped.category, client.stopped.detail
+    if not client.calls:
         return "wrong", "the tests never called the program"
     return "passed", ""
 
 
-def _namespace(tests: dict[str, Any], line: Line) -> dict[str, Any]:
+def _namespace(tests: dict[str, Any], client: ProgramClient) -> dict[str, Any]:
     """Names for the tests: what the task itself defines. Its classes travel by value."""
     names: dict[str, Any] = {"__name__": "tests", "__builtins__": builtins}
     if tests.get("setup"):
         exec(compile(tests["setup"], "<setup>", "exec"), names)
-    line.classes = {
+    client.classes = {
         name: value for name, value in names.items() if isinstance(value, type) and value.__module__ == "tests"
     }
     return names
 
 
-def _lend_names(code: Any, names: dict[str, Any], line: Line) -> bool:
+def _bind_free_names(code: Any, names: dict[str, Any], client: ProgramClient) -> bool:
     """Free names of the tests are the program's functions and classes, or well-known modules. Whether there were any
     of the first. Builtins stay what they are: a program that redefines ``len`` does not change the tests."""
-    lent = False
+    bound = False
     for name in dict.fromkeys(_globals_read(code)):
         if name in names or hasattr(builtins, name):
             continue
         if name == "np" or name in _MODULES.split():
             names[name] = importlib.import_module("numpy" if name == "np" else name)
         else:
-            names[name] = Remote(line, {"name": name}, name)
-            lent = True
-    return lent
+            names[name] = RemoteObject(client, {"name": name}, name)
+            bound = True
+    return bound
 
 
 def _globals_read(code: CodeType) -> Iterator[str]:
@@ -283,42 +282,42 @@ def _calls(node: ast.AST) -> list[ast.Call]:
     return [part for part in ast.walk(node) if isinstance(part, ast.Call)]
 
 
-def _execute(source: str, names: dict[str, Any], line: Line, target: str | None, entry: str) -> None:
+def _execute(source: str, names: dict[str, Any], client: ProgramClient, target: str | None, entry: str) -> None:
     tree = ast.parse(source)
-    foreseen = _foreseen(tree, target or entry, names) if target else None
+    predicted = _predicted_calls(tree, target, names) if target and "inputs" in source else None
     code = compile(tree, "<tests>", "exec")
-    lent = _lend_names(code, names, line)
-    if not target and not lent and (shadowed := _shadowed(tree)):
-        names[shadowed] = Remote(line, {"name": shadowed}, "function")
-    if foreseen:
-        line.ask_ahead({"name": entry}, foreseen)
+    bound = _bind_free_names(code, names, client)
+    if not target and not bound and (shadowed := _shadowed(tree)):
+        names[shadowed] = RemoteObject(client, {"name": shadowed}, "function")
+    if predicted:
+        client.prefetch({"name": entry}, predicted)
     exec(code, names)
 
 
-def _check(tests: dict[str, Any], line: Line) -> None:
-    names = _namespace(tests, line)
-    _execute(tests["code"], names, line, "candidate", tests["entry_point"])
-    if isinstance(names.get("check"), Remote) or not callable(names.get("check")):
+def _check(tests: dict[str, Any], client: ProgramClient) -> None:
+    names = _namespace(tests, client)
+    _execute(tests["code"], names, client, "candidate", tests["entry_point"])
+    if isinstance(names.get("check"), RemoteObject) or not callable(names.get("check")):
         raise NameError("the tests define no check(candidate)")
-    names["check"](Remote(line, {"name": tests["entry_point"]}, "function"))
+    names["check"](RemoteObject(client, {"name": tests["entry_point"]}, "function"))
 
 
-def _asserts(tests: dict[str, Any], line: Line) -> None:
-    names = _namespace(tests, line)
+def _asserts(tests: dict[str, Any], client: ProgramClient) -> None:
+    names = _namespace(tests, client)
     entry = tests.get("entry_point")
     if entry and entry.isidentifier():
-        names[entry] = Remote(line, {"name": entry}, "function")
-    _execute(tests["code"], names, line, entry, entry or "")
+        names[entry] = RemoteObject(client, {"name": entry}, "function")
+    _execute(tests["code"], names, client, entry, entry or "")
 
 
-def _function(tests: dict[str, Any], line: Line) -> None:
-    _namespace(tests, line)
-    decoder = rpc.Decoder(tests.get("objects", []), line.classes, line._remote)
+def _function(tests: dict[str, Any], client: ProgramClient) -> None:
+    _namespace(tests, client)
+    decoder = rpc.Decoder(tests.get("objects", []), client.classes, client._remote)
     on = {"name": tests["entry_point"]}
     cases = [{name: decoder.decode(value) for name, value in case.items()} for case in tests["cases"]]
     if not any(case["kwargs"] for case in cases):
-        line.ask_ahead(on, [case["args"] for case in cases])
-    function = Remote(line, on, "function")
+        client.prefetch(on, [case["args"] for case in cases])
+    function = RemoteObject(client, on, "function")
     for place, case in enumerate(cases, start=1):
         result = function(*case["args"], **case["kwargs"])
         assert same(result, case["expected"], float(tests.get("atol") or 0.0)), f"case {place}"
@@ -336,7 +335,7 @@ def same(result: Any, expected: Any, atol: float) -> bool:
 
 
 def _close(result: Any, expected: Any, atol: float) -> bool:
-    """As ``numpy.allclose``, but a list of one number is no number."""
+    """As ``numpy.allclose``, but a list of one number is not a number."""
     if isinstance(expected, list):
         if not isinstance(result, list) or len(result) != len(expected):
             return False
@@ -363,7 +362,7 @@ def _lists(value: Any) -> Any:
     return value
 
 
-def _foreseen(tree: ast.Module, target: str, names: dict[str, Any]) -> list[list[Any]] | None:
+def _predicted_calls(tree: ast.Module, target: str, names: dict[str, Any]) -> list[list[Any]] | None:
     """The arguments of the calls to come where the tests have the form of evalplus: ``inputs = [...]`` and one loop over
     them with one call ``target(*inp)``. None where they have not, or where it cannot be told."""
     bodies = [
@@ -391,7 +390,7 @@ def _calls_once(loop: ast.For, target: str) -> bool:
     return len(calls) == 1 and ast.unparse(calls[0]).endswith("(*inp)") and "inputs" in ast.unparse(loop.iter)
 
 
-_KINDS: dict[str, Callable[[dict[str, Any], Line], None]] = {
+_KINDS: dict[str, Callable[[dict[str, Any], ProgramClient], None]] = {
     "check": _check,
     "asserts": _asserts,
     "function": _function,

@@ -1,0 +1,292 @@
+"""A whole evaluation from one configuration: where the responses come from, how they are judged, what is scored."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections import ChainMap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_dcpo.data import LoadedBenchmark, load_benchmark, render_prompts
+from megatron_dcpo.data.benchmarks import parse_specs
+from megatron_dcpo.data.datasets import message_prompts
+from megatron_dcpo.data.prompts import find_template
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.evaluation.evaluate import (
+    Complete,
+    Judge,
+    Progress,
+    complete_in_batches,
+    equivalent_math,
+    evaluate_benchmark,
+    rejudge,
+    write_evaluation,
+)
+from megatron_dcpo.evaluation.posthoc import Posthoc
+from megatron_dcpo.evaluation.programs import is_code, read_tests, same_program, write_tests
+from megatron_dcpo.evaluation.samples import Sample, SampleLog, read_samples
+from megatron_dcpo.evaluation.scoring import parse_kinds, score_samples
+from megatron_dcpo.judging.answers import FENCED
+from megatron_dcpo.judging.judge import judge_many
+from megatron_dcpo.judging.programs import PackedTests, ProgramVerifier
+from megatron_dcpo.judging.token_bytes import token_bytes
+from megatron_dcpo.rollout import SamplingConfig
+from megatron_dcpo.rollout.openai_client import Endpoint, served_model
+from megatron_dcpo.sandbox.local import CodeLimits
+from megatron_dcpo.types import CONFIDENCE_TAG, Prompt
+
+logger = logging.getLogger(__name__)
+
+Render = Callable[[LoadedBenchmark], list[Prompt]]
+
+TOP_LOGPROBS = 20  # of every token, where a kind of confidence or a post-hoc predictor reads them
+TESTS_FILE = "tests.jsonl.gz"  # beside samples.jsonl: what judging programs again needs
+
+
+def _saved(default: Any) -> Any:
+    """An option that samples depend on: an evaluation is continued with the same value only. The address of a server,
+    its load and the number of repeats may change between two runs."""
+    return field(default=default, metadata={"saved": True})
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """What ``dcpo evaluate`` is told; the options of the command line have the same names.
+
+    Exactly one of ``model`` (a Hugging Face directory), ``endpoint`` (the URL of an OpenAI-compatible server) and
+    ``samples`` (a ``samples.jsonl``) is given. ``benchmarks`` and ``confidence`` are comma-separated names.
+    ``marker`` None: the confidence tag of ``samples``, else ``<conf>``. ``timeout`` is in seconds, for one sample.
+    """
+
+    out: str | Path
+    model: str | None = None
+    endpoint: str | None = None
+    samples: str | None = None
+    benchmarks: str = ""
+    repeats: int = 4
+    confidence: str = "verbal,token,consistency"
+    features: bool = False
+    posthoc: str | None = None
+    marker: str | None = None
+    template: str = _saved("paper")
+    limit: int | None = None
+    data_dir: str | None = None
+    corrections: bool = _saved(False)
+    rejudge: bool = False
+    resamples: int = 1000
+    # sampling: the paper's evaluation
+    temperature: float = _saved(0.7)
+    top_p: float = _saved(0.8)
+    top_k: int = _saved(20)
+    max_tokens: int = _saved(3000)
+    seed: int = _saved(0)
+    batch_size: int = 64
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    engine: Literal["auto", "vllm", "transformers"] = "auto"
+    # programs
+    sandbox: str = "auto"
+    limits: CodeLimits = field(default_factory=CodeLimits)
+    # server
+    model_name: str | None = None
+    api: Literal["chat", "completions"] | None = None
+    api_key_env: str = "OPENAI_API_KEY"
+    concurrency: int = 32
+    timeout: float = 600.0
+    attempts: int = 8
+    extra_body: Mapping[str, Any] = field(default_factory=dict, metadata={"saved": True})
+    fresh: bool = False
+
+    @property
+    def top_logprobs(self) -> int:
+        return TOP_LOGPROBS if self.features or "token_entropy" in parse_kinds(self.confidence) else 0
+
+    @property
+    def sampling(self) -> SamplingConfig:
+        return SamplingConfig(
+            n=self.repeats,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            max_tokens=self.max_tokens,
+            seed=self.seed,
+            raw_logprobs=True,
+            top_logprobs=self.top_logprobs,
+        )
+
+    def settings(self, model: str) -> dict[str, Any]:
+        """What ``settings.json`` holds of the samples of ``model``."""
+        saved = {option.name: getattr(self, option.name) for option in fields(self) if option.metadata.get("saved")}
+        saved |= {"top_logprobs": self.top_logprobs, "model": model}
+        # not in the settings of evaluations that know no other
+        return saved if self.marker == CONFIDENCE_TAG else saved | {"marker": self.marker}
+
+
+def run_evaluation(config: EvaluationConfig, progress: Progress | None = None) -> dict[str, Any]:
+    """Sample (or read), judge, score, and write everything to ``config.out``; returns what ``evaluation.json`` holds.
+
+    Raises :class:`UserError` on bad input, as early as it can be known.
+    """
+    kinds = parse_kinds(config.confidence)
+    predictor = Posthoc.load(config.posthoc) if config.posthoc else None
+    before = _evaluation_beside(config.samples) if config.samples else {}
+    config = replace(
+        config,
+        features=config.features or (predictor is not None and predictor.method == "confclass"),
+        marker=config.marker or before.get("marker") or CONFIDENCE_TAG,
+    )
+    if config.samples:
+        samples, model = _old_samples(config), before.get("model", "")
+    else:
+        samples, model = _new_samples(config, progress)
+    if predictor is not None:
+        samples = predictor.apply(samples)
+        kinds = tuple(dict.fromkeys((*kinds, "posthoc")))
+    evaluation = score_samples(samples, kinds, model, resamples=config.resamples, seed=config.seed)
+    if config.marker != CONFIDENCE_TAG:
+        evaluation["marker"] = config.marker
+    write_evaluation(config.out, evaluation, samples)
+    return evaluation
+
+
+def _evaluation_beside(samples: str) -> dict[str, Any]:
+    """The evaluation.json beside old samples, nothing where there is none."""
+    path = Path(samples).with_name("evaluation.json")
+    evaluation: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return evaluation
+
+
+def _judge(config: EvaluationConfig, programs: ProgramVerifier | None) -> Judge:
+    """The judge of programs where there is a verifier of programs, else of mathematics."""
+    assert config.marker is not None
+    if programs is None:
+        return partial(judge_many, marker=config.marker)
+    return partial(judge_many, marker=config.marker, verifier=programs, form=FENCED)
+
+
+# ------------------------------------------------------------------------------------------------ samples of before
+
+
+def _old_samples(config: EvaluationConfig) -> list[Sample]:
+    """The responses of an earlier evaluation, judged anew where asked for."""
+    assert config.samples is not None
+    samples = read_samples(config.samples)
+    if not samples:
+        raise UserError(f"{config.samples}: no samples in it")
+    keys = {sample.ground_truth for sample in samples if is_code(sample)}
+    tests_file = Path(config.samples).with_name(TESTS_FILE)
+    tests = read_tests(tests_file, keys) if keys and (config.rejudge or tests_file.exists()) else {}
+    if tests:
+        Path(config.out).mkdir(parents=True, exist_ok=True)
+        write_tests(tests, Path(config.out) / TESTS_FILE)
+    return _judged_anew(samples, tests, config) if config.rejudge else samples
+
+
+def _judged_anew(samples: list[Sample], tests: PackedTests, config: EvaluationConfig) -> list[Sample]:
+    """Mathematics and programs each by their judge, in the order given."""
+    programs = ProgramVerifier(tests, config.limits, config.sandbox) if tests else None
+    judged: dict[int, Sample] = {}
+    for code in (False, True):
+        places = [place for place, sample in enumerate(samples) if is_code(sample) is code]
+        if places:
+            judge, equivalent = _judge(config, programs if code else None), same_program if code else equivalent_math
+            judged |= dict(zip(places, rejudge([samples[p] for p in places], judge, equivalent), strict=True))
+    return [judged[place] for place in range(len(samples))]
+
+
+# ------------------------------------------------------------------------------------------------ new samples
+
+
+def _new_samples(config: EvaluationConfig, progress: Progress | None) -> tuple[list[Sample], str]:
+    """The model or the server sampled on every benchmark, judged; and the name of the model."""
+    if not config.benchmarks:
+        raise UserError("--benchmarks is missing; name at least one, for instance --benchmarks math500")
+    find_template(config.template)
+    # Everything that can be wrong with the data, or with running programs here, is known before the model is loaded.
+    loaded = [load_benchmark(spec, config.data_dir, config.corrections) for spec in parse_specs(config.benchmarks)]
+    for warning in (text for benchmark in loaded for text in benchmark.warnings):
+        logger.warning(warning)
+    tests_of = {benchmark.name: _tests_of(benchmark) for benchmark in loaded}
+    tests = dict(ChainMap(*tests_of.values()))
+    programs = ProgramVerifier(tests, config.limits, config.sandbox) if tests else None
+    model, render, complete = _server(config) if config.endpoint else _local_model(config)
+    samples: list[Sample] = []
+    # A model directory may hold other weights under the same name: only a server's samples are taken up again.
+    with SampleLog(config.out, config.settings(model), fresh=config.fresh or not config.endpoint) as log:
+        if tests:
+            write_tests(tests, Path(config.out) / TESTS_FILE)
+        for benchmark in loaded:
+            code = bool(tests_of[benchmark.name])
+            samples += evaluate_benchmark(
+                benchmark,
+                render(benchmark),
+                complete,
+                repeats=config.repeats,
+                judge=_judge(config, programs if code else None),
+                equivalent=same_program if code else equivalent_math,
+                log=log,
+                keep_features=config.features,
+                progress=progress,
+            )
+    return samples, model
+
+
+def _tests_of(benchmark: LoadedBenchmark) -> dict[str, bytes]:
+    """The packed tests of a code benchmark by their key, nothing for others."""
+    return {record.answer: record.tests for record in benchmark.records if record.tests is not None}
+
+
+def _server(config: EvaluationConfig) -> tuple[str, Render, Complete]:
+    """Name of the model, the prompts of a benchmark as messages, and the samples of ``endpoint``."""
+    assert config.endpoint is not None
+    api_key = os.environ.get(config.api_key_env) or None
+    model = config.model_name or served_model(config.endpoint, api_key)
+    endpoint = Endpoint(
+        config.endpoint,
+        model,
+        config.sampling,
+        api=config.api or ("chat" if find_template(config.template).chat else "completions"),
+        api_key=api_key,
+        concurrency=config.concurrency,
+        timeout=config.timeout,
+        attempts=config.attempts,
+        extra_body=config.extra_body,
+    )
+
+    def render(benchmark: LoadedBenchmark) -> list[Prompt]:
+        return message_prompts(benchmark.records, config.template, config.limit, config.marker or CONFIDENCE_TAG)
+
+    return model, render, endpoint.complete
+
+
+def _local_model(config: EvaluationConfig) -> tuple[str, Render, Complete]:
+    """The same for a checkpoint directory, sampled in this process."""
+    from megatron_dcpo.rollout.build import build_local_engine, load_tokenizer
+    from megatron_dcpo.rollout.vllm_engine import VllmOptions
+
+    assert config.model is not None
+    options = VllmOptions(dtype=config.dtype, max_num_seqs=config.batch_size, raw_logprobs=True, seed=config.seed)
+    engine = build_local_engine(config.engine, config.model, options)
+    tokenizer = load_tokenizer(config.model)
+    complete = complete_in_batches(
+        lambda prompts: engine.generate(prompts, config.sampling),
+        token_bytes(tokenizer),
+        engine.eos_token_ids,
+        batch_size=max(1, config.batch_size // config.repeats),
+    )
+
+    def render(benchmark: LoadedBenchmark) -> list[Prompt]:
+        return render_prompts(
+            benchmark.records,
+            tokenizer,
+            config.template,
+            limit=config.limit,
+            marker=config.marker or CONFIDENCE_TAG,
+            source=benchmark.name,
+        )
+
+    return config.model, render, complete

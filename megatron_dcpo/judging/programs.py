@@ -1,0 +1,43 @@
+"""R for programs: the program of a response against the tests of its problem, in the sandbox."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Mapping, Sequence
+
+from megatron_dcpo.data.code_problems import unpack_tests
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.judging.answers import Outcome
+from megatron_dcpo.runtime.cores import cores_per_rank
+from megatron_dcpo.sandbox.judge import CodeLimits, CodePool
+
+PackedTests = Mapping[str, bytes]  # by their key, which is the ground truth of a programming problem
+
+
+class ProgramVerifier:
+    """The verifier (``judge.Verifier``) of programming problems whose packed tests are ``tests``.
+
+    All batches share the same warm sandboxes, which start with the first program and end with the process. Raises
+    :class:`UserError` at once where no sandbox works, and when called with a ground truth that is not the key of tests.
+    """
+
+    def __init__(
+        self,
+        tests: PackedTests,
+        limits: CodeLimits | None = None,
+        sandbox: str = "auto",
+        workers: int | None = None,
+    ) -> None:
+        self.tests = tests
+        self.pool = CodePool(limits=limits, sandbox=sandbox, workers=workers or cores_per_rank())
+        atexit.register(self.pool.close)
+
+    def __call__(self, pairs: Sequence[tuple[str | None, str]]) -> list[Outcome]:
+        """The outcome of each (program or None, key of its tests)."""
+        unpacked = {}
+        for key in dict.fromkeys(key for _, key in pairs):
+            if key not in self.tests:
+                raise UserError(f"no tests for {key!r}: the data of a code run must be programming problems")
+            unpacked[key] = unpack_tests(self.tests[key])
+        verdicts = [self.pool.submit(program, unpacked[key], where=key) for program, key in pairs]
+        return [Outcome(verdict.correct == 1, verdict.category) for verdict in (v.result() for v in verdicts)]

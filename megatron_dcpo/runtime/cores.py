@@ -1,0 +1,10 @@
+"""How many processor cores a rank may use. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+
+
+def cores_per_rank() -> int:
+    """The cores this process may use, divided among the ranks that torchrun started on this machine; at least 1."""
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
