@@ -30,6 +30,7 @@ from megatron_dcpo.checkpoints.manifest import (
 )
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.distributed import all_gather_objects, barrier, broadcast_object, max_over_ranks
+from megatron_dcpo.runtime.files import write_atomically
 
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config  # isort: skip
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
@@ -135,9 +136,7 @@ class Saver:
             os.replace(final, _free_name(final))
         os.replace(temporary, final)
         sync_directory(self.directory)
-        announce = self.directory / (LATEST + ".tmp")
-        announce.write_text(str(pending.iteration))
-        os.replace(announce, self.directory / LATEST)
+        write_atomically(self.directory / LATEST, str(pending.iteration))
         self.damaged.discard(pending.iteration)
         kept = [iteration for iteration in iterations(self.directory) if iteration not in self.damaged][-self.keep :]
         for iteration in iterations(self.directory):

@@ -68,7 +68,7 @@ from megatron_dcpo.weights.table import Interleaving, hf_shapes
 
 # What the model is besides its weights (config, tokenizer, the split into files), kept in an imported checkpoint.
 HF_SUBDIRECTORY = "hf"
-_CHUNK_BYTES = 2**29  # a reader loads chunks whole, also when it wants a slice
+_CHUNK_BYTES = 2**28  # a reader loads chunks whole, also when it wants a slice
 _EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 _THREADS = min(4, os.cpu_count() or 1)

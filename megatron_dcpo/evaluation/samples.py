@@ -20,6 +20,7 @@ import numpy as np
 from megatron_dcpo.calibration.summary import json_ready
 from megatron_dcpo.data.datasets import read_json_lines
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.runtime.files import write_atomically
 
 
 @dataclass(frozen=True)
@@ -92,10 +93,7 @@ def _answer_classes(answers: Sequence[str | None], equivalent: Callable[[str, st
 
 def write_samples(samples: Iterable[Sample], path: str | Path) -> None:
     """Complete or not there: an older file stays until the new one is written."""
-    target = Path(path)
-    temporary = target.with_name(target.name + ".tmp")
-    temporary.write_text("".join(map(sample_line, samples)), encoding="utf-8")
-    os.replace(temporary, target)
+    write_atomically(Path(path), "".join(map(sample_line, samples)))
 
 
 def sample_line(sample: Sample) -> str:

@@ -14,7 +14,7 @@ from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.types import Prompt, Response
 from megatron_dcpo.weights.architecture import Architecture, read_architecture
-from megatron_dcpo.weights.planner import Piece
+from megatron_dcpo.weights.planner import WeightSlice
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Engine(Protocol):
         Raises :class:`megatron_dcpo.runtime.signals.RolloutAbandoned` soon after ``signals.stop_requested()`` turns true."""
         ...
 
-    def update_weights(self, buckets: Iterable[Sequence[Piece]], version: int) -> None:
+    def update_weights(self, buckets: Iterable[Sequence[WeightSlice]], version: int) -> None:
         """Overwrite the engine's weights, bucket by bucket; complete when it returns. Wakes a sleeping engine.
 
         The values of a bucket are the caller's and valid until the next one is asked for.

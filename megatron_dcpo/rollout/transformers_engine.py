@@ -21,7 +21,7 @@ from megatron_dcpo.runtime.device import current_device
 from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.runtime.signals import RolloutAbandoned, stop_requested
 from megatron_dcpo.types import Prompt, Response
-from megatron_dcpo.weights.planner import Piece
+from megatron_dcpo.weights.planner import WeightSlice
 
 _COMPACT_BELOW = 0.75  # drop finished rows from the KV cache when less than this share is still running
 
@@ -55,7 +55,7 @@ class TransformersEngine:
             raise UserError(f"cannot load a model from {model_dir}: {' '.join(str(error).split())}") from None
         return cls(model.to(current_device()), read_eos_token_ids(Path(model_dir)), max_num_seqs)
 
-    def update_weights(self, buckets: Iterable[Sequence[Piece]], version: int) -> None:
+    def update_weights(self, buckets: Iterable[Sequence[WeightSlice]], version: int) -> None:
         for bucket in buckets:
             for piece in bucket:
                 piece.write_into(self._parameters[piece.name].data)

@@ -31,7 +31,7 @@ from megatron_dcpo.runtime.dtypes import dtype_name
 from megatron_dcpo.runtime.signals import RolloutAbandoned, stop_requested
 from megatron_dcpo.types import Prompt, Response
 from megatron_dcpo.weights.architecture import read_architecture
-from megatron_dcpo.weights.planner import Piece
+from megatron_dcpo.weights.planner import WeightSlice
 from megatron_dcpo.weights.reshard_plan import check_engine
 
 logger = logging.getLogger(__name__)
@@ -170,7 +170,7 @@ class VllmEngine:
             raise EngineError("the ranks of one engine sampled different tokens")
 
     # -------------------------------------------------------------------------------------------------- weights
-    def update_weights(self, buckets: Iterable[Sequence[Piece]], version: int) -> None:
+    def update_weights(self, buckets: Iterable[Sequence[WeightSlice]], version: int) -> None:
         """Through vLLM's weight-transfer API; a sleeping engine gets its weights' memory back first, its KV cache last."""
         self._wake("weights")
         self.llm.start_weight_update()

@@ -29,7 +29,7 @@ from megatron_dcpo.runtime.signals import RolloutAbandoned, stop_requested
 from megatron_dcpo.types import Prompt, Response
 from megatron_dcpo.weights.architecture import read_architecture
 from megatron_dcpo.weights.hf_checkpoint import copy_side_files, tensors_on_disk
-from megatron_dcpo.weights.planner import Piece
+from megatron_dcpo.weights.planner import WeightSlice
 from megatron_dcpo.weights.table import hf_shapes
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class ServerEngine:
         self._check_version()  # a server that came back in between has other weights
         return [found[number] for number in range(len(wanted))]
 
-    def update_weights(self, buckets: Iterable[Sequence[Piece]], version: int) -> None:
+    def update_weights(self, buckets: Iterable[Sequence[WeightSlice]], version: int) -> None:
         """Write the weights and have the server read them; every rank waits until it has."""
         failure = ""
         if distributed.topology().rank == 0:
@@ -140,7 +140,7 @@ class ServerEngine:
             weights_version=self.weights_version,
         )
 
-    def _write(self, buckets: Iterable[Sequence[Piece]], directory: Path) -> None:
+    def _write(self, buckets: Iterable[Sequence[WeightSlice]], directory: Path) -> None:
         directory.parent.mkdir(parents=True, exist_ok=True)
         pieces = (piece for bucket in buckets for piece in bucket)
         with new_directory(directory, overwrite=True) as temporary:

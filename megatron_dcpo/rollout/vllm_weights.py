@@ -29,7 +29,7 @@ from vllm.model_executor.model_loader.reload.meta import materialize_layer, rest
 
 from megatron_dcpo.runtime.device import synchronize
 from megatron_dcpo.weights.architecture import Architecture
-from megatron_dcpo.weights.planner import Piece
+from megatron_dcpo.weights.planner import WeightSlice
 from megatron_dcpo.weights.reshard_plan import engine_slice
 from megatron_dcpo.weights.table import hf_shapes
 
@@ -44,13 +44,13 @@ class SliceOfWhole(Tensor):
     other than ``keeps`` (dimension, start, stop) too, raises RuntimeError, so that no number is ever made up.
     """
 
-    piece: Piece
+    piece: WeightSlice
     keeps: tuple[int, int, int]
     window: tuple[int, int]  # what this is of the whole tensor, along the dimension of ``keeps``
     copied: list[int]  # numbers copied so far; shared with the tensors narrowed from this one
 
     @staticmethod
-    def __new__(cls, piece: Piece, shape: Sequence[int], keeps: tuple[int, int, int]) -> SliceOfWhole:
+    def __new__(cls, piece: WeightSlice, shape: Sequence[int], keeps: tuple[int, int, int]) -> SliceOfWhole:
         values = piece.values
         made = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=values.dtype, device=values.device)
         made.piece, made.keeps, made.window, made.copied = piece, keeps, (0, shape[piece.dim]), [0]
@@ -133,7 +133,7 @@ class _Init(WeightTransferInitInfo):
 class _Update(WeightTransferUpdateInfo):
     """Slices of a bucket; they stay the caller's."""
 
-    pieces: Sequence[Piece]
+    pieces: Sequence[WeightSlice]
     arch: Architecture
 
 

@@ -1,4 +1,4 @@
-"""A directory that appears complete or not at all."""
+"""Files and directories that appear complete or not at all."""
 
 from __future__ import annotations
 
@@ -16,6 +16,17 @@ from typing import Any
 from megatron_dcpo.errors import UserError
 
 _MARKER = ".being-written"  # locked by the process that writes the directory
+
+
+def write_atomically(path: Path, data: str | bytes) -> None:
+    """Write ``path`` (text as UTF-8); an older file stays until the new one is complete. Raises :class:`OSError`."""
+    temporary = path.with_name(f"{path.name}.{threading.get_ident()}.tmp")
+    try:
+        temporary.write_bytes(data.encode() if isinstance(data, str) else data)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 @contextmanager

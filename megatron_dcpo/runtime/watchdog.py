@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 from megatron_dcpo.errors import EXIT_PEER_LOST, Stopped
 from megatron_dcpo.runtime import signals
+from megatron_dcpo.runtime.files import write_atomically
 
 LOST_AFTER_SECONDS = 30.0
 _INTERVAL = 1.0
@@ -227,9 +228,7 @@ class Watch:
         path = self.directory / f"rank{self.rank:05d}.json"
         with contextlib.suppress(OSError):  # a full disk is reported by what matters
             self.directory.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_name(f"{path.name}.{threading.get_ident()}")
-            temporary.write_text(self._note() + "\n")
-            os.replace(temporary, path)
+            write_atomically(path, self._note() + "\n")
 
     def _out_of_contact(self) -> str:
         last = f"; the first rank was {self._beats[0]}" if 0 in self._beats else ""

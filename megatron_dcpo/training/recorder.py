@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from megatron_dcpo.checkpoints.saver import last_complete
 from megatron_dcpo.config import as_dict, to_yaml
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.distributed import broadcast_object
+from megatron_dcpo.runtime.files import write_atomically
 from megatron_dcpo.runtime.timers import Timers
 from megatron_dcpo.training.preflight import check_wandb
 from megatron_dcpo.training.run import Run
@@ -252,9 +252,7 @@ def _keep_steps_before(path: Path, first_step: int) -> None:
                 kept.append(line)
         except (ValueError, KeyError):  # the line that the kill cut off
             continue
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text("".join(line + "\n" for line in kept))
-    os.replace(temporary, path)
+    write_atomically(path, "".join(line + "\n" for line in kept))
 
 
 def _progress_bar(total: int, completed: int) -> Any:

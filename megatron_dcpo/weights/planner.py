@@ -3,8 +3,7 @@
 Every Megatron parameter is cut along one dimension, and so is every Hugging Face tensor in it; a plan is therefore a
 list of interval pairs along that dimension. Import runs the pairs from Hugging Face to Megatron, export and
 resharding run the same pairs the other way.
-
-What travels between a policy and whoever wants its weights: slices of Hugging Face tensors.
+:class:`WeightSlice` is the form in which weights leave the policy.
 """
 
 from __future__ import annotations
@@ -198,7 +197,7 @@ def _qkv_copies(arch: Architecture, tp: int, rank: int, row: Row, primary: bool)
 
 
 @dataclass(frozen=True)
-class Piece:
+class WeightSlice:
     """``values`` are rows (dim 0) or columns (dim 1) ``start : start + values.shape[dim]`` of tensor ``name``."""
 
     name: str

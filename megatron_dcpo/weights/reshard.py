@@ -19,13 +19,13 @@ from torch import Tensor
 from megatron_dcpo.runtime.device import current_device
 from megatron_dcpo.runtime.distributed import Progress, Topology
 from megatron_dcpo.weights.architecture import Architecture
-from megatron_dcpo.weights.planner import Copy, Layout, Piece
-from megatron_dcpo.weights.reshard_plan import BUCKET_BYTES, Chunk, Message, ReshardPlan, reshard_plan
+from megatron_dcpo.weights.planner import Copy, Layout, WeightSlice
+from megatron_dcpo.weights.reshard_plan import BUCKET_BYTES, BucketEntry, Message, ReshardPlan, reshard_plan
 from megatron_dcpo.weights.table import hf_shapes
 
 
 class Shards(Protocol):
-    """What is exported: one rank's part of a model, as ``policy.model.Policy`` has it."""
+    """What is exported: one rank's op of a model, as ``policy.model.Policy`` has it."""
 
     @property
     def arch(self) -> Architecture: ...
@@ -74,8 +74,8 @@ def plan_for(
 
 def export_buckets(
     policy: Shards, plan: ReshardPlan, traffic: Traffic | None = None
-) -> Generator[list[Piece], None, None]:
-    """The slices this rank's engine keeps, bucket by bucket; large ones come in several pieces, one after the other.
+) -> Generator[list[WeightSlice], None, None]:
+    """The slices this rank's engine keeps, bucket by bucket; large ones come in several parts, one after the other.
     Collective over the replica.
 
     A bucket's values are valid until the next one is asked for. Close the generator when a bucket cannot be taken (as
@@ -84,21 +84,21 @@ def export_buckets(
     """
     local, traffic = _Local(policy), traffic if traffic is not None else Traffic()
     dtype, device = local.dtype, current_device()
-    space = torch.empty(plan.assembled // plan.itemsize, dtype=dtype, device=device)
-    mail = torch.empty(plan.message // plan.itemsize, dtype=dtype, device=device)
-    traffic.peak = max(traffic.peak, space.nbytes + mail.nbytes)
+    assembly_buffer = torch.empty(plan.assembled // plan.itemsize, dtype=dtype, device=device)
+    recv_buffer = torch.empty(plan.message // plan.itemsize, dtype=dtype, device=device)
+    traffic.peak = max(traffic.peak, assembly_buffer.nbytes + recv_buffer.nbytes)
     progress = Progress("reshard", policy.topology.model_group)
     for number, bucket in enumerate(plan.buckets, 1):
         where = f"weight synchronisation, bucket {number} of {len(plan.buckets)}"
         try:
-            targets = local.targets(bucket.chunks, space)
+            targets = local.targets(bucket.entries, assembly_buffer)
             for message in bucket.messages:
-                traffic.received += _deliver(policy, local, message, targets, mail)
+                traffic.received += _exchange(policy, local, message, targets, recv_buffer)
         except RuntimeError as error:
             raise SynchronisationError(f"{where}: {progress.who_is_behind(number)} ({_short(error)})") from error
         accepted = False
         try:
-            yield [targets[chunk.hf] for chunk in bucket.chunks]
+            yield [targets[entry.hf] for entry in bucket.entries]
             accepted = True
         finally:
             refused = progress.acknowledge(number, accepted)
@@ -107,10 +107,10 @@ def export_buckets(
         traffic.buckets += 1
 
 
-def export_pieces(
+def export_slices(
     policy: Shards, wanted: tuple[str, ...] | None = None, bucket_bytes: int = BUCKET_BYTES
-) -> Iterator[Piece]:
-    """The whole tensors named in ``wanted`` (default: all), large ones in several pieces, on every rank of the replica.
+) -> Iterator[WeightSlice]:
+    """The whole tensors named in ``wanted`` (default: all), large ones in several parts, on every rank of the replica.
     Collective over the replica."""
     for bucket in export_buckets(policy, plan_for(policy, 1, bucket_bytes, wanted)):
         yield from bucket
@@ -120,8 +120,8 @@ def gather_full(policy: Shards, shapes: dict[str, tuple[int, ...]]) -> dict[str,
     """The full tensors named in ``shapes``, on every rank of the replica, on the CPU. Collective."""
     dtype = next(iter(policy.parameters(0).values())).dtype
     full = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
-    for piece in export_pieces(policy, tuple(full)):
-        piece.write_into(full[piece.name])
+    for slice_ in export_slices(policy, tuple(full)):
+        slice_.write_into(full[slice_.name])
     return full
 
 
@@ -154,19 +154,19 @@ class _Local:
                 self._held.setdefault(copy.hf, []).append((copy, parameters[copy.megatron]))
         self.dtype = next(iter(policy.parameters(0).values())).dtype
 
-    def targets(self, chunks: Sequence[Chunk], space: Tensor) -> dict[str, Piece]:
-        """Where the slices of a bucket are or will be: the parameter itself where it has all of one, else ``space``,
-        filled with what is here."""
+    def targets(self, entries: Sequence[BucketEntry], assembly_buffer: Tensor) -> dict[str, WeightSlice]:
+        """Where the slices of a bucket are or will be: the parameter itself where it has all of one, else a part of
+        ``assembly_buffer``, filled with what this rank holds."""
         targets, used = {}, 0
-        for chunk in chunks:
-            name, (dim, start, stop) = chunk.hf, chunk.slices[self.rank]
-            values = self._as_it_is(name, dim, start, stop)
+        for entry in entries:
+            name, (dim, start, stop) = entry.hf, entry.slices[self.rank]
+            values = self._in_place(name, dim, start, stop)
             if values is None:
                 shape = _sliced(self.shapes[name], dim, stop - start)
-                values = space[used : used + math.prod(shape)].view(shape)
+                values = assembly_buffer[used : used + math.prod(shape)].view(shape)
                 used += values.numel()
                 self.fill(values, name, start)
-            targets[name] = Piece(name, dim, start, values)
+            targets[name] = WeightSlice(name, dim, start, values)
         return targets
 
     def fill(self, values: Tensor, name: str, start: int) -> None:
@@ -177,7 +177,7 @@ class _Local:
                 source = parameter.narrow(copy.dim, copy.start + first - copy.hf_start, last - first)
                 values.narrow(copy.dim, first - start, last - first).copy_(source)
 
-    def _as_it_is(self, name: str, dim: int, start: int, stop: int) -> Tensor | None:
+    def _in_place(self, name: str, dim: int, start: int, stop: int) -> Tensor | None:
         for copy, parameter in self._held.get(name, ()):
             if copy.hf_start <= start and stop <= copy.hf_stop:
                 return parameter.narrow(dim, copy.start + start - copy.hf_start, stop - start)
@@ -188,17 +188,19 @@ def _sliced(shape: Sequence[int], dim: int, length: int) -> tuple[int, ...]:
     return tuple(length if d == dim else n for d, n in enumerate(shape))
 
 
-def _deliver(policy: Shards, local: _Local, message: Message, targets: dict[str, Piece], mail: Tensor) -> int:
+def _exchange(
+    policy: Shards, local: _Local, message: Message, targets: dict[str, WeightSlice], recv_buffer: Tensor
+) -> int:
     """Send or receive one message; returns the bytes this rank received."""
     if local.rank != message.owner and local.rank not in message.readers:
         return 0
-    group, flat = policy.topology.model_group, mail[: message.numel]
-    shapes = [_sliced(local.shapes[part.hf], part.dim, part.stop - part.start) for part in message.parts]
-    views = [v.view(s) for v, s in zip(flat.split([part.numel for part in message.parts]), shapes, strict=True)]
+    group, flat = policy.topology.model_group, recv_buffer[: message.numel]
+    shapes = [_sliced(local.shapes[op.hf], op.dim, op.stop - op.start) for op in message.ops]
+    views = [v.view(s) for v, s in zip(flat.split([op.numel for op in message.ops]), shapes, strict=True)]
     sends = local.rank == message.owner
     if sends:
-        for part, view in zip(message.parts, views, strict=True):
-            local.fill(view, part.hf, part.start)
+        for op, view in zip(message.ops, views, strict=True):
+            local.fill(view, op.hf, op.start)
     if len(message.readers) == dist.get_world_size(group) - 1:
         dist.broadcast(flat, group=group, group_src=message.owner)
     elif sends:
@@ -208,9 +210,9 @@ def _deliver(policy: Shards, local: _Local, message: Message, targets: dict[str,
         dist.recv(flat, group=group, group_src=message.owner)
     if sends:
         return 0
-    for part, view in zip(message.parts, views, strict=True):
-        target = targets[part.hf]
-        target.values.narrow(part.dim, part.start - target.start, part.stop - part.start).copy_(view)
+    for op, view in zip(message.ops, views, strict=True):
+        target = targets[op.hf]
+        target.values.narrow(op.dim, op.start - target.start, op.stop - op.start).copy_(view)
     return flat.nbytes
 
 

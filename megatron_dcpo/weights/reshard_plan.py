@@ -1,10 +1,9 @@
 """The plan of a weight synchronisation: which bytes go from which trainer rank to which, bucket by bucket. Pure.
 
-Every engine rank gets, of every Hugging Face tensor, the slice it keeps (the whole tensor with an engine of one rank).
-What it holds already as a trainer rank does not travel; the rest travels once from its owner, so the bytes a rank
-receives are the least possible. A tensor that is larger than a bucket is cut into chunks.
-
-Which slice of each Hugging Face tensor a tensor-parallel engine rank keeps. Pure; vLLM's rule for dense models.
+Every engine rank gets, of every Hugging Face tensor, the slice it keeps by vLLM's rule for dense models (the whole tensor
+with an engine of one rank). What it holds already as a trainer rank does not travel; the rest travels once from its owner,
+so the bytes a rank receives are the least possible. Two passes: per tensor the list of :class:`TransferOp`, then the
+operations packed into buckets; a tensor that is larger than a bucket is cut into several entries.
 """
 
 from __future__ import annotations
@@ -14,19 +13,20 @@ import hashlib
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.weights.architecture import Architecture
 from megatron_dcpo.weights.planner import Coordinates, Copy, Layout, plan
-from megatron_dcpo.weights.table import hf_shapes
+from megatron_dcpo.weights.table import engine_cuts, hf_shapes
 
 BUCKET_BYTES = 512 * 2**20
+Slice = tuple[int, int, int]  # dimension, start, stop
 MESSAGE_SHARE = 8  # of a bucket, one part in so many is for the message on its way, the rest for what has arrived
 
 
 @dataclass(frozen=True)
-class Part:
+class TransferOp:
     """``hf[start:stop]`` along ``dim``, the ranks of the replica that hold it (the owner first) and those that need it.
 
     ``interleaved``: Megatron keeps it in several places (query groups), so a holder has to put it together as well.
@@ -41,35 +41,49 @@ class Part:
     readers: tuple[int, ...]
     interleaved: bool
 
+    def cut(self, start: int, stop: int, readers: tuple[int, ...]) -> TransferOp:
+        """``hf[start:stop]`` of this, for ``readers``."""
+        numel = self.numel // (self.stop - self.start) * (stop - start)
+        return replace(self, start=start, stop=stop, numel=numel, readers=readers)
+
+    def overlap(self, slice_: Slice) -> int:
+        """Indices of this in a slice of the tensor."""
+        return max(0, min(self.stop, slice_[2]) - max(self.start, slice_[1]))
+
 
 @dataclass(frozen=True)
 class Message:
-    """Parts sent flat, one after the other, from ``owner`` to ``readers`` (ranks within the replica)."""
+    """Operations whose values are sent flat, one after the other, from ``owner`` to ``readers`` (ranks of the replica)."""
 
     owner: int
     readers: tuple[int, ...]
-    parts: tuple[Part, ...]
+    ops: tuple[TransferOp, ...]
 
     @property
     def numel(self) -> int:
-        return sum(part.numel for part in self.parts)
+        return sum(op.numel for op in self.ops)
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """Tensor ``hf``, or as much of it as a bucket holds. ``slices``: (dimension, start, stop) of it on every rank."""
+class BucketEntry:
+    """Tensor ``hf``, or as much of it as a bucket holds. ``slices``: what each rank keeps of it."""
 
     hf: str
-    slices: tuple[tuple[int, int, int], ...]
+    slices: tuple[Slice, ...]
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Chunks handed to the engine in one call, of every tensor at most one; and the messages that bring what a rank
+    """Entries handed to the engine in one call, of every tensor at most one; and the messages that bring what a rank
     misses of them."""
 
-    chunks: tuple[Chunk, ...]
+    entries: tuple[BucketEntry, ...]
     messages: tuple[Message, ...]
+
+
+_Held = dict[str, list[TransferOp]]  # of every tensor, what ranks hold
+_Slices = dict[str, tuple[Slice, ...]]  # of every tensor, what each rank's engine keeps
+_Planned = tuple[BucketEntry, list[TransferOp]]
 
 
 @dataclass(frozen=True)
@@ -135,12 +149,10 @@ def reshard_plan(
     held = _held(arch, layout, names)
     message, capacity = _share_of_a_bucket(arch, names, ranks, bucket_bytes, itemsize)
     buckets, assembled = [], 0
-    for filled in _fill(_chunks(arch, held, slices, capacity), capacity):
-        messages = _messages([part for chunk in filled for part in chunk.parts], message)
-        buckets.append(Bucket(tuple(chunk.chunk for chunk in filled), tuple(messages)))
-        assembled = max(
-            assembled, *(sum(needs) for needs in zip(*(chunk.to_assemble for chunk in filled), strict=True))
-        )
+    for packed in _pack(_entries(arch, held, slices, capacity), capacity):
+        messages = _messages([op for _, ops in packed for op in ops], message)
+        buckets.append(Bucket(tuple(entry for entry, _ in packed), tuple(messages)))
+        assembled = max(assembled, *_sum(_to_assemble(*planned) for planned in packed))
     sent = [message for bucket in buckets for message in bucket.messages]
     return ReshardPlan(
         bucket_bytes=bucket_bytes,
@@ -174,19 +186,13 @@ def _share_of_a_bucket(
     arch: Architecture, names: Sequence[str], ranks: int, bucket_bytes: int, itemsize: int
 ) -> tuple[int, int]:
     """Numbers that a message and the buffer of what has arrived may hold; a row of the widest tensor at least."""
-    widest = max((_row(arch, name) for name in names), default=1)
+    widest = max((_per_index(arch, name, engine_slice(arch, name, 1, 0)[0]) for name in names), default=1)
     message = max(widest, bucket_bytes // MESSAGE_SHARE // itemsize) if ranks > 1 else 0
     capacity = bucket_bytes // itemsize - message
     if capacity < widest:
         least = widest * itemsize * (2 if ranks > 1 else 1)
         raise UserError(f"rollout.bucket_bytes={bucket_bytes} is too small for this model; it needs {least} at least")
     return message, capacity
-
-
-def _row(arch: Architecture, name: str) -> int:
-    """Numbers in one row (one column, where the tensor is cut along columns)."""
-    shape, (dim, _, _) = hf_shapes(arch)[name], engine_slice(arch, name, 1, 0)
-    return math.prod(shape) // shape[dim]
 
 
 def _engine_ranks(layout: Layout, engine_tp: int, replicas: int, replica: int) -> list[int]:
@@ -196,182 +202,126 @@ def _engine_ranks(layout: Layout, engine_tp: int, replicas: int, replica: int) -
     return [(t + tp * (replica + replicas * p)) % engine_tp for p in range(pp) for t in range(tp)]
 
 
-@dataclass(frozen=True)
-class _Held:
-    """What ranks hold of a tensor as one interval; ``holders``: the owner first."""
-
-    copy: Copy
-    interleaved: bool
-    holders: tuple[int, ...]
-
-
-def _held(arch: Architecture, layout: Layout, names: Sequence[str]) -> dict[str, list[_Held]]:
-    """Of every tensor the intervals that ranks hold, disjoint, in the order of their start."""
-    found: dict[tuple[str, int, int], tuple[Copy, bool, list[int]]] = {}
+def _held(arch: Architecture, layout: Layout, names: Sequence[str]) -> _Held:
+    """Of every tensor the intervals that ranks hold, disjoint, in the order of their start; nobody reads them yet."""
+    held: dict[tuple[str, int, int], TransferOp] = {}
     for pipeline in range(layout.pipeline_model_parallel_size):
         for tensor in range(layout.tensor_model_parallel_size):
             rank = pipeline * layout.tensor_model_parallel_size + tensor
             for virtual in range(layout.virtual_pipeline_model_parallel_size):
-                for copy, interleaved in _merged(plan(arch, layout, Coordinates(tensor, pipeline, virtual))):
-                    key = (copy.hf, copy.hf_start, copy.hf_stop)
-                    _, _, holders = found.setdefault(key, (copy, interleaved, []))
-                    if rank not in holders:
-                        holders.insert(0 if copy.primary else len(holders), rank)
-    held: dict[str, list[_Held]] = {name: [] for name in names}
-    for key in sorted(found):
-        copy, interleaved, holders = found[key]
-        if copy.hf in held:
-            held[copy.hf].append(_Held(copy, interleaved, tuple(holders)))
-    return held
+                for name, copies in _by_tensor(plan(arch, layout, Coordinates(tensor, pipeline, virtual))).items():
+                    start, stop = copies[0].hf_start, copies[-1].hf_stop
+                    assert sum(copy.length for copy in copies) == stop - start, "the slices of a rank are neighbours"
+                    numel = (stop - start) * _per_index(arch, name, copies[0].dim)
+                    new = TransferOp(name, copies[0].dim, start, stop, numel, (), (), len(copies) > 1)
+                    op = held.get((name, start, stop), new)
+                    if rank not in op.holders:
+                        holders = (rank, *op.holders) if copies[0].primary else (*op.holders, rank)
+                        held[name, start, stop] = replace(op, holders=holders)
+    return {name: [held[key] for key in sorted(held) if key[0] == name] for name in names}
 
 
-def _merged(copies: Sequence[Copy]) -> Iterator[tuple[Copy, bool]]:
-    """What a rank holds of each tensor as one interval, and whether it is made of several copies."""
+def _by_tensor(copies: Sequence[Copy]) -> dict[str, list[Copy]]:
+    """A rank's copies by Hugging Face tensor, in the order of their start."""
     by_name: dict[str, list[Copy]] = {}
-    for copy in copies:
+    for copy in sorted(copies, key=lambda copy: copy.hf_start):
         by_name.setdefault(copy.hf, []).append(copy)
-    for group in by_name.values():
-        group.sort(key=lambda copy: copy.hf_start)
-        first, stop = group[0], group[0].hf_stop
-        for copy in group[1:]:
-            assert copy.hf_start == stop, "the parts of a rank are neighbours"
-            stop = copy.hf_stop
-        joined = Copy(first.hf, first.hf_start, stop, first.megatron, first.start, first.dim, first.primary)
-        yield joined, len(group) > 1
+    return by_name
 
 
-def _parts(
-    arch: Architecture, held: Sequence[_Held], slices: Sequence[tuple[int, int, int]], name: str
-) -> Iterator[Part]:
-    """The held intervals of a tensor, cut where the slice of an engine rank begins or ends."""
+def _per_index(arch: Architecture, name: str, dim: int) -> int:
+    """Numbers in one index of dimension ``dim``."""
     shape = hf_shapes(arch)[name]
-    for interval in held:
-        copy = interval.copy
-        per_index = math.prod(shape) // shape[copy.dim]
-        assert all(dim == copy.dim for dim, _, _ in slices), "trainer and engine cut along the same dimension"
-        bounds = {copy.hf_start, copy.hf_stop, *(edge for _, *edges in slices for edge in edges)}
-        edges = sorted(edge for edge in bounds if copy.hf_start <= edge <= copy.hf_stop)
-        for start, stop in itertools.pairwise(edges):
-            readers = tuple(
-                rank
-                for rank, wanted in enumerate(slices)
-                if rank not in interval.holders and _overlap(wanted, start, stop)
-            )
-            numel = (stop - start) * per_index
-            yield Part(name, copy.dim, start, stop, numel, interval.holders, readers, interval.interleaved)
+    return math.prod(shape) // shape[dim]
 
 
-def _overlap(wanted: tuple[int, int, int], start: int, stop: int) -> int:
-    """Indices of ``start:stop`` in an engine rank's slice."""
-    return max(0, min(stop, wanted[2]) - max(start, wanted[1]))
-
-
-def _least(
-    arch: Architecture,
-    held: dict[str, list[_Held]],
-    slices: dict[str, tuple[tuple[int, int, int], ...]],
-    itemsize: int,
-) -> tuple[int, ...]:
+def _least(arch: Architecture, held: _Held, slices: _Slices, itemsize: int) -> tuple[int, ...]:
     """Per rank, the bytes of its slices less those of them that it holds."""
     ranks = range(len(next(iter(slices.values()), ())))
+    missing = ((rank, op) for ops in held.values() for op in ops for rank in ranks if rank not in op.holders)
     least = [0 for _ in ranks]
-    for name, intervals in held.items():
-        shape = hf_shapes(arch)[name]
-        for rank in ranks:
-            for interval in intervals:
-                if rank not in interval.holders:
-                    copy = interval.copy
-                    count = _overlap(slices[name][rank], copy.hf_start, copy.hf_stop)
-                    least[rank] += itemsize * count * math.prod(shape) // shape[copy.dim]
+    for rank, op in missing:
+        least[rank] += itemsize * op.overlap(slices[op.hf][rank]) * _per_index(arch, op.hf, op.dim)
     return tuple(least)
 
 
-@dataclass(frozen=True)
-class _PlannedChunk:
-    """``to_assemble``: numbers that each rank has to put together in a buffer."""
-
-    chunk: Chunk
-    parts: tuple[Part, ...]
-    to_assemble: tuple[int, ...]
-
-
-def _chunks(
-    arch: Architecture,
-    held: dict[str, list[_Held]],
-    slices: dict[str, tuple[tuple[int, int, int], ...]],
-    capacity: int,
-) -> Iterator[_PlannedChunk]:
+def _entries(arch: Architecture, held: _Held, slices: _Slices, capacity: int) -> Iterator[_Planned]:
     """Every tensor whole where ``capacity`` numbers are enough on every rank, else each rank's slice in equal parts."""
-    for name, wanted in slices.items():
-        whole = _planned(arch, held[name], Chunk(name, wanted))
-        if max(whole.to_assemble) <= capacity:
-            yield whole
+    for name, keeps in slices.items():
+        entry = BucketEntry(name, keeps)
+        ops = _transfer_ops(held[name], keeps)
+        if max(_to_assemble(entry, ops)) <= capacity:
+            yield entry, ops
             continue
-        length = max(stop - start for _, start, stop in wanted)
-        number = -(-length // (capacity // _row(arch, name)))
+        length = max(stop - start for _, start, stop in keeps)
+        number = -(-length // (capacity // _per_index(arch, name, keeps[0][0])))
         step = -(-length // number)
         for offset in range(0, length, step):
-            part = tuple(
-                (dim, min(start + offset, stop), min(start + offset + step, stop)) for dim, start, stop in wanted
-            )
-            yield _planned(arch, held[name], Chunk(name, part))
+            part = tuple((d, min(start + offset, stop), min(start + offset + step, stop)) for d, start, stop in keeps)
+            yield BucketEntry(name, part), _transfer_ops(held[name], part)
 
 
-def _planned(arch: Architecture, held: Sequence[_Held], chunk: Chunk) -> _PlannedChunk:
-    parts = tuple(_parts(arch, held, chunk.slices, chunk.hf))
-    needs = tuple(_to_assemble(parts, chunk.slices, rank) for rank in range(len(chunk.slices)))
-    return _PlannedChunk(chunk, parts, needs)
+def _transfer_ops(held: Sequence[TransferOp], keeps: Sequence[Slice]) -> list[TransferOp]:
+    """The held intervals of a tensor, cut where the slice of an engine rank begins or ends."""
+    ops = []
+    for op in held:
+        assert all(dim == op.dim for dim, _, _ in keeps), "trainer and engine cut along the same dimension"
+        bounds = {op.start, op.stop, *(edge for _, *edges in keeps for edge in edges)}
+        for start, stop in itertools.pairwise(sorted(edge for edge in bounds if op.start <= edge <= op.stop)):
+            part = op.cut(start, stop, ())
+            readers = (rank for rank, slice_ in enumerate(keeps) if rank not in op.holders and part.overlap(slice_))
+            ops.append(replace(part, readers=tuple(readers)))
+    return ops
 
 
-def _to_assemble(parts: Sequence[Part], slices: Sequence[tuple[int, int, int]], rank: int) -> int:
-    """Numbers that a rank has to put together in a buffer: none where one parameter of its own has the slice as it is."""
-    mine = [part for part in parts if _overlap(slices[rank], part.start, part.stop)]
-    whole = all(rank in part.holders and not part.interleaved for part in mine)
-    return 0 if whole and len({part.holders for part in mine}) == 1 else sum(part.numel for part in mine)
+def _to_assemble(entry: BucketEntry, ops: Sequence[TransferOp]) -> list[int]:
+    """Numbers each rank has to put together in a buffer: none where one parameter of its own has the slice as it is."""
+    needs = []
+    for rank, slice_ in enumerate(entry.slices):
+        of_rank = [op for op in ops if op.overlap(slice_)]
+        in_place = all(rank in op.holders and not op.interleaved for op in of_rank)
+        in_place = in_place and len({op.holders for op in of_rank}) == 1
+        needs.append(0 if in_place else sum(op.numel for op in of_rank))
+    return needs
 
 
-def _fill(chunks: Iterable[_PlannedChunk], capacity: int) -> Iterator[list[_PlannedChunk]]:
-    """Chunks in order, as many per bucket as fit on every rank."""
-    bucket: list[_PlannedChunk] = []
+def _pack(entries: Iterable[_Planned], capacity: int) -> Iterator[list[_Planned]]:
+    """Entries in order, as many per bucket as fit on every rank."""
+    bucket: list[_Planned] = []
     used: list[int] = []
-    for chunk in chunks:
-        total = [a + b for a, b in zip(used or [0] * len(chunk.to_assemble), chunk.to_assemble, strict=True)]
-        if bucket and (max(total) > capacity or bucket[-1].chunk.hf == chunk.chunk.hf):
+    for entry, ops in entries:
+        needs = _to_assemble(entry, ops)
+        total = _sum([used, needs]) if bucket else needs
+        if bucket and (max(total) > capacity or bucket[-1][0].hf == entry.hf):
             yield bucket
-            bucket, total = [], list(chunk.to_assemble)
-        bucket.append(chunk)
+            bucket, total = [], needs
+        bucket.append((entry, ops))
         used = total
     if bucket:
         yield bucket
 
 
-def _messages(parts: Sequence[Part], limit: int) -> Iterator[Message]:
-    """Parts of one owner and the same readers together, in messages of at most ``limit`` numbers (one row at least)."""
-    routes: dict[tuple[int, tuple[int, ...]], list[Part]] = {}
-    for part in parts:
-        if part.readers:
-            routes.setdefault((part.holders[0], part.readers), []).append(part)
+def _sum(needs: Iterable[list[int]]) -> list[int]:
+    """Rank by rank."""
+    return [sum(of_rank) for of_rank in zip(*needs, strict=True)]
+
+
+def _messages(ops: Sequence[TransferOp], limit: int) -> Iterator[Message]:
+    """Operations of one owner and the same readers together, in messages of at most ``limit`` numbers (a row at least)."""
+    routes: dict[tuple[int, tuple[int, ...]], list[TransferOp]] = {}
+    for op in ops:
+        if op.readers:
+            step = max(1, limit // (op.numel // (op.stop - op.start)))
+            cuts = (op.cut(at, min(at + step, op.stop), op.readers) for at in range(op.start, op.stop, step))
+            routes.setdefault((op.holders[0], op.readers), []).extend(cuts)
     for (owner, readers), together in routes.items():
-        open_: list[Part] = []
-        size = 0
-        for part in together:
-            for piece in _cut(part, limit):
-                if open_ and size + piece.numel > limit:
-                    yield Message(owner, readers, tuple(open_))
-                    open_, size = [], 0
-                open_.append(piece)
-                size += piece.numel
-        if open_:
-            yield Message(owner, readers, tuple(open_))
-
-
-def _cut(part: Part, limit: int) -> Iterator[Part]:
-    per_index = part.numel // (part.stop - part.start)
-    step = max(1, limit // per_index)
-    for start in range(part.start, part.stop, step):
-        stop = min(start + step, part.stop)
-        numel = (stop - start) * per_index
-        yield Part(part.hf, part.dim, start, stop, numel, part.holders, part.readers, part.interleaved)
+        message: list[TransferOp] = []
+        for op in together:
+            if message and sum(o.numel for o in message) + op.numel > limit:
+                yield Message(owner, readers, tuple(message))
+                message = []
+            message.append(op)
+        yield Message(owner, readers, tuple(message))
 
 
 VOCABULARY_MULTIPLE = 64  # vLLM pads the vocabulary to a multiple of this before it cuts it
@@ -396,19 +346,19 @@ def check_engine(arch: Architecture, tensor_model_parallel_size: int) -> None:
         raise UserError(f"rollout.tensor_model_parallel_size={tp} does not divide the padded vocabulary of {padded}")
 
 
-def engine_slice(arch: Architecture, name: str, tp: int, rank: int) -> tuple[int, int, int]:
-    """(dimension, start, stop) of tensor ``name`` on engine rank ``rank`` of ``tp``; norms are kept whole.
+def engine_slice(arch: Architecture, name: str, tp: int, rank: int) -> Slice:
+    """The slice of tensor ``name`` that engine rank ``rank`` of ``tp`` keeps, by the cut in the weight table.
 
     The dimension is the one Megatron cuts along, too: output rows, or input columns of o_proj and down_proj.
     """
-    shape, kind = hf_shapes(arch)[name], name.split(".")[-2]
-    dim = 1 if kind in ("o_proj", "down_proj") else 0
-    if kind.endswith("norm"):
+    shape, cut = hf_shapes(arch)[name], engine_cuts(arch)[name]
+    dim = 1 if cut == "columns" else 0
+    if cut == "whole":
         return dim, 0, shape[dim]
-    if kind in ("k_proj", "v_proj") and tp > arch.num_query_groups:
+    if cut == "heads" and tp > arch.num_query_groups:
         head = rank * arch.num_query_groups // tp  # fewer key/value heads than ranks: each is repeated
         return dim, head * arch.kv_channels, (head + 1) * arch.kv_channels
-    if kind in ("embed_tokens", "lm_head"):
+    if cut == "vocabulary":
         per_rank = -(-shape[0] // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE // tp
         return dim, min(rank * per_rank, shape[0]), min((rank + 1) * per_rank, shape[0])
     return dim, rank * shape[dim] // tp, (rank + 1) * shape[dim] // tp

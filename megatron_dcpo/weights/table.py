@@ -23,6 +23,17 @@ Interleaving = Literal[
     "gate_up",  # per rank: its rows of the gate projection, then its rows of the up projection (dim 0)
     "vocab",  # vocabulary rows, padded at the end to a multiple that divides (dim 0)
 ]
+EngineCut = Literal["whole", "rows", "columns", "heads", "vocabulary"]
+# How a tensor-parallel engine cuts the Hugging Face tensors of a row, in their order. ``heads``: rows, whole heads of
+# which are repeated where there are more ranks; ``vocabulary``: rows, after the engine's own padding.
+_ENGINE_CUTS: dict[Interleaving, tuple[EngineCut, ...]] = {
+    "replicated": ("whole",),
+    "column": ("rows",),
+    "row": ("columns",),
+    "qkv": ("rows", "heads", "heads"),
+    "gate_up": ("rows", "rows"),
+    "vocab": ("vocabulary",),
+}
 
 
 @dataclass(frozen=True)
@@ -32,6 +43,11 @@ class Row:
     megatron: str
     hf: tuple[str, ...]
     interleaving: Interleaving
+
+    @property
+    def engine_cuts(self) -> tuple[EngineCut, ...]:
+        """How an engine cuts each of ``hf``."""
+        return _ENGINE_CUTS[self.interleaving]
 
 
 # Transformer Engine's fused linears hold the norm before them. Everything else is named alike in both layer specs.
@@ -100,6 +116,17 @@ def hf_shapes(arch: Architecture) -> Mapping[str, tuple[int, ...]]:
     if not arch.tied_embeddings:
         shapes["lm_head.weight"] = (arch.vocab_size, h)
     return MappingProxyType(shapes)
+
+
+@functools.lru_cache(maxsize=64)
+def engine_cuts(arch: Architecture) -> Mapping[str, EngineCut]:
+    """How a tensor-parallel engine cuts each Hugging Face tensor of the architecture."""
+    rows = [EMBEDDING_ROW, FINAL_NORM_ROW, output_row(arch)]
+    cuts = {name: cut for row in rows for name, cut in zip(row.hf, row.engine_cuts, strict=True)}
+    for row in layer_rows(arch):
+        for name, cut in zip(row.hf, row.engine_cuts, strict=True):
+            cuts |= {name.format(layer=layer): cut for layer in range(arch.num_layers)}
+    return MappingProxyType(cuts)
 
 
 def number_of_parameters(arch: Architecture) -> int:

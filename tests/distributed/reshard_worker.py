@@ -34,13 +34,13 @@ def receive(policy, plan, traffic, mode, engine_tp):
                 raise ValueError("the engine says no")
             for piece in bucket:
                 length = piece.values.shape[piece.dim]
-                whole = reader.slice(piece.name)[:]
+                whole = reader.tensor(piece.name)
                 same &= torch.equal(piece.values.float(), whole.narrow(piece.dim, piece.start, length).float())
                 first, stop = arrived.get(piece.name, (piece.start, piece.start))
                 same &= stop == piece.start  # large ones come in pieces, one after the other
                 arrived[piece.name] = (first, stop + length)
     return same and all(
-        arrived[name] == engine_slice(policy.arch, name, engine_tp, rank % engine_tp)[1:] for name in reader.names()
+        arrived[name] == engine_slice(policy.arch, name, engine_tp, rank % engine_tp)[1:] for name in reader.specs
     )
 
 

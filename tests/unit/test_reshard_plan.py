@@ -54,9 +54,9 @@ def test_every_missing_byte_arrives_once(kind, tied, layout, replicas, engine_tp
         for name in shapes:
             needed |= cells(name, *engine_slice(arch, name, engine_tp, engine_rank))
         for message in itertools.chain.from_iterable(bucket.messages for bucket in made.buckets):
-            for part in message.parts if rank in message.readers else ():
-                arrived += sorted(cells(part.hf, part.dim, part.start, part.stop))
-                sent += part.numel
+            for op in message.ops if rank in message.readers else ():
+                arrived += sorted(cells(op.hf, op.dim, op.start, op.stop))
+                sent += op.numel
         held = held_by(arch, layout, rank)
         assert len(arrived) == len(set(arrived)), "nothing twice"
         assert set(arrived) == needed - held, "all that is missing, and nothing else"
@@ -68,11 +68,11 @@ def test_every_missing_byte_arrives_once(kind, tied, layout, replicas, engine_tp
 def test_owners_hold_what_they_send_and_buckets_are_in_order():
     arch, layout = architecture(tied=True), Layout(2, 2)
     made = reshard_plan(arch, layout, 1, 1, 4000, 4)
-    names = [chunk.hf for bucket in made.buckets for chunk in bucket.chunks]
+    names = [entry.hf for bucket in made.buckets for entry in bucket.entries]
     assert list(dict.fromkeys(names)) == list(hf_shapes(arch))
     for message in itertools.chain.from_iterable(bucket.messages for bucket in made.buckets):
-        for part in message.parts:
-            assert cells(part.hf, part.dim, part.start, part.stop) <= held_by(arch, layout, message.owner)
+        for op in message.ops:
+            assert cells(op.hf, op.dim, op.start, op.stop) <= held_by(arch, layout, message.owner)
 
 
 @pytest.mark.parametrize("engine_tp", [1, 2, 8])
@@ -87,10 +87,10 @@ def test_peak_is_one_bucket(bucket_bytes, layout, engine_tp):
     for rank in range(ranks):
         arrived = {}
         for bucket in made.buckets:
-            assert len({chunk.hf for chunk in bucket.chunks}) == len(bucket.chunks)
-            for chunk in bucket.chunks:
-                dim, start, stop = chunk.slices[rank]
-                before = arrived.setdefault(chunk.hf, [dim, start, start])
+            assert len({entry.hf for entry in bucket.entries}) == len(bucket.entries)
+            for entry in bucket.entries:
+                dim, start, stop = entry.slices[rank]
+                before = arrived.setdefault(entry.hf, [dim, start, start])
                 assert before[2] == start
                 before[2] = stop
         for name, found in arrived.items():
@@ -98,7 +98,7 @@ def test_peak_is_one_bucket(bucket_bytes, layout, engine_tp):
             engine_rank = (tensor + layout.tensor_model_parallel_size * 2 * pipeline) % engine_tp  # of replica 0 of 2
             assert tuple(found) == engine_slice(arch, name, engine_tp, engine_rank)
     if bucket_bytes == 4000 and layout == Layout(2, 1) and engine_tp == 1:
-        assert sum(chunk.hf == "model.embed_tokens.weight" for b in made.buckets for chunk in b.chunks) > 50
+        assert sum(entry.hf == "model.embed_tokens.weight" for b in made.buckets for entry in b.entries) > 50
 
 
 def test_a_bucket_smaller_than_a_row_is_refused():
@@ -118,7 +118,7 @@ def test_the_embedding_of_a_large_model_stays_in_the_bucket():
     )  # fmt: skip
     made = reshard_plan(arch, Layout(2, 1), 1)
     assert made.peak_bytes <= 512 * 2**20
-    assert sum(chunk.hf == "model.embed_tokens.weight" for b in made.buckets for chunk in b.chunks) == 3
+    assert sum(entry.hf == "model.embed_tokens.weight" for b in made.buckets for entry in b.entries) == 3
     assert made.received == made.least
 
 
@@ -133,8 +133,8 @@ def test_nothing_travels_when_layouts_nest():
 def test_tied_embedding_crosses_once():
     """Both stages hold a copy of it, so it stays; untied, the stages exchange embedding and output layer."""
     tied = reshard_plan(architecture(tied=True), Layout(1, 2), 1, 1, itemsize=4)
-    assert not any("embed" in p.hf for b in tied.buckets for m in b.messages for p in m.parts)
-    one_way = [p.hf for b in reshard_plan(architecture(), Layout(1, 2)).buckets for m in b.messages for p in m.parts]
+    assert not any("embed" in p.hf for b in tied.buckets for m in b.messages for p in m.ops)
+    one_way = [p.hf for b in reshard_plan(architecture(), Layout(1, 2)).buckets for m in b.messages for p in m.ops]
     assert one_way.count("model.embed_tokens.weight") == one_way.count("lm_head.weight") == 1
 
 

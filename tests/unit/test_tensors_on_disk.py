@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_dcpo.weights.hf_checkpoint import INDEX, tensors_on_disk
-from megatron_dcpo.weights.planner import Piece
+from megatron_dcpo.weights.planner import WeightSlice
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -21,7 +21,7 @@ def test_slices_add_up_to_the_tensors(tmp_path, dtype):
             dim = tensor.dim() - 1
             for start in range(0, tensor.shape[dim], 2):
                 part = tensor.narrow(dim, start, min(2, tensor.shape[dim] - start))
-                Piece(name, dim, start, part).write_into(tensors[name])
+                WeightSlice(name, dim, start, part).write_into(tensors[name])
     weight_map = json.loads((tmp_path / INDEX).read_text())["weight_map"]
     assert len(set(weight_map.values())) > 1
     for name, file in weight_map.items():
