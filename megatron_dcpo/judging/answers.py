@@ -1,10 +1,7 @@
 r"""How an answer is marked in a response: a box for mathematics, a fenced block for programs.
 
-The confidence line follows the answer, so the form of the answer decides where the confidence block begins.
-
-Brace-matched ``\boxed{...}``, found in one pass over text or bytes.
-
-The program in a response: the last complete fenced block of Python.
+The confidence line follows the answer, so the form of the answer decides where the confidence block begins. A box is
+brace-matched ``\boxed{...}``, found in one pass; a program is the last complete fenced block of Python.
 """
 
 from __future__ import annotations
@@ -42,7 +39,7 @@ def find_marker_after_box(content: bytes, marker: bytes) -> int | None:
     return at if at >= 0 else None
 
 
-# An escaped brace (\\{) is no brace of TeX's; an escaped backslash hides nothing behind it.
+# An escaped brace (\\{) is not a brace of TeX's; an escaped backslash hides nothing behind it.
 _TOKEN = re.compile(rb"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 
 
