@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -26,12 +27,9 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from megatron_dcpo.conversion.convert import export_checkpoint, import_checkpoint, megatron_to_hf
-from megatron_dcpo.conversion.lazy import open_files, read_rows
-from megatron_dcpo.conversion.memory import PeakMemory
-from megatron_dcpo.conversion.torch_dist import read_checkpoint
+from megatron_dcpo.conversion.convert import PeakMemory, export_checkpoint, import_checkpoint
 from megatron_dcpo.weights.architecture import parse_architecture, read_architecture
-from megatron_dcpo.weights.hf_checkpoint import assign_files, plan_shards, read_tensors, write_index
+from megatron_dcpo.weights.hf_checkpoint import HFReader, assign_files, plan_shards, write_index
 from megatron_dcpo.weights.planner import Coordinates, Layout, plan
 from megatron_dcpo.weights.table import hf_shapes
 
@@ -62,6 +60,7 @@ def _shape(layers: int, hidden: int, ffn: int, heads: int, tied: bool = False) -
 SHAPES = {
     "tiny": _shape(4, 256, 512, 8) | {"vocab_size": 1000, "head_dim": 32},
     "qwen3_0.6b": _shape(28, 1024, 3072, 16, tied=True),
+    "qwen3_4b": _shape(36, 2560, 9728, 32, tied=True),
     "qwen3_8b": _shape(36, 4096, 12288, 32),
     "qwen3_14b": _shape(40, 5120, 17408, 40),
 }
@@ -105,18 +104,21 @@ def naive_import(source: Path, target: Path) -> None:
 def naive_export(source: Path, target: Path) -> None:
     """Load every tensor of an imported checkpoint, rearrange, save with safetensors."""
     import torch
+    import torch.distributed.checkpoint as dcp
     from safetensors.torch import save_file
 
-    tensors = {}
-    with open_files() as files:
-        lazy = megatron_to_hf(read_architecture(source / "hf"), source, read_checkpoint(source))
-        for name, parts in lazy.items():
-            loaded = []
-            for part in parts:
-                tensor = torch.empty(part.shape, dtype=torch.bfloat16)
-                read_rows(files, part, 0, part.rows, memoryview(tensor.view(-1).view(torch.uint8).numpy()))
-                loaded.append(tensor)
-            tensors[name] = torch.cat(loaded)
+    arch = read_architecture(source / "hf")
+    metadata = dcp.FileSystemReader(source).read_metadata().state_dict_metadata
+    state = {
+        key: torch.empty(entry.size, dtype=torch.bfloat16) for key, entry in metadata.items() if hasattr(entry, "size")
+    }
+    dcp.load(state, checkpoint_id=source, no_dist=True)
+    tensors = {name: torch.empty(shape, dtype=torch.bfloat16) for name, shape in hf_shapes(arch).items()}
+    for copy in plan(arch, Layout(transformer_engine=True), Coordinates()):
+        stacked = re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", copy.megatron)
+        tensor = state[f"decoder.layers.{stacked[2]}"][int(stacked[1])] if stacked else state[copy.megatron]
+        values = tensor.narrow(copy.dim, copy.start, copy.length)
+        tensors[copy.hf].narrow(copy.dim, copy.hf_start, copy.length).copy_(values)
     target.mkdir()
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
 
@@ -230,7 +232,7 @@ def run(args: argparse.Namespace, work: Path) -> None:
             print(f"  {step:13s} {result['seconds']:8.2f} s", flush=True)
             if target in ("copy", "naive", "peer_back"):
                 shutil.rmtree(work / target)
-        same = read_tensors(work / "back").keys() == read_tensors(work / "hf").keys() and all(
+        same = HFReader(work / "back").specs == HFReader(work / "hf").specs and all(
             subprocess.run(["cmp", path, work / "back" / path.name]).returncode == 0
             for path in (work / "hf").glob("*.safetensors")
         )

@@ -121,7 +121,7 @@ def main() -> None:
     sys.meta_path.append(_StubFinder())
     import torch
 
-    from megatron_dcpo.runtime import ensure
+    from megatron_dcpo.runtime.megatron_on_cpu import ensure
 
     ensure()  # what Megatron-core asks of CUDA
     from megatron.bridge import AutoBridge

@@ -16,7 +16,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 from yaml import YAMLError
 
-from megatron_dcpo.errors import UserError, nearest
+from megatron_dcpo.errors import UserError, nearest, validation_message
 from megatron_dcpo.objectives import resolve
 from megatron_dcpo.objectives.options import ObjectiveConfig, option_names
 from megatron_dcpo.sandbox.local import CodeLimits
@@ -329,15 +329,6 @@ def _check_rollout(config: Config, source: str) -> None:
         raise UserError(f"{source}: rollout.tensor_model_parallel_size > 1 needs rollout.engine=vllm (or auto)")
     if (rollout.engine == "server") != bool(rollout.endpoint):
         raise UserError(f"{source}: rollout.engine=server and rollout.endpoint=URL go together; set both or neither")
-
-
-def validation_message(error: ValidationError) -> str:
-    """The first thing wrong, as one line: ``section.key: what is wrong (found value)``."""
-    first = error.errors()[0]
-    message = _one_line(first["msg"]).removeprefix("Value error, ")
-    if not isinstance(first["input"], str | int | float | bool | list | type(None)):
-        return ": ".join((".".join(map(str, first["loc"])), message)).removeprefix(": ")
-    return f"{'.'.join(map(str, first['loc']))}: {message} (found {first['input']!r})"
 
 
 def _one_line(text: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 # Exit statuses of every verb besides 0 and Python's own 1 for an unforeseen exception.
 EXIT_USER_ERROR = 2
@@ -34,3 +35,12 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
     known = list(known)
     near = nearest(word, known)
     return f"; did you mean {near!r}?" if near else f"; valid: {', '.join(known)}"
+
+
+def validation_message(error: Any) -> str:
+    """The first thing wrong in a pydantic ``ValidationError``, one line: ``section.key: what is wrong (found value)``."""
+    first = error.errors()[0]
+    message = " ".join(first["msg"].split()).removeprefix("Value error, ")
+    if not isinstance(first["input"], str | int | float | bool | list | type(None)):
+        return ": ".join((".".join(map(str, first["loc"])), message)).removeprefix(": ")
+    return f"{'.'.join(map(str, first['loc']))}: {message} (found {first['input']!r})"

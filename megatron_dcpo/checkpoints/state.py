@@ -21,6 +21,7 @@ from megatron_dcpo.checkpoints.manifest import damage, iteration_dir, iterations
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.policy.model import Policy
 from megatron_dcpo.policy.optimizer import optimizer_parts
+from megatron_dcpo.runtime.device import rng_state, set_rng_state
 from megatron_dcpo.runtime.distributed import Topology, all_gather_objects, broadcast_object
 
 from megatron.core import dist_checkpointing, tensor_parallel  # isort: skip
@@ -125,7 +126,7 @@ def gather_rng_states(topology: Topology) -> dict[str, Any]:
         "random_rng_state": random.getstate(),
         "np_rng_state": (torch.from_numpy(np.asarray(keys, np.int64)), *rest),
         "torch_rng_state": torch.get_rng_state(),
-        "cuda_rng_state": torch.cuda.get_rng_state().cpu(),
+        "cuda_rng_state": rng_state(),
         "rng_tracker_states": {
             name: state.cpu() if isinstance(state, torch.Tensor) else state
             for name, state in tensor_parallel.get_cuda_rng_tracker().get_states().items()
@@ -146,7 +147,7 @@ def _restore_rng_states(topology: Topology, states: dict[str, Any]) -> None:
     keys, *rest = own["np_rng_state"]
     np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(own["torch_rng_state"])
-    torch.cuda.set_rng_state(own["cuda_rng_state"])
+    set_rng_state(own["cuda_rng_state"])
     tensor_parallel.get_cuda_rng_tracker().set_states(own["rng_tracker_states"])
 
 

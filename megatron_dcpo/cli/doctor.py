@@ -77,10 +77,10 @@ def _sandbox() -> Finding:
 
 
 def _devices() -> list[Finding]:
-    from megatron_dcpo import runtime
+    from megatron_dcpo.runtime.device import backend, current_device
 
-    device = runtime.device()
-    detail = f"{device} over {runtime.backend()}, {os.cpu_count()} CPU cores"
+    device = current_device()
+    detail = f"{device} over {backend()}, {os.cpu_count()} CPU cores"
     return [Finding("device", detail, True)]
 
 

@@ -18,8 +18,8 @@ from megatron_dcpo.cli.common import add_sandbox_arguments, positive_int, progra
 from megatron_dcpo.data.datasets import read_json_lines
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.answers import extract_boxed, extract_program
-from megatron_dcpo.judging.confidence import MARKER
 from megatron_dcpo.judging.math.verifier import equivalent_many
+from megatron_dcpo.types import CONFIDENCE_TAG
 
 
 def add_parser(subparsers: Any) -> None:
@@ -138,7 +138,7 @@ def read_answer(prediction: str) -> str:
     In training and evaluation a response without a box is wrong. Here pairs of bare answers are judged as well, so
     only a text that has begun a box and not closed it has no answer.
     """
-    before, _, _ = prediction.partition(MARKER)
+    before, _, _ = prediction.partition(CONFIDENCE_TAG)
     boxed = extract_boxed(before)
     if boxed is not None:
         return boxed.strip()

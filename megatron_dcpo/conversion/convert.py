@@ -1,60 +1,80 @@
-"""Conversion between Hugging Face directories and Megatron ``torch_dist`` checkpoints, by streams of bytes.
+"""Conversion between Hugging Face directories and Megatron ``torch_dist`` checkpoints, by views of memory-mapped files.
 
 A checkpoint holds every tensor whole, whatever layout wrote it and whatever layout will read it; so both directions follow
-the plan of a single rank. Import concatenates slices of Hugging Face tensors to Megatron tensors, export concatenates slices
-of Megatron tensors to Hugging Face tensors, and nothing is computed on the way but hashes.
+the plan of a single rank. Import concatenates slices of Hugging Face tensors to Megatron tensors, export copies slices of
+Megatron tensors into Hugging Face tensors, and nothing is computed on the way but hashes.
 """
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
+import math
+import os
 import shutil
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
+
+import psutil
+import torch
+from torch import Tensor
 
 from megatron_dcpo import __version__
-from megatron_dcpo.conversion.lazy import Files, LazyTensor, concatenate, contiguous, open_files
-from megatron_dcpo.conversion.memory import PeakMemory
-from megatron_dcpo.conversion.torch_dist import (
-    CheckpointWriter,
-    StoredTensors,
+from megatron_dcpo.conversion.megatron_checkpoint import (
+    MegatronCheckpoint,
+    NewChunk,
+    as_bytes,
     find_checkpoint,
-    model_tensors,
-    read_checkpoint,
+    write_checkpoint,
 )
-from megatron_dcpo.conversion.transfer import Output, Stream, transfer
+from megatron_dcpo.conversion.parameters import (
+    WHOLE_MODEL,
+    Slice,
+    checkpoint_key,
+    extra_states,
+    locate,
+    megatron_shape,
+    row_copies,
+    slices,
+)
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.runtime.dtypes import FLOATS, dtype_bytes
 from megatron_dcpo.runtime.files import new_directory, require_apart, require_space
 from megatron_dcpo.weights.architecture import Architecture, read_architecture
 from megatron_dcpo.weights.hf_checkpoint import (
     INDEX,
     SHARD_BYTES,
     SINGLE_FILE,
+    HFReader,
+    Shard,
     Specs,
     assign_files,
-    check_shapes,
     copy_side_files,
     plan_shards,
-    read_tensors,
     read_weight_map,
     write_index,
 )
-from megatron_dcpo.weights.planner import Coordinates, Copy, Layout, interleavings, padded_vocab_size, plan
-from megatron_dcpo.weights.table import LOCAL_NAMES, Interleaving, hf_shapes
+from megatron_dcpo.weights.planner import Coordinates, Copy, Layout, interleavings, padded_vocab_size
+from megatron_dcpo.weights.table import Interleaving, hf_shapes
 
 # What the model is besides its weights (config, tokenizer, the split into files), kept in an imported checkpoint.
 HF_SUBDIRECTORY = "hf"
-_FLOATS = ("bfloat16", "float16", "float32")
 _CHUNK_BYTES = 2**29  # a reader loads chunks whole, also when it wants a slice
 _EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
-_LAYER = "decoder.layers."
-# Modules whose (empty) extra state Megatron expects in a checkpoint, in the local or the Transformer Engine spec.
-_EXTRA_STATES = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
-_EXTRA_STATES_QK = ("self_attention.q_layernorm", "self_attention.k_layernorm")
+
+_THREADS = min(4, os.cpu_count() or 1)
 
 Progress = Callable[[int, int], None]
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -80,6 +100,35 @@ class Conversion:
     version: str = __version__
 
 
+class PeakMemory:
+    """Samples resident and anonymous memory of this process while the block runs.
+
+    Anonymous memory (heap, buffers) is what a machine must have; resident memory counts mapped files as well, which the
+    kernel can drop.
+    """
+
+    def __init__(self) -> None:
+        self.resident_bytes = self.anonymous_bytes = 0
+        self._process, self._stop = psutil.Process(), threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> PeakMemory:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        stopped = False
+        while not stopped:
+            sample = self._process.memory_info()
+            self.resident_bytes = max(self.resident_bytes, sample.rss)
+            self.anonymous_bytes = max(self.anonymous_bytes, sample.rss - getattr(sample, "shared", 0))
+            stopped = self._stop.wait(0.02)
+
+
 # ------------------------------------------------------------------------------------------- Hugging Face -> Megatron
 
 
@@ -98,66 +147,66 @@ def import_checkpoint(
     The vocabulary is padded with zeros as Megatron pads it for the two sizes given; a model of another padding loads
     it all the same. Raises :class:`UserError`, and leaves no ``target``, for every kind of bad input.
     """
-    clock, memory = time.perf_counter(), PeakMemory()
-    with memory, open_files() as files:
+    clock = time.perf_counter()
+    with PeakMemory() as memory:
         require_apart(target, source)
         arch = read_architecture(source)
-        layout = Layout(tensor_model_parallel_size, 1, 1, make_vocab_size_divisible_by)
-        padded = padded_vocab_size(arch, layout)
-        tensors = read_tensors(source)
-        check_shapes(source, tensors, arch)
-        dtype = _one_dtype(source, {name: tensors[name] for name in hf_shapes(arch)})
-        ignored = _ignored(files, source, arch, tensors)
-        with new_directory(target, overwrite) as temporary:
-            writer = CheckpointWriter(temporary)
-            _plan_import(arch, tensors, padded, writer)
-            require_space(target, writer.nbytes)
-            writer.create_files()
-            hashes = transfer(files, writer.streams, _counter(progress, sum(s.nbytes for s in writer.streams)))
+        padded = padded_vocab_size(arch, Layout(tensor_model_parallel_size, 1, 1, make_vocab_size_divisible_by))
+        reader = HFReader(source)
+        reader.check(arch)
+        dtype = _one_dtype(source, {name: reader.specs[name] for name in hf_shapes(arch)})
+        ignored = _ignored(reader, arch)
+        chunks = list(_new_chunks(arch, reader, padded))
+        total = sum(math.prod(chunk.sizes) for chunk in chunks) * dtype_bytes(dtype)
+        require_space(target, total)
+        with new_directory(target, overwrite) as temporary, _threads() as pool:
+            hashing = {name: pool.submit(_sha256, reader.tensor(name)) for name in hf_shapes(arch)}
+            write_checkpoint(temporary, chunks, extra_states(arch), _counter(progress, total))
+            hashes = {name: hashing[name].result() for name in sorted(hashing)}
             side = temporary / HF_SUBDIRECTORY
             side.mkdir()
             copy_side_files(source, side)
             _record_files(source, side, arch)
-            writer.finish()
-            seconds, checked = time.perf_counter() - clock, None
-            if verify:
-                checked = _verify(hashes, megatron_to_hf(arch, temporary, read_checkpoint(temporary)), progress)
-            result = Conversion(
-                direction="import",
-                source=str(source),
-                target=str(target),
-                architecture=arch.name,
-                dtype=dtype,
-                bytes_moved=sum(stream.nbytes for stream in writer.streams),
-                seconds=seconds,
-                verify_seconds=checked,
-                padding={"vocab_size": arch.vocab_size, "padded_vocab_size": padded},
-                ignored=ignored,
-                tensors=dict(sorted(hashes.items())),
-                peak_resident_bytes=memory.resident_bytes,
-                peak_anonymous_bytes=memory.anonymous_bytes,
-            )
+            seconds = time.perf_counter() - clock
+            checked = _verify(arch, MegatronCheckpoint(temporary), reader, progress) if verify else None
+            padding = {"vocab_size": arch.vocab_size, "padded_vocab_size": padded}
+            names = "import", str(source), str(target), arch.name, dtype
+            peaks = memory.resident_bytes, memory.anonymous_bytes
+            result = Conversion(*names, total, seconds, checked, *peaks, padding, ignored, hashes)
             _write_record(temporary, result)
     return result
 
 
-def _plan_import(arch: Architecture, tensors: Mapping[str, LazyTensor], padded: int, writer: CheckpointWriter) -> None:
-    kinds = _interleavings(arch)
-    for megatron, copies in _copies(arch).items():
-        parts = [(copy.hf, _slice(tensors[copy.hf], copy.hf_start, copy.hf_stop, copy.dim)) for copy in copies]
-        rows = sum(part.rows for _, part in parts)
-        if kinds[megatron] == "vocab" and padded > rows:
-            head = parts[0][1]
-            parts.append(("", contiguous((padded - rows, *head.shape[1:]), head.dtype, None)))
-            rows = padded
-        key, layer = _checkpoint_key(megatron)
-        stack = None if layer is None else (layer, arch.num_layers)
-        writer.add(key, stack, parts, _chunk_bounds(kinds[megatron], rows, parts[0][1].row_bytes))
-    modules = _EXTRA_STATES + (_EXTRA_STATES_QK if arch.qk_layernorm else ())
-    for layer in range(arch.num_layers):
-        for module in modules:
-            writer.add_object(f"{_LAYER}{module}._extra_state/shard_{layer}_{arch.num_layers}", None)
-    writer.add_object("decoder.final_layernorm._extra_state/shard_0_1", None)
+def _new_chunks(arch: Architecture, reader: HFReader, padded: int) -> Iterator[NewChunk]:
+    """The checkpoint's tensors as chunks that are made of views of the source when they are written."""
+    kinds = interleavings(arch, WHOLE_MODEL, Coordinates())
+    for megatron, copies in row_copies(arch).items():
+        rows, *columns = megatron_shape(arch, copies)
+        rows = padded if kinds[megatron] == "vocab" else rows
+        dtype = reader.specs[copies[0].hf][1]
+        key, layer = checkpoint_key(megatron)
+        stack = () if layer is None else (arch.num_layers,)
+        bounds = _chunk_bounds(kinds[megatron], rows, math.prod(columns) * dtype_bytes(dtype))
+        for start, stop in itertools.pairwise(bounds):
+            sizes = (*(1 for _ in stack), stop - start, *columns)
+            offsets = (*(() if layer is None else (layer,)), start, *(0 for _ in columns))
+            make = partial(_rows, reader, copies, start, stop, sizes)
+            yield NewChunk(key, (*stack, rows, *columns), offsets, sizes, dtype, make)
+
+
+def _rows(reader: HFReader, copies: Sequence[Copy], start: int, stop: int, sizes: tuple[int, ...]) -> Tensor:
+    """Rows ``start:stop`` of the Megatron tensor made of ``copies``, as a tensor of ``sizes``; zeros after the last."""
+    parts = []
+    for copy in copies:
+        low, high = max(start, copy.start), min(stop, copy.start + copy.length)
+        if low < high:
+            shift = copy.hf_start - copy.start
+            parts.append(reader.slice(copy.hf)[low + shift : high + shift])
+    padding = stop - start - sum(len(part) for part in parts)
+    if padding:
+        shape, dtype = reader.tensor(copies[0].hf).shape[1:], reader.tensor(copies[0].hf).dtype
+        parts.append(torch.zeros(padding, *shape, dtype=dtype))
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(sizes)
 
 
 def _chunk_bounds(kind: Interleaving, rows: int, row_bytes: int) -> list[int]:
@@ -167,17 +216,16 @@ def _chunk_bounds(kind: Interleaving, rows: int, row_bytes: int) -> list[int]:
     return [start for low, high in halves for start in range(low, high, step)] + [rows]
 
 
-def _ignored(files: Files, source: Path, arch: Architecture, tensors: Mapping[str, LazyTensor]) -> tuple[str, ...]:
+def _ignored(reader: HFReader, arch: Architecture) -> tuple[str, ...]:
     """Names of superfluous tensors. Raises :class:`UserError` for one that means something ``config.json`` denies."""
-    extra = sorted(set(tensors) - set(hf_shapes(arch)))
+    source, extra = reader.model_dir, sorted(set(reader.specs) - set(hf_shapes(arch)))
     for name in extra:
         if name.endswith("rotary_emb.inv_freq"):
             continue
         if name != _OUTPUT or not arch.tied_embeddings:
             raise UserError(f"{source}: config.json has no place for the tensor {name}")
-        streams = [Stream(((key, tensors[key]),)) for key in (_EMBEDDING, _OUTPUT)]
-        hashes = transfer(files, streams)
-        if hashes[_EMBEDDING] != hashes[_OUTPUT]:
+        same = reader.specs[_OUTPUT] == reader.specs[_EMBEDDING]
+        if not same or not torch.equal(as_bytes(reader.tensor(_OUTPUT)), as_bytes(reader.tensor(_EMBEDDING))):
             raise UserError(f"{source}: config.json ties the embeddings, but {_OUTPUT} differs from {_EMBEDDING}")
     return tuple(extra)
 
@@ -206,10 +254,11 @@ def export_checkpoint(
     """Write the model of the Megatron checkpoint ``source`` as the Hugging Face directory ``target``.
 
     ``hf_config``: the directory with config and tokenizer, unless import left them in the checkpoint. The weights are
-    split into files as they were before import, or into files of at most ``max_shard_bytes``.
+    split into files as they were before import, or into files of at most ``max_shard_bytes``. Raises
+    :class:`UserError`, and leaves no ``target``, for every kind of bad input.
     """
-    clock, memory = time.perf_counter(), PeakMemory()
-    with memory, open_files() as files:
+    clock = time.perf_counter()
+    with PeakMemory() as memory:
         source = find_checkpoint(source)
         side = hf_config or source / HF_SUBDIRECTORY
         require_apart(target, source, side)
@@ -217,159 +266,82 @@ def export_checkpoint(
             raise UserError(
                 f"{side / 'config.json'} is missing; name the model's Hugging Face directory with --hf-config"
             )
-        arch, shapes = read_architecture(side), hf_shapes(read_architecture(side))
-        tensors = megatron_to_hf(arch, source, read_checkpoint(source))
-        specs = {name: (shapes[name], parts[0].dtype) for name, parts in tensors.items()}
+        arch, checkpoint = read_architecture(side), MegatronCheckpoint(source)
+        located = locate(arch, checkpoint)
+        dtypes = {copy.hf: located[name].dtype for name, copies in row_copies(arch).items() for copy in copies}
+        specs = {name: (shape, dtypes[name]) for name, shape in hf_shapes(arch).items()}
         dtype = _float_dtype(source, specs)
-        files_of = None if max_shard_bytes or hf_config else _recorded_files(side, shapes)
-        shards = plan_shards(specs, files_of or assign_files(specs, max_shard_bytes or SHARD_BYTES))
+        recorded = None if max_shard_bytes or hf_config else _recorded_files(side, specs)
+        shards = plan_shards(specs, recorded or assign_files(specs, max_shard_bytes or SHARD_BYTES))
+        total = sum(math.prod(shape) * dtype_bytes(name) for shape, name in specs.values())
         require_space(target, sum(shard.nbytes for shard in shards))
         with new_directory(target, overwrite) as temporary:
-            streams = []
-            for shard in shards:
-                path = temporary / shard.file
-                with path.open("wb") as file:
-                    file.write(shard.header)
-                    file.truncate(shard.nbytes)
-                for name, offset in shard.offsets.items():
-                    parts = tuple((name, part) for part in tensors[name])
-                    output = Output(path, offset, sum(part.nbytes for _, part in parts))
-                    streams.append(Stream(parts, (output,)))
-            hashes = transfer(files, streams, _counter(progress, sum(stream.nbytes for stream in streams)))
-            if files_of and len(shards) > 1:
+            hashes = _write_shards(temporary, shards, slices(arch, checkpoint, located), _counter(progress, total))
+            if recorded and len(shards) > 1:
                 shutil.copyfile(side / INDEX, temporary / INDEX)
             else:
                 write_index(temporary, shards)
             copy_side_files(side, temporary, dtype)
-            seconds, checked = time.perf_counter() - clock, None
-            if verify:
-                written = {name: [tensor] for name, tensor in read_tensors(temporary).items()}
-                checked = _verify(hashes, written, progress)
-            result = Conversion(
-                direction="export",
-                source=str(source),
-                target=str(target),
-                architecture=arch.name,
-                dtype=dtype,
-                bytes_moved=sum(stream.nbytes for stream in streams),
-                seconds=seconds,
-                verify_seconds=checked,
-                padding={"vocab_size": arch.vocab_size},
-                ignored=(),
-                tensors=dict(sorted(hashes.items())),
-                peak_resident_bytes=memory.resident_bytes,
-                peak_anonymous_bytes=memory.anonymous_bytes,
-            )
+            seconds = time.perf_counter() - clock
+            checked = _verify(arch, checkpoint, HFReader(temporary), progress) if verify else None
+            names = "export", str(source), str(target), arch.name, dtype
+            peaks = memory.resident_bytes, memory.anonymous_bytes
+            tensors = dict(sorted(hashes.items()))
+            padding = {"vocab_size": arch.vocab_size}
+            result = Conversion(*names, total, seconds, checked, *peaks, padding, (), tensors)
             _write_record(temporary, result)
     return result
 
 
-def megatron_to_hf(arch: Architecture, path: Path, stored: Mapping[str, StoredTensors]) -> dict[str, list[LazyTensor]]:
-    """Every Hugging Face tensor as slices of the checkpoint's tensors, in order.
+def _write_shards(
+    out: Path, shards: Sequence[Shard], parameters: Iterable[list[Slice]], count: Callable[[int], None]
+) -> dict[str, str]:
+    """Write every slice to its place in the files; returns the SHA-256 of each tensor."""
+    places: dict[str, tuple[int, int]] = {}  # tensor -> (file descriptor, offset)
+    hashes: dict[str, str] = {}
 
-    Raises :class:`UserError` when the checkpoint lacks a tensor, has one too many, or of another shape.
-    """
-    prefix, model = model_tensors(stored, path)
-    used: set[str] = set()
-    pieces: dict[str, list[tuple[int, LazyTensor]]] = {name: [] for name in hf_shapes(arch)}
-    kinds = _interleavings(arch)
-    for megatron, copies in _copies(arch).items():
-        tensor = _find(model, prefix, megatron, arch, path, used)
-        shape = _megatron_shape(arch, copies)
-        padded = kinds[megatron] == "vocab" and tensor.shape[0] > shape[0]
-        if tensor.shape != ((tensor.shape[0], *shape[1:]) if padded else shape):
-            raise UserError(f"{path}: {megatron} has shape {list(tensor.shape)}, config.json implies {list(shape)}")
-        for copy in copies:
-            piece = _slice(tensor, copy.start, copy.start + copy.length, copy.dim)
-            pieces[copy.hf].append((copy.hf_start, piece))
-    for key in sorted(set(model) - used):
-        raise UserError(f"{path}: config.json has no place for the checkpoint's tensor {key}")
-    return {name: [part for _, part in sorted(parts, key=lambda item: item[0])] for name, parts in pieces.items()}
+    def write(parameter: list[Slice]) -> tuple[dict[str, str], int]:
+        digests = {part.name: hashlib.sha256() for part in parameter}
+        for part in parameter:
+            digests[part.name].update(part.values.numpy().data)
+            descriptor, offset = places[part.name]
+            _write_at(descriptor, part.values.view(-1).numpy().data, offset + part.start)
+        return {name: digest.hexdigest() for name, digest in digests.items()}, sum(p.values.numel() for p in parameter)
 
-
-def _find(
-    model: Mapping[str, StoredTensors], prefix: str, megatron: str, arch: Architecture, path: Path, used: set[str]
-) -> LazyTensor:
-    """The tensor under any of the names Megatron gives it: layers stacked or apart, norms fused or not."""
-    key, layer = _checkpoint_key(megatron)
-    for name in (key, _local_name(key)):
-        if layer is None:
-            if prefix + name in model:
-                used.add(prefix + name)
-                return model[prefix + name].whole()
-            continue
-        if prefix + name in model:
-            stacked = model[prefix + name]
-            if stacked.shape[0] != arch.num_layers:
-                raise UserError(
-                    f"{path}: the checkpoint has {stacked.shape[0]} layers, config.json says {arch.num_layers}"
-                )
-            used.add(prefix + name)
-            return stacked.layer(layer)
-        apart = f"{prefix}{_LAYER}{layer}.{name.removeprefix(_LAYER)}"
-        for names in ([apart], [apart + "_w", apart + "_v"]):  # gate and up apart: Megatron's singleton_local_shards
-            if set(names) <= set(model):
-                used.update(names)
-                return concatenate(model[n].whole() for n in names)
-    raise UserError(f"{path}: tensor {prefix}{key} is missing; config.json promises it")
+    with ExitStack() as stack:
+        for shard in shards:
+            file = stack.enter_context((out / shard.file).open("wb", buffering=0))
+            file.write(shard.header)
+            places |= {name: (file.fileno(), offset) for name, offset in shard.offsets.items()}
+        for digests, nbytes in _in_threads(write, parameters):
+            hashes |= digests
+            count(nbytes)
+    return hashes
 
 
-def _local_name(key: str) -> str:
-    for fused, local in LOCAL_NAMES.items():
-        if key.endswith(fused):
-            return key.removesuffix(fused) + local
-    return key
+def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    while len(data):
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written
 
 
-def _megatron_shape(arch: Architecture, copies: Sequence[Copy]) -> tuple[int, ...]:
-    shape = hf_shapes(arch)[copies[0].hf]
-    return shape if copies[0].dim else (sum(copy.length for copy in copies), *shape[1:])
-
-
-def _recorded_files(side: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str] | None:
-    """Tensor name -> file as import found it, if it knew exactly these tensors."""
+def _recorded_files(side: Path, specs: Specs) -> dict[str, str] | None:
+    """Tensor name -> file as it was before import, if the record has exactly these tensors."""
     if not (side / INDEX).is_file():
         return None
     files = read_weight_map(side)
-    return files if set(files) == set(shapes) else None
+    return files if set(files) == set(specs) else None
 
 
 # ------------------------------------------------------------------------------------------------------ both directions
 
 
-def _copies(arch: Architecture) -> dict[str, list[Copy]]:
-    """Megatron parameter (global layer numbers, Transformer Engine's names) -> its copies in order of its rows."""
-    copies: dict[str, list[Copy]] = {}
-    for copy in plan(arch, Layout(make_vocab_size_divisible_by=1, transformer_engine=True), Coordinates()):
-        copies.setdefault(copy.megatron, []).append(copy)
-    return {name: sorted(group, key=lambda copy: copy.start) for name, group in copies.items()}
-
-
-def _interleavings(arch: Architecture) -> dict[str, Interleaving]:
-    return interleavings(arch, Layout(make_vocab_size_divisible_by=1, transformer_engine=True), Coordinates())
-
-
-def _checkpoint_key(megatron: str) -> tuple[str, int | None]:
-    """``decoder.layers.7.mlp...`` -> (``decoder.layers.mlp...``, 7): layers are stacked in a checkpoint."""
-    if not megatron.startswith(_LAYER):
-        return megatron, None
-    number, _, rest = megatron.removeprefix(_LAYER).partition(".")
-    return _LAYER + rest, int(number)
-
-
-def _slice(tensor: LazyTensor, start: int, stop: int, dim: int) -> LazyTensor:
-    if dim == 0:
-        return tensor.narrow(start, stop)
-    assert (start, stop) == (0, tensor.shape[dim]), "one rank holds all columns"
-    return tensor
-
-
-def _one_dtype(where: Path, tensors: Mapping[str, LazyTensor]) -> str:
+def _one_dtype(where: Path, specs: Specs) -> str:
     """The common element type. Raises :class:`UserError` naming the first tensor that differs."""
-    expected = _float_dtype(where, {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()})
-    for name, tensor in tensors.items():
-        if tensor.dtype != expected:
-            raise UserError(f"{where}: {name} has dtype {tensor.dtype}, but {_EMBEDDING} has {expected}")
+    expected = _float_dtype(where, specs)
+    for name, (_, dtype) in specs.items():
+        if dtype != expected:
+            raise UserError(f"{where}: {name} has dtype {dtype}, but {_EMBEDDING} has {expected}")
     return expected
 
 
@@ -377,21 +349,54 @@ def _float_dtype(where: Path, specs: Specs) -> str:
     """The element type of the embedding. Megatron's local RMSNorm is fp32 in a bf16 model that was never wrapped, so in
     a checkpoint other tensors may differ from it; they keep their bits."""
     for name, (_, dtype) in specs.items():
-        if dtype not in _FLOATS:
-            raise UserError(f"{where}: {name} has dtype {dtype}; known: {', '.join(_FLOATS)}")
+        if dtype not in FLOATS:
+            raise UserError(f"{where}: {name} has dtype {dtype}; known: {', '.join(sorted(FLOATS))}")
     return specs[_EMBEDDING][1]
 
 
-def _verify(hashes: Mapping[str, str], written: Mapping[str, Sequence[LazyTensor]], progress: Progress) -> float:
-    """Read the result again and compare every tensor with what was read from the source; returns the seconds."""
-    clock = time.perf_counter()
-    streams = [Stream(tuple((name, part) for part in parts)) for name, parts in written.items()]
-    with open_files() as files:
-        found = transfer(files, streams, _counter(progress, sum(stream.nbytes for stream in streams)))
-    for name in sorted(set(hashes) | set(found)):
-        if hashes.get(name) != found.get(name):
-            raise UserError(f"verification failed: {name} reads back differently; is the disk in order?")
+def _verify(arch: Architecture, checkpoint: MegatronCheckpoint, reader: HFReader, progress: Progress) -> float:
+    """Compare source and result, both read again, byte for byte; returns the seconds."""
+    clock, located = time.perf_counter(), locate(arch, checkpoint)
+    count = _counter(progress, sum(math.prod(shape) * dtype_bytes(dtype) for shape, dtype in reader.specs.values()))
+
+    def compare(parameter: list[Slice]) -> int:
+        for part in parameter:
+            expected = as_bytes(reader.tensor(part.name)).view(-1)[part.start : part.start + part.values.numel()]
+            if not torch.equal(expected, part.values.reshape(-1)):
+                raise UserError(f"verification failed: {part.name} reads back differently; is the disk in order?")
+        return sum(part.values.numel() for part in parameter)
+
+    for nbytes in _in_threads(compare, slices(arch, checkpoint, located)):
+        count(nbytes)
     return time.perf_counter() - clock
+
+
+@contextmanager
+def _threads() -> Iterator[ThreadPoolExecutor]:
+    """A few threads; what they have not begun when the block ends or fails is dropped."""
+    pool, inner = ThreadPoolExecutor(_THREADS), torch.get_num_threads()
+    torch.set_num_threads(1)  # torch's own threads beside these would wait for a core, spinning
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(inner)
+
+
+def _in_threads(function: Callable[[list[Slice]], _T], parameters: Iterable[list[Slice]]) -> Iterator[_T]:
+    """``function`` of each parameter, few of which exist at a time: a parameter of joined chunks takes memory."""
+    with _threads() as pool:
+        pending: deque[Future[_T]] = deque()
+        for parameter in parameters:
+            pending.append(pool.submit(function, parameter))
+            if len(pending) == _THREADS:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+
+
+def _sha256(tensor: Tensor) -> str:
+    return hashlib.sha256(as_bytes(tensor).numpy().data).hexdigest()
 
 
 def _counter(progress: Progress, total: int) -> Callable[[int], None]:
@@ -409,4 +414,4 @@ def _write_record(directory: Path, result: Conversion) -> None:
     (directory / "conversion.json").write_text(json.dumps(result.__dict__, indent=1) + "\n")
 
 
-__all__ = ["Conversion", "export_checkpoint", "import_checkpoint", "megatron_to_hf"]
+__all__ = ["Conversion", "PeakMemory", "export_checkpoint", "import_checkpoint"]

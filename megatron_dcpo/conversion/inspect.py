@@ -2,45 +2,62 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_dcpo.conversion.lazy import LazyTensor, open_files
-from megatron_dcpo.conversion.torch_dist import find_checkpoint, is_checkpoint, read_checkpoint
-from megatron_dcpo.conversion.transfer import Stream, transfer
+from megatron_dcpo.conversion.megatron_checkpoint import (
+    MegatronCheckpoint,
+    StoredTensor,
+    as_bytes,
+    find_checkpoint,
+    is_checkpoint,
+)
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.weights.hf_checkpoint import INDEX, read_tensors
+from megatron_dcpo.runtime.dtypes import dtype_bytes
+from megatron_dcpo.weights.hf_checkpoint import INDEX, SINGLE_FILE, HFReader, Specs
 
 
 def inspect_checkpoint(
     path: Path, hashes: bool = True, progress: Callable[[int], None] = lambda nbytes: None
 ) -> dict[str, Any]:
-    """``{"format", "bytes", "tensors": {name: {"shape", "dtype", "bytes", "sha256"}}}``; streams, holds no tensor.
+    """``{"format", "bytes", "tensors": {name: {"shape", "dtype", "bytes", "sha256"}}}``; one tensor in memory at a time.
 
     ``sha256`` is over the little-endian bytes of the whole tensor in row-major order, so it does not depend on files or
-    layout. Raises :class:`UserError` for what is no checkpoint or a damaged one.
+    layout. Raises :class:`UserError` for what is not a checkpoint or a damaged one.
     """
+    specs: Specs
     if is_checkpoint(path):
-        kind, path = "torch_dist", find_checkpoint(path)
-        tensors = {key: stored.whole() for key, stored in read_checkpoint(path).items()}
-    elif (path / INDEX).is_file() or (path / "model.safetensors").is_file():
-        kind, tensors = "huggingface", read_tensors(path)
+        checkpoint = MegatronCheckpoint(find_checkpoint(path))
+        kind, specs = "torch_dist", {key: (t.shape, t.dtype) for key, t in checkpoint.tensors.items()}
+        digest: Callable[[str], str] = lambda name: _sha256(checkpoint, checkpoint.tensors[name])  # noqa: E731
+    elif (path / INDEX).is_file() or (path / SINGLE_FILE).is_file():
+        reader = HFReader(path)
+        kind, specs = "huggingface", reader.specs
+        digest = lambda name: hashlib.sha256(as_bytes(reader.tensor(name)).numpy().data).hexdigest()  # noqa: E731
     elif not path.is_dir():
         raise UserError(f"{path} does not exist; name a checkpoint directory")
     else:
         raise UserError(f"{path} is neither a Hugging Face directory nor a torch_dist checkpoint")
-    found: dict[str, str] = {}
+    tensors = {name: _describe(*specs[name]) for name in sorted(specs)}
     if hashes:
-        with open_files() as files:
-            found = transfer(files, [Stream(((name, tensor),)) for name, tensor in tensors.items()], progress)
-    return {
-        "format": kind,
-        "bytes": sum(tensor.nbytes for tensor in tensors.values()),
-        "tensors": {name: _describe(tensors[name], found.get(name)) for name in sorted(tensors)},
-    }
+        for name, facts in tensors.items():
+            facts["sha256"] = digest(name)
+            progress(facts["bytes"])
+    return {"format": kind, "bytes": sum(facts["bytes"] for facts in tensors.values()), "tensors": tensors}
 
 
-def _describe(tensor: LazyTensor, sha256: str | None) -> dict[str, Any]:
-    facts: dict[str, Any] = {"shape": list(tensor.shape), "dtype": tensor.dtype, "bytes": tensor.nbytes}
-    return facts if sha256 is None else facts | {"sha256": sha256}
+def _describe(shape: tuple[int, ...], dtype: str) -> dict[str, Any]:
+    return {"shape": list(shape), "dtype": dtype, "bytes": math.prod(shape) * dtype_bytes(dtype)}
+
+
+def _sha256(checkpoint: MegatronCheckpoint, tensor: StoredTensor) -> str:
+    """Of the whole tensor; layer by layer when layers are stacked along its leading axis."""
+    digest = hashlib.sha256()
+    layers = [tensor.at_layer(n) for n in range(tensor.shape[0])] if len(tensor.shape) > 2 else [tensor]
+    for layer in layers:
+        for _, block in checkpoint.blocks(layer):
+            digest.update(block.numpy().data)
+    return digest.hexdigest()

@@ -26,7 +26,7 @@ from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation import published
 from megatron_dcpo.evaluation.published import Published
 from megatron_dcpo.evaluation.scoring import CONFIDENCE_KINDS, HEADLINE, bins_from_json, headline
-from megatron_dcpo.judging.confidence import MARKER
+from megatron_dcpo.types import CONFIDENCE_TAG
 
 LABELS = {
     "accuracy": "Accuracy",
@@ -329,7 +329,7 @@ def _coverage(runs: Sequence[Run], kinds: Sequence[str]) -> list[_Picture]:
 
 def _samples(run: Run) -> list[dict[str, str]]:
     """What the page shows of a few responses of a run."""
-    marker = (run.evaluation or {}).get("marker", MARKER)
+    marker = (run.evaluation or {}).get("marker", CONFIDENCE_TAG)
     shown = []
     for row in choose_samples(run.samples):
         reasoning, confidence = _two_blocks(row, marker)

@@ -32,14 +32,13 @@ from megatron_dcpo.evaluation.programs import is_code, read_tests, same_program,
 from megatron_dcpo.evaluation.samples import Sample, SampleLog, read_samples
 from megatron_dcpo.evaluation.scoring import parse_kinds, score_samples
 from megatron_dcpo.judging.answers import FENCED
-from megatron_dcpo.judging.confidence import MARKER
 from megatron_dcpo.judging.judge import judge_many
 from megatron_dcpo.judging.programs import PackedTests, ProgramVerifier
 from megatron_dcpo.judging.token_bytes import token_bytes
 from megatron_dcpo.rollout import SamplingConfig
 from megatron_dcpo.rollout.openai_client import Endpoint, served_model
 from megatron_dcpo.sandbox.local import CodeLimits
-from megatron_dcpo.types import Prompt
+from megatron_dcpo.types import CONFIDENCE_TAG, Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +123,7 @@ class EvaluationConfig:
         saved = {option.name: getattr(self, option.name) for option in fields(self) if option.metadata.get("saved")}
         saved |= {"top_logprobs": self.top_logprobs, "model": model}
         # not in the settings of evaluations that know no other
-        return saved if self.marker == MARKER else saved | {"marker": self.marker}
+        return saved if self.marker == CONFIDENCE_TAG else saved | {"marker": self.marker}
 
 
 def run_evaluation(config: EvaluationConfig, progress: Progress | None = None) -> dict[str, Any]:
@@ -138,7 +137,7 @@ def run_evaluation(config: EvaluationConfig, progress: Progress | None = None) -
     config = replace(
         config,
         features=config.features or (predictor is not None and predictor.method == "confclass"),
-        marker=config.marker or before.get("marker") or MARKER,
+        marker=config.marker or before.get("marker") or CONFIDENCE_TAG,
     )
     if config.samples:
         samples, model = _old_samples(config), before.get("model", "")
@@ -148,7 +147,7 @@ def run_evaluation(config: EvaluationConfig, progress: Progress | None = None) -
         samples = predictor.apply(samples)
         kinds = tuple(dict.fromkeys((*kinds, "posthoc")))
     evaluation = score_samples(samples, kinds, model, resamples=config.resamples, seed=config.seed)
-    if config.marker != MARKER:
+    if config.marker != CONFIDENCE_TAG:
         evaluation["marker"] = config.marker
     write_evaluation(config.out, evaluation, samples)
     return evaluation
@@ -259,7 +258,7 @@ def _server(config: EvaluationConfig) -> tuple[str, Render, Complete]:
     )
 
     def render(benchmark: LoadedBenchmark) -> list[Prompt]:
-        return message_prompts(benchmark.records, config.template, config.limit, config.marker or MARKER)
+        return message_prompts(benchmark.records, config.template, config.limit, config.marker or CONFIDENCE_TAG)
 
     return model, render, endpoint.complete
 
@@ -286,7 +285,7 @@ def _local_model(config: EvaluationConfig) -> tuple[str, Render, Complete]:
             tokenizer,
             config.template,
             limit=config.limit,
-            marker=config.marker or MARKER,
+            marker=config.marker or CONFIDENCE_TAG,
             source=benchmark.name,
         )
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_dcpo.judging.confidence import MARKER
+from megatron_dcpo.types import CONFIDENCE_TAG
 
 
 class AnswerForm(NamedTuple):
@@ -134,7 +134,7 @@ def extract_fenced(reasoning: str) -> str | None:
     return None if fence is None else fence.program.decode(errors="surrogatepass")
 
 
-def extract_program(response: str, marker: str = MARKER) -> str | None:
+def extract_program(response: str, marker: str = CONFIDENCE_TAG) -> str | None:
     """The same of a whole response. A block after the confidence line is not an answer: R does not depend on it."""
     content = response.encode(errors="surrogatepass")
     fence = last_fence(content[: find_marker_after_program(content, marker.encode())])

@@ -12,9 +12,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from megatron_dcpo.types import ConfidenceStatus
-
-MARKER = "<conf>"
+from megatron_dcpo.types import CONFIDENCE_TAG, ConfidenceStatus
 
 _SPACE = r"[ \t\r\n\f\v]*"
 _DECIMAL = r"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
@@ -32,7 +30,9 @@ class ParsedConfidence:
     stated: float | None = None
 
 
-def parse_confidence(text: str, *, marker: str = MARKER, finished: bool, opener: str = "\\boxed") -> ParsedConfidence:
+def parse_confidence(
+    text: str, *, marker: str = CONFIDENCE_TAG, finished: bool, opener: str = "\\boxed"
+) -> ParsedConfidence:
     """Read the confidence of a response, or why there is none.
 
     Args:

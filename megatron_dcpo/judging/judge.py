@@ -10,10 +10,10 @@ from dataclasses import replace
 
 from megatron_dcpo.judging.answers import BOXED, AnswerForm, Outcome
 from megatron_dcpo.judging.blocks import Split, split_blocks, split_text
-from megatron_dcpo.judging.confidence import MARKER, parse_confidence
+from megatron_dcpo.judging.confidence import parse_confidence
 from megatron_dcpo.judging.math.verifier import verify_answers
 from megatron_dcpo.judging.token_bytes import TokenBytes
-from megatron_dcpo.types import Judgement, Prompt, Response
+from megatron_dcpo.types import CONFIDENCE_TAG, Judgement, Prompt, Response
 
 # (answer or None, ground truth) pairs -> their outcomes, in order
 Verifier = Callable[[Sequence[tuple[str | None, str]]], Sequence[Outcome]]
@@ -25,7 +25,7 @@ def judge_many(
     tokens: TokenBytes | None = None,
     eos_ids: Collection[int] = (),
     *,
-    marker: str = MARKER,
+    marker: str = CONFIDENCE_TAG,
     verifier: Verifier = verify_answers,
     form: AnswerForm = BOXED,
 ) -> list[Judgement]:
@@ -68,7 +68,7 @@ def judge(
     tokens: TokenBytes | None = None,
     eos_ids: Collection[int] = (),
     *,
-    marker: str = MARKER,
+    marker: str = CONFIDENCE_TAG,
     verifier: Verifier = verify_answers,
     form: AnswerForm = BOXED,
 ) -> Judgement:

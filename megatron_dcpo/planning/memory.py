@@ -18,11 +18,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_dcpo.config import Config
+from megatron_dcpo.runtime.dtypes import dtype_bytes
 from megatron_dcpo.weights.architecture import Architecture
 from megatron_dcpo.weights.planner import Coordinates, Layout, interleavings, padded_vocab_size, plan
 from megatron_dcpo.weights.table import hf_shapes
 
-ITEMSIZE = {"bf16": 2, "fp32": 4}
 PARAMETER_ALIGNMENT, BUCKET_ALIGNMENT = 64, 128  # numbers; the distributed optimizer's buffers
 # Tied, on the first and the last pipeline stage: a bucket of its own.
 _SHARED = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -44,7 +44,7 @@ class State:
 
 def stage_state(arch: Architecture, layout: Layout, config: Config, stage: int, data_parallel: int) -> State:
     """The state of a rank of pipeline ``stage``; with the distributed optimizer, of the one with the largest shard."""
-    itemsize, parallel = ITEMSIZE[config.model.params_dtype], config.parallel
+    itemsize, parallel = dtype_bytes(config.model.params_dtype), config.parallel
     numel = buffer_numel = 0
     shards = [0] * (data_parallel if parallel.use_distributed_optimizer else 1)
     for virtual in range(layout.virtual_pipeline_model_parallel_size):
@@ -169,7 +169,7 @@ def widths(arch: Architecture, layout: Layout, config: Config) -> Widths:
         ffn=arch.ffn_hidden_size // tp,
         vocab=padded_vocab_size(arch, layout) // tp,
         head_dim=arch.kv_channels,
-        bytes=ITEMSIZE[config.model.params_dtype],
+        bytes=dtype_bytes(config.model.params_dtype),
     )
 
 

@@ -9,10 +9,10 @@ from typing import Any
 from megatron_dcpo.config import Config
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.objectives import build_objective
-from megatron_dcpo.planning.memory import ITEMSIZE, Activations, State, stage_activations, stage_state
+from megatron_dcpo.planning.memory import Activations, State, stage_activations, stage_state
 from megatron_dcpo.planning.traffic import Rates, Seconds, Traffic, Work, kv_bytes_per_token, step_seconds, step_traffic
-from megatron_dcpo.runtime import check_world_size
-from megatron_dcpo.training.preflight import layout_of
+from megatron_dcpo.runtime.device import check_world_size
+from megatron_dcpo.runtime.dtypes import dtype_bytes
 from megatron_dcpo.weights.architecture import Architecture, read_architecture
 from megatron_dcpo.weights.planner import Layout, check_layout
 from megatron_dcpo.weights.reshard_plan import check_engine, most_received
@@ -112,7 +112,7 @@ def make_plan(config: Config, machine: Machine, rates: Rates | None = None) -> P
     rates = rates or Rates()
     arch = read_architecture(config.model.path)
     # on GPUs ``auto`` means Transformer Engine, whatever this machine has
-    layout = layout_of(config, transformer_engine=config.model.transformer_impl != "local")
+    layout = Layout.of(config.model, config.parallel, config.model.transformer_impl != "local")
     check_layout(arch, layout)
     data_parallel = _check_gpus(layout, machine.gpus)
     work, tokens, scored, per_update = _work(config, layout, machine, data_parallel)
@@ -218,7 +218,7 @@ def _stage(
         state=state,
         activations=stage_activations(arch, layout, config, stage, *batch),
         probe=probe,
-        reference=state.numel * ITEMSIZE[config.model.params_dtype] if reference else 0,
+        reference=state.numel * dtype_bytes(config.model.params_dtype) if reference else 0,
         engine=engine.resident,
     )
 
@@ -230,7 +230,7 @@ def _engine(arch: Architecture, config: Config, machine: Machine) -> Engine:
     if machine.gpus % size:
         raise UserError(f"rollout.tensor_model_parallel_size={size} does not divide the {machine.gpus} GPUs")
     check_engine(arch, size)
-    itemsize = ITEMSIZE[config.model.params_dtype if rollout.dtype == "same" else rollout.dtype]
+    itemsize = dtype_bytes(config.model.params_dtype if rollout.dtype == "same" else rollout.dtype)
     weights = number_of_parameters(arch) * itemsize // size
     kv = kv_bytes_per_token(arch, itemsize, size)
     longest = config.data.max_prompt_length + rollout.max_response_length
@@ -256,7 +256,7 @@ def _resharding(arch: Architecture, layout: Layout, config: Config, engine: Engi
     """Bytes that the rank receiving most gets in a weight synchronisation: its engine's part less what it holds of it."""
     if engine.kind == "server":
         return 0
-    itemsize = ITEMSIZE[config.model.params_dtype]
+    itemsize = dtype_bytes(config.model.params_dtype)
     return most_received(arch, layout, engine.tensor_model_parallel_size, data_parallel, itemsize)
 
 

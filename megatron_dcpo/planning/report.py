@@ -119,18 +119,20 @@ def _gb(nbytes: float) -> str:
 
 def reshard_facts(config: Any, gpus: int | None = None) -> dict[str, Any]:
     """The plan of one synchronisation as plain data; bytes. Raises :class:`UserError` on a layout that does not fit."""
-    from megatron_dcpo.planning.memory import ITEMSIZE
-    from megatron_dcpo.training.preflight import check_model, layout_of
+    from megatron_dcpo.runtime.dtypes import dtype_bytes
+    from megatron_dcpo.weights.architecture import read_architecture
+    from megatron_dcpo.weights.planner import Layout, check_layout
     from megatron_dcpo.weights.reshard_plan import reshard_plan
 
-    arch, layout = check_model(config), layout_of(config)
+    arch, layout = read_architecture(config.model.path), Layout.of(config.model, config.parallel)
+    check_layout(arch, layout)
     model_parallel = layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size
     engine_tp = config.rollout.tensor_model_parallel_size
     gpus = gpus if gpus is not None else max(model_parallel, engine_tp)
     for what, size in (("training TP x PP", model_parallel), ("rollout.tensor_model_parallel_size", engine_tp)):
         if gpus < 1 or gpus % size:
             raise UserError(f"--gpus {gpus} is not a multiple of {what} = {size}")
-    itemsize = ITEMSIZE[config.model.params_dtype]
+    itemsize = dtype_bytes(config.model.params_dtype)
     replicas = gpus // model_parallel
     plan = reshard_plan(arch, layout, engine_tp, replicas, config.rollout.bucket_bytes, itemsize)
     return {

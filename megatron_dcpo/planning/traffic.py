@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_dcpo.config import Config
-from megatron_dcpo.planning.memory import ITEMSIZE
+from megatron_dcpo.runtime.dtypes import dtype_bytes
 from megatron_dcpo.weights.architecture import Architecture
 from megatron_dcpo.weights.planner import Layout, padded_vocab_size
 
@@ -68,7 +68,7 @@ def step_traffic(
     """Ring collectives: an all-gather or reduce-scatter of n bytes over r ranks sends (r - 1) / r * n, an all-reduce
     twice that. ``numel``: length of the rank's gradient buffer. Gradients travel in fp32."""
     tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
-    parallel, b = config.parallel, ITEMSIZE[config.model.params_dtype]
+    parallel, b = config.parallel, dtype_bytes(config.model.params_dtype)
     share = (data_parallel - 1) / data_parallel
     per_update = share * numel * ((4 + b) if parallel.use_distributed_optimizer else 8)
     tokens = work.tokens / data_parallel  # of a replica

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_dcpo import runtime
+from megatron_dcpo.runtime.device import current_device
 
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
 
@@ -203,7 +203,7 @@ def _packed(samples: Sequence[TokenSequence], total: int) -> MicroBatch:
     offsets = bounds[:-1]
     if total > bounds[-1]:
         bounds = [*bounds, total]  # the filling is a sequence of its own, which nothing attends to
-    cu = torch.tensor(bounds, dtype=torch.int32, device=runtime.device())
+    cu = torch.tensor(bounds, dtype=torch.int32, device=current_device())
     longest = max(stop - start for start, stop in itertools.pairwise(bounds))
     params = PackedSeqParams("thd", cu, cu, None, None, longest, longest)
     return _micro_batch(samples, tokens, positions, offsets, params)
@@ -222,7 +222,7 @@ def _micro_batch(
         rows.append(np.arange(first, first + len(sample.response_ids)))
         targets.append(sample.response_ids)
         owners.append(np.full(len(sample.response_ids), index, np.int64))
-    on = lambda array: torch.from_numpy(np.ascontiguousarray(array)).to(runtime.device())  # noqa: E731
+    on = lambda array: torch.from_numpy(np.ascontiguousarray(array)).to(current_device())  # noqa: E731
     return MicroBatch(
         on(tokens),
         on(positions),

@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dcpo import runtime
 from megatron_dcpo.policy.model import Policy
 from megatron_dcpo.policy.optimizer import optimizer_group, optimizer_parts, zero_gradients
+from megatron_dcpo.runtime.device import current_device
 from megatron_dcpo.weights.table import number_of_parameters
 
 from megatron.core import tensor_parallel  # isort: skip
@@ -129,7 +129,7 @@ def compare(policy: Policy, optimizer: Any, a: list[OwnedGradient], b: list[Owne
 
     Two all-reduces of a few numbers, in float64. The Fisher matrix is that of ``a``'s members.
     """
-    device = runtime.device()  # a rank may hold nothing that counts
+    device = current_device()  # a rank may hold nothing that counts
     group = optimizer_group(optimizer)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for first, second in zip(a, b, strict=True):

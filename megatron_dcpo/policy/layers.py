@@ -22,14 +22,24 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_dcpo import runtime
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.runtime.device import capabilities
 
 
 def has_transformer_engine() -> bool:
     """Transformer Engine is used only where it can run: it needs a GPU even to import its kernels."""
     from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
 
-    return bool(HAVE_TE) and runtime.has_cuda()
+    return bool(HAVE_TE) and capabilities().transformer_engine
+
+
+def check_transformer_engine(choice: str) -> None:
+    """Raise :class:`UserError` where ``model.transformer_impl`` demands what cannot run here."""
+    if choice == "transformer_engine" and not has_transformer_engine():
+        raise UserError(
+            "model.transformer_impl=transformer_engine, but Transformer Engine needs a GPU and its package; "
+            "use auto or local"
+        )
 
 
 class RMSNorm(torch.nn.RMSNorm):

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_dcpo import runtime
 from megatron_dcpo.config import ModelConfig, ParallelConfig
-from megatron_dcpo.errors import UserError
-from megatron_dcpo.policy.layers import block_spec, has_transformer_engine, layer_spec
+from megatron_dcpo.policy.layers import block_spec, check_transformer_engine, has_transformer_engine, layer_spec
+from megatron_dcpo.runtime.device import capabilities, current_device
 from megatron_dcpo.runtime.distributed import Topology
+from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.weights.architecture import Architecture, read_architecture
 from megatron_dcpo.weights.hf_checkpoint import HFReader, load_into
 from megatron_dcpo.weights.planner import (
@@ -32,8 +32,6 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ class Policy:
 
 def transformer_config(arch: Architecture, parallel: ParallelConfig, dtype: torch.dtype) -> TransformerConfig:
     """Megatron's configuration of ``arch`` (RMSNorm, SwiGLU, rotary embeddings, grouped queries; no biases but QKV's)."""
-    on_cpu = not runtime.has_cuda()
+    on_cpu = capabilities().cpu_initialization
     recompute: dict[str, Any] = {}
     if parallel.recompute_granularity != "none":
         recompute["recompute_granularity"] = parallel.recompute_granularity
@@ -114,17 +112,11 @@ def build_policy(model: ModelConfig, parallel: ParallelConfig, topology: Topolog
     """
     arch = read_architecture(model.path)
     engine = _use_transformer_engine(model.transformer_impl)
-    layout = Layout(
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        parallel.virtual_pipeline_model_parallel_size,
-        model.make_vocab_size_divisible_by,
-        engine,
-    )
+    layout = Layout.of(model, parallel, engine)
     check_layout(arch, layout)
     reader = HFReader(model.path)
     reader.check(arch)
-    config = transformer_config(arch, parallel, DTYPES[model.params_dtype])
+    config = transformer_config(arch, parallel, torch_dtype(model.params_dtype))
     gpts, copies = [], []
     for virtual in range(layout.virtual_pipeline_model_parallel_size):
         at = Coordinates(topology.tp_rank, topology.pp_rank, virtual)
@@ -140,8 +132,7 @@ def build_policy(model: ModelConfig, parallel: ParallelConfig, topology: Topolog
 
 
 def _use_transformer_engine(choice: str) -> bool:
-    if choice == "transformer_engine" and not has_transformer_engine():
-        raise UserError("model.transformer_impl=transformer_engine, but Transformer Engine needs a GPU and its package")
+    check_transformer_engine(choice)
     return choice != "local" and has_transformer_engine()
 
 
@@ -160,9 +151,9 @@ def _build_chunk(arch: Architecture, layout: Layout, config: TransformerConfig, 
         rotary_base=int(arch.rotary_base),
         parallel_output=True,
         vp_stage=at.virtual if vp > 1 else None,
-    ).to(runtime.device())
+    ).to(current_device())
     # Megatron knows Llama-3.1's scaling by its factor alone; the checkpoint's other numbers matter as much.
-    gpt.rotary_pos_emb.inv_freq = rotary_inverse_frequencies(arch).to(runtime.device())
+    gpt.rotary_pos_emb.inv_freq = rotary_inverse_frequencies(arch).to(current_device())
     gpt.model_type = ModelType.encoder_or_decoder
     _mark_tensor_parallel(gpt, sharded_dimensions(arch, layout, at))
     return gpt

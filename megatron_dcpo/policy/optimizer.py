@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_dcpo.config import Config
-from megatron_dcpo.policy.model import DTYPES, Policy
+from megatron_dcpo.policy.model import Policy
+from megatron_dcpo.runtime.dtypes import torch_dtype
 
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # isort: skip
 import logging
@@ -20,13 +21,13 @@ from contextlib import contextmanager
 
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megatron_dcpo import runtime
+from megatron_dcpo.runtime.device import capabilities
 
 
 def build_optimizer(config: Config, policy: Policy) -> tuple[Any, OptimizerParamScheduler]:
     """AdamW on this rank's parameters (sharded over data-parallel ranks with the distributed optimizer)."""
     options = config.optimizer
-    dtype = DTYPES[config.model.params_dtype]
+    dtype = torch_dtype(config.model.params_dtype)
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -99,41 +100,41 @@ logger = logging.getLogger(__name__)
 
 
 class OptimizerOffload:
-    """Keeps gradients and optimizer state off the device during rollouts where ``wanted``. Nothing to do on the CPU.
+    """Moves gradients and optimizer state to the host during rollouts where ``wanted``. Nothing to do on the CPU.
 
-    In fp32 the optimizer works on the policy's own parameters, which have to stay: only the gradients leave.
+    In fp32 the optimizer works on the policy's own parameters, which have to stay: only the gradients are offloaded.
     """
 
     def __init__(self, policy: Policy, optimizer: Any, wanted: bool) -> None:
         self.policy, self.optimizer = policy, optimizer
-        self.active = wanted and runtime.has_cuda()
-        self.away = False
+        self.active = wanted and capabilities().separate_memory
+        self.offloaded = False
         if wanted and not self.active:
             logger.info("training.offload_optimizer_during_rollout: there is no device to offload from, nothing to do")
 
-    def leave(self) -> None:
+    def offload(self) -> None:
         """Before the engine wakes up."""
-        if self.active and not self.away:
+        if self.active and not self.offloaded:
             for chunk in self.policy.chunks:
                 chunk.offload_grad_buffers()
             if self.policy.config.bf16:
                 self.optimizer.offload_to_cpu()
-            self.away = True
+            self.offloaded = True
 
-    def come_back(self) -> None:
-        """Before training; harmless when nothing is away."""
-        if self.away:
+    def reload(self) -> None:
+        """Before training; harmless when nothing was offloaded."""
+        if self.offloaded:
             for chunk in self.policy.chunks:
                 chunk.restore_grad_buffers()
             if self.policy.config.bf16:
                 self.optimizer.restore_from_cpu()
-            self.away = False
+            self.offloaded = False
 
     @contextmanager
-    def at_home(self) -> Iterator[None]:
+    def on_device(self) -> Iterator[None]:
         """For a checkpoint between two rollouts."""
-        was_away = self.away
-        self.come_back()
+        was_offloaded = self.offloaded
+        self.reload()
         yield
-        if was_away:
-            self.leave()
+        if was_offloaded:
+            self.offload()

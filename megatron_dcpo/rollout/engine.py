@@ -10,8 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, Protocol
 
-from megatron_dcpo import runtime
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.types import Prompt, Response
 from megatron_dcpo.weights.architecture import Architecture, read_architecture
 from megatron_dcpo.weights.planner import Piece
@@ -85,8 +85,6 @@ def read_eos_token_ids(model_dir: Path) -> tuple[int, ...]:
 
 logger = logging.getLogger(__name__)
 
-CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # what vLLM's CPU attention has kernels for
-
 
 def choose_engine(choice: str, model_dir: str | Path) -> Literal["vllm", "transformers"]:
     """``auto`` takes vLLM where it is installed and can run the model, and says so when it cannot.
@@ -113,6 +111,7 @@ def choose_engine(choice: str, model_dir: str | Path) -> Literal["vllm", "transf
 
 def unsupported(arch: Architecture) -> str:
     """Why vLLM, installed, cannot run ``arch`` here; empty if it can. Does not import vLLM, which takes seconds."""
-    if not runtime.has_cuda() and arch.kv_channels not in CPU_HEAD_DIMS:
-        return f"vLLM's attention on the CPU has no head_dim {arch.kv_channels} (it has {CPU_HEAD_DIMS})"
+    sizes = capabilities().attention_head_sizes
+    if sizes is not None and arch.kv_channels not in sizes:
+        return f"vLLM's attention on the CPU has no head_dim {arch.kv_channels} (it has {sizes})"
     return ""

@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_dcpo import runtime
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.rollout.engine import SamplingConfig, read_eos_token_ids
 from megatron_dcpo.rollout.seeds import uniforms
+from megatron_dcpo.runtime.device import current_device
+from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.runtime.signals import RolloutAbandoned, stop_requested
 from megatron_dcpo.types import Prompt, Response
 from megatron_dcpo.weights.planner import Piece
@@ -46,19 +47,13 @@ class TransformersEngine:
         if not (Path(model_dir) / "config.json").is_file():
             raise UserError(f"model directory {model_dir} has no config.json; pass a Hugging Face checkpoint directory")
         transformers_logging.disable_progress_bar()
-        torch_dtype = {
-            "fp32": torch.float32,
-            "float32": torch.float32,
-            "bf16": torch.bfloat16,
-            "bfloat16": torch.bfloat16,
-        }
         try:
             model: Any = AutoModelForCausalLM.from_pretrained(
-                model_dir, dtype=torch_dtype[dtype], local_files_only=True
+                model_dir, dtype=torch_dtype(dtype), local_files_only=True
             )
         except (OSError, ValueError) as error:
             raise UserError(f"cannot load a model from {model_dir}: {' '.join(str(error).split())}") from None
-        return cls(model.to(runtime.device()), read_eos_token_ids(Path(model_dir)), max_num_seqs)
+        return cls(model.to(current_device()), read_eos_token_ids(Path(model_dir)), max_num_seqs)
 
     def update_weights(self, buckets: Iterable[Sequence[Piece]], version: int) -> None:
         for bucket in buckets:
@@ -86,7 +81,7 @@ class TransformersEngine:
         return [response for i in range(len(prompts)) for response in done[i]]
 
     def _generate_batch(self, prompts: Sequence[Prompt], sampling: SamplingConfig, step: int) -> list[Response]:
-        n, device = sampling.n, runtime.device()
+        n, device = sampling.n, current_device()
         total = len(prompts) * n
         draws = np.stack(
             [uniforms(sampling.seed, step, p.prompt_id, i, sampling.max_tokens) for p in prompts for i in range(n)]
@@ -160,7 +155,7 @@ class TransformersEngine:
         for row, prompt in enumerate(prompts):
             ids[row, width - len(prompt.token_ids) :] = torch.tensor(prompt.token_ids)
             mask[row, width - len(prompt.token_ids) :] = 1
-        ids, mask = ids.to(runtime.device()), mask.to(runtime.device())
+        ids, mask = ids.to(current_device()), mask.to(current_device())
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         cache = DynamicCache(config=self.model.config)
         out = self.model(

@@ -23,10 +23,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_dcpo import runtime
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.rollout.engine import EngineError, SamplingConfig, choose_engine, read_eos_token_ids
 from megatron_dcpo.rollout.seeds import request_seed
+from megatron_dcpo.runtime.device import capabilities, rng_state, set_rng_state
+from megatron_dcpo.runtime.dtypes import dtype_name
 from megatron_dcpo.runtime.signals import RolloutAbandoned, stop_requested
 from megatron_dcpo.types import Prompt, Response
 from megatron_dcpo.weights.architecture import read_architecture
@@ -34,8 +35,6 @@ from megatron_dcpo.weights.planner import Piece
 from megatron_dcpo.weights.reshard_plan import check_engine
 
 logger = logging.getLogger(__name__)
-
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -201,7 +200,7 @@ class VllmEngine:
             self.llm.wake_up(tags=[tag])
 
     def _can_sleep(self) -> bool:
-        return self.options.sleep and runtime.has_cuda()
+        return self.options.sleep and capabilities().separate_memory
 
     # ------------------------------------------------------------------------------------------- start and stop
     def restart(self) -> None:
@@ -245,11 +244,11 @@ class VllmEngine:
 
                 llm = LLM(
                     str(self.model_dir),
-                    dtype=_DTYPES.get(options.dtype, options.dtype),
+                    dtype=dtype_name(options.dtype),
                     tensor_parallel_size=options.tensor_model_parallel_size,
                     gpu_memory_utilization=options.gpu_memory_utilization,
                     max_num_seqs=options.max_num_seqs,
-                    enforce_eager=options.enforce_eager or not runtime.has_cuda(),
+                    enforce_eager=options.enforce_eager or not capabilities().cuda_graphs,
                     logprobs_mode="raw_logprobs" if options.raw_logprobs else "processed_logprobs",
                     load_format="dummy" if options.dummy_weights else "auto",
                     weight_transfer_config={"backend": register()},
@@ -281,7 +280,7 @@ def _prepare_environment() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    if not runtime.has_cuda():
+    if not capabilities().separate_memory:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
@@ -290,7 +289,7 @@ def _host_kept() -> Iterator[None]:
     """Put back what vLLM changes in its host: generators, thread count, environment."""
     python, array = random.getstate(), np.random.get_state()
     cpu = torch.get_rng_state()
-    gpu = torch.cuda.get_rng_state() if runtime.has_cuda() else None
+    on_device = rng_state()
     set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
     environment = dict(os.environ)
     try:
@@ -299,8 +298,7 @@ def _host_kept() -> Iterator[None]:
         random.setstate(python)
         np.random.set_state(array)
         torch.set_rng_state(cpu)
-        if gpu is not None:
-            torch.cuda.set_rng_state(gpu)
+        set_rng_state(on_device)
         torch.set_num_threads = set_num_threads
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)

@@ -22,6 +22,7 @@ from megatron_dcpo.errors import UserError
 from megatron_dcpo.rollout.engine import EngineError, SamplingConfig, read_eos_token_ids
 from megatron_dcpo.rollout.seeds import request_seed
 from megatron_dcpo.runtime import distributed
+from megatron_dcpo.runtime.dtypes import name_of
 from megatron_dcpo.runtime.files import new_directory
 from megatron_dcpo.runtime.http_json import HttpError, JsonClient
 from megatron_dcpo.runtime.signals import RolloutAbandoned, stop_requested
@@ -144,7 +145,7 @@ class ServerEngine:
         pieces = (piece for bucket in buckets for piece in bucket)
         with new_directory(directory, overwrite=True) as temporary:
             first = next(pieces)
-            dtype = str(first.values.dtype).removeprefix("torch.")
+            dtype = name_of(first.values.dtype)
             specs = {name: (shape, dtype) for name, shape in hf_shapes(self.arch).items()}
             if self.arch.tied_embeddings:
                 # vLLM's output layer may keep a packed copy, which the embedding alone does not refresh.

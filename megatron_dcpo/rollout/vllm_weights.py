@@ -27,7 +27,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import materialize_layer, restore_layer_on_meta
 
-from megatron_dcpo import runtime
+from megatron_dcpo.runtime.device import synchronize
 from megatron_dcpo.weights.architecture import Architecture
 from megatron_dcpo.weights.planner import Piece
 from megatron_dcpo.weights.reshard_plan import engine_slice
@@ -159,7 +159,7 @@ class InProcessTransfer(WeightTransferEngine[_Init, _Update]):
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.receive_weights(self.parse_update_info(update_info))
-        runtime.synchronize()  # the bucket may be overwritten as soon as this returns
+        synchronize()  # the bucket may be overwritten as soon as this returns
 
     def receive_weights(self, update_info: _Update) -> None:
         if self._expected is None:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_dcpo.runtime.devices import backend, check_world_size, device, has_cuda, set_threads
+from megatron_dcpo.runtime.device import backend, check_world_size, current_device, has_cuda, set_threads
 from megatron_dcpo.runtime.megatron_on_cpu import ensure
 
 ensure()
@@ -70,7 +70,7 @@ def initialize(
     set_threads()
     if not dist.is_initialized():
         if has_cuda():
-            torch.cuda.set_device(device())
+            torch.cuda.set_device(current_device())
         if "RANK" not in os.environ:
             os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
         dist.init_process_group(backend(), timeout=timedelta(minutes=timeout_minutes))
@@ -119,7 +119,7 @@ def max_over_ranks(value: int) -> int:
     """The largest ``value`` of all ranks."""
     if dist.get_world_size() == 1:
         return value
-    box = torch.tensor([value], dtype=torch.int64, device=device())
+    box = torch.tensor([value], dtype=torch.int64, device=current_device())
     dist.all_reduce(box, op=dist.ReduceOp.MAX)
     return int(box.item())
 
@@ -163,7 +163,7 @@ class Progress:
         if len(self.ranks) == 1:
             return "" if accepted else "this rank's engine did not take it"
         self._say(number)
-        mine = torch.tensor([number, int(accepted)], dtype=torch.int64, device=device())
+        mine = torch.tensor([number, int(accepted)], dtype=torch.int64, device=current_device())
         answers = [torch.zeros_like(mine) for _ in self.ranks]
         try:
             dist.all_gather(answers, mine, group=self.group)

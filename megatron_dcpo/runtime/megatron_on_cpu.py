@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from megatron_dcpo.runtime.adam import FusedAdam
-from megatron_dcpo.runtime.devices import has_cuda
+from megatron_dcpo.runtime.device import has_cuda
 
 _LITERAL_CUDA_MODULES = (
     "pipeline_parallel.schedules",

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from megatron_dcpo import runtime
+from megatron_dcpo.runtime.device import memory_gb, synchronize
 from megatron_dcpo.runtime.watchdog import Watch
 
 
@@ -30,9 +30,9 @@ class Timers:
         start = time.perf_counter()
         self.watch.enter(phase, self.step)
         yield
-        runtime.synchronize()
+        synchronize()
         self.add(phase, time.perf_counter() - start)
-        self.memory |= {f"{phase}/{kind}": gigabytes for kind, gigabytes in runtime.memory_gb().items()}
+        self.memory |= {f"{phase}/{kind}": gigabytes for kind, gigabytes in memory_gb().items()}
 
     def add(self, phase: str, seconds: float) -> None:
         """More seconds of a phase; also called from the judge's thread."""

@@ -46,10 +46,10 @@ def _train(run: Run) -> None:
                 samples = gather_judged(run, prompts, judged)
             with timers("train"):
                 run.engine.sleep()
-                run.offload.come_back()
+                run.offload.reload()
                 statistics = update_policy(run, samples, step)
             with timers("reshard"):
-                run.offload.leave()
+                run.offload.offload()
                 traffic = synchronise_engine(run, version=step)
             recorder.log(step, samples, statistics, timers, traffic)
             with timers("save"):

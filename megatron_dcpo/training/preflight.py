@@ -9,22 +9,10 @@ from typing import Any
 
 from megatron_dcpo.config import Config
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.runtime import check_world_size
+from megatron_dcpo.runtime.device import check_world_size
 from megatron_dcpo.weights.architecture import Architecture, read_architecture
 from megatron_dcpo.weights.planner import Layout, check_layout
 from megatron_dcpo.weights.table import number_of_parameters
-
-
-def layout_of(config: Config, transformer_engine: bool = False) -> Layout:
-    """The planner's view of a configuration."""
-    parallel = config.parallel
-    return Layout(
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        parallel.virtual_pipeline_model_parallel_size,
-        config.model.make_vocab_size_divisible_by,
-        transformer_engine,
-    )
 
 
 def check_processes(config: Config, processes: int | None) -> None:
@@ -34,13 +22,9 @@ def check_processes(config: Config, processes: int | None) -> None:
     if processes is not None:
         check_world_size(parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, processes)
     if config.model.transformer_impl == "transformer_engine":
-        from megatron_dcpo.policy.layers import has_transformer_engine
+        from megatron_dcpo.policy.layers import check_transformer_engine
 
-        if not has_transformer_engine():
-            raise UserError(
-                "model.transformer_impl=transformer_engine, but Transformer Engine needs a GPU and its package; "
-                "use auto or local"
-            )
+        check_transformer_engine(config.model.transformer_impl)
 
 
 def check_wandb(config: Config) -> None:
@@ -55,7 +39,7 @@ def check_wandb(config: Config) -> None:
 def check_model(config: Config) -> Architecture:
     """The architecture, checked against the parallel layout. Raises :class:`UserError`."""
     arch = read_architecture(config.model.path)
-    check_layout(arch, layout_of(config))
+    check_layout(arch, Layout.of(config.model, config.parallel))
     return arch
 
 

@@ -39,7 +39,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dcpo import runtime
 from megatron_dcpo.config import Config
 from megatron_dcpo.data.sampler import prompts_of_step
 from megatron_dcpo.objectives import ObjectiveConfig, Scored, as_method, build_objective, resolve
@@ -56,6 +55,7 @@ from megatron_dcpo.policy.gradient_probe import (
     part_gradient,
 )
 from megatron_dcpo.policy.optimizer import optimizer_group, zero_gradients
+from megatron_dcpo.runtime.device import current_device
 from megatron_dcpo.runtime.timers import Timers
 from megatron_dcpo.training.run import Run, build_run
 from megatron_dcpo.training.sampling import TrainingSample, gather_judged, roll_out
@@ -101,11 +101,11 @@ def _probe(run: Run, batches: int) -> dict[str, Any]:
         prompts = prompts_of_step(
             run.prompts, step, config.data.prompts_per_step, seed=config.seed, shuffle=config.data.shuffle
         )
-        run.offload.leave()
+        run.offload.offload()
         synchronise_engine(run, version=step - 1)  # the same weights each time, counted as training counts
         samples = gather_judged(run, prompts, roll_out(run, prompts, step, timers))
         run.engine.sleep()
-        run.offload.come_back()
+        run.offload.reload()
         mini_batch = MiniBatch.of(run, samples)
         decimals = decimals_of(run, mini_batch)
         for part, scored in parts_of(mini_batch.judgements, config.objective, decimals).items():
@@ -252,7 +252,7 @@ def _noise(run: Run, moments: Moments) -> dict[str, float | None]:
     """
     n = len(moments.norms)
     values = torch.tensor([sum(moments.norms), sum(map(_squared_norm, moments.sums)) / n**2], dtype=torch.float64)
-    values = values.to(runtime.device())
+    values = values.to(current_device())
     dist.all_reduce(values, group=optimizer_group(run.optimizer))
     squared, mean_squared = values.tolist()
     if n < 2:

@@ -77,7 +77,7 @@ def stop_if_asked(run: Run, done: int) -> None:
 
 
 def _save(run: Run, step: int) -> None:
-    with run.offload.at_home():
+    with run.offload.on_device():
         state = checkpoint_state(run.policy, run.optimizer, run.scheduler, step, _run_state(run, step))
         run.saver.save(step, state)
     run.progress.saved_step = step

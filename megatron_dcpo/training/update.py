@@ -28,7 +28,7 @@ from megatron_dcpo.policy.gradient_probe import probe_block_gradients
 from megatron_dcpo.policy.model import Policy
 from megatron_dcpo.policy.optimizer import gather_parameters, gradient_norm, zero_gradients
 from megatron_dcpo.policy.schedule import TokenOutputs, accumulate_gradients, compute_logprobs
-from megatron_dcpo.runtime.devices import device
+from megatron_dcpo.runtime.device import current_device
 from megatron_dcpo.runtime.distributed import all_gather_objects, max_over_ranks
 from megatron_dcpo.training.run import Run
 from megatron_dcpo.training.sampling import TrainingSample
@@ -254,7 +254,7 @@ def _flat(rows: Sequence[Any], dtype: torch.dtype = torch.float32) -> Any:
     """The arrays of a micro-batch's samples as one tensor on the device; None where the samples have none."""
     if any(row is None for row in rows):
         return None
-    return torch.as_tensor(np.concatenate([np.zeros(0), *rows]), dtype=dtype, device=device())
+    return torch.as_tensor(np.concatenate([np.zeros(0), *rows]), dtype=dtype, device=current_device())
 
 
 def digit_candidates(vocabulary: DigitVocabulary, samples: Sequence[TrainingSample]) -> Candidates | None:
@@ -263,7 +263,7 @@ def digit_candidates(vocabulary: DigitVocabulary, samples: Sequence[TrainingSamp
     digits = [(int(start), d) for start, sample in zip(starts, samples, strict=False) for d in sample.digits]
     if not digits:
         return None
-    return Candidates(*(torch.as_tensor(array, device=device()) for array in vocabulary.candidates(digits)))
+    return Candidates(*(torch.as_tensor(array, device=current_device()) for array in vocabulary.candidates(digits)))
 
 
 def _mismatch(tokens: TokenBatch) -> dict[str, float]:

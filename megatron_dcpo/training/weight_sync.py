@@ -13,9 +13,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.policy.model import DTYPES
 from megatron_dcpo.rollout import EngineError
 from megatron_dcpo.runtime.distributed import all_gather_objects
+from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.runtime.watchdog import LOST_AFTER_SECONDS
 from megatron_dcpo.training.run import Run
 from megatron_dcpo.weights.hf_checkpoint import write_checkpoint
@@ -172,7 +172,7 @@ def export_policy(run: Run) -> Path:
         out,
         Path(run.config.model.path),
         run.policy.arch,
-        DTYPES[run.config.model.params_dtype],
+        torch_dtype(run.config.model.params_dtype),
         lambda shapes: gather_full(run.policy, shapes),
         writer=run.topology.rank == 0,
     )

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from megatron_dcpo.conversion.lazy import DTYPES, ITEMSIZE, LazyTensor, contiguous
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.runtime.dtypes import FROM_SAFETENSORS, SAFETENSORS_CODES, dtype_bytes, name_of, torch_dtype
 from megatron_dcpo.runtime.files import new_directory
 from megatron_dcpo.weights.architecture import Architecture
 from megatron_dcpo.weights.planner import Copy
@@ -26,70 +26,68 @@ from megatron_dcpo.weights.table import hf_shapes
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 2**30
-_CODES = {name: code for code, (name, _) in DTYPES.items()}
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".msgpack", ".h5")
 _NOT_SIDE_FILES = (INDEX, "pytorch_model.bin.index.json", "conversion.json")
 _SIDE_DIRECTORIES = ("additional_chat_templates",)
 
 
 class HFReader:
-    """Reads slices of the tensors in ``model_dir``; nothing but the requested bytes leaves the memory map."""
+    """The tensors of a Hugging Face directory, memory-mapped: nothing but what is used leaves the map.
+
+    ``specs``: shape and type of every tensor. Raises :class:`UserError` for missing, truncated or malformed files, and
+    when the index and the files disagree.
+    """
 
     def __init__(self, model_dir: str | Path) -> None:
         self.model_dir = Path(model_dir)
-        self._tensors = read_tensors(self.model_dir)
-        self._open: dict[Path, Any] = {}
+        self.specs: dict[str, tuple[tuple[int, ...], str]] = {}
+        self._files: dict[str, Any] = {}
+        weight_map = read_weight_map(self.model_dir)
+        for file in sorted(set(weight_map.values()) or {SINGLE_FILE}):
+            self._add(self.model_dir / file)
+        for name, file in weight_map.items():
+            if name not in self.specs:
+                raise UserError(f"{self.model_dir / file}: tensor {name} is missing; {INDEX} promises it")
 
-    def names(self) -> set[str]:
-        return set(self._tensors)
+    def _add(self, path: Path) -> None:
+        if path.parent != self.model_dir or not path.is_file():
+            raise UserError(f"{path} is missing; {INDEX} names it")
+        try:
+            file = safe_open(str(path), framework="pt")
+            for name in file.keys():  # noqa: SIM118 - not a mapping
+                if name in self.specs:
+                    raise UserError(f"{path}: tensor {name} is in another file of the checkpoint as well")
+                header = file.get_slice(name)
+                self.specs[name] = (tuple(header.get_shape()), FROM_SAFETENSORS[header.get_dtype()])
+                self._files[name] = file
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+        except SafetensorError as error:
+            raise UserError(f"{path} is truncated or not a safetensors file ({error})") from None
+        except KeyError as error:
+            raise UserError(f"{path}: tensor {name} has the unknown element type {error}") from None
 
     def slice(self, name: str) -> Any:
-        """The lazily read tensor ``name``: index it to read. Raises :class:`UserError` when it is not there."""
-        if name not in self._tensors:
+        """The tensor ``name``: index it to get a view of the map. Raises :class:`UserError` when it is missing."""
+        if name not in self._files:
             raise UserError(f"{self.model_dir}: tensor {name} is missing; config.json promises it")
-        file = self._tensors[name].regions[0].path
-        assert file is not None
-        if file not in self._open:
-            try:
-                self._open[file] = safe_open(str(file), framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise UserError(f"{file}: not a readable safetensors file ({error})") from None
-        return self._open[file].get_slice(name)
+        return self._files[name].get_slice(name)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The whole tensor ``name``, a view of the map."""
+        tensor: torch.Tensor = self.slice(name)[:]
+        return tensor
 
     def check(self, arch: Architecture) -> None:
         """Raise :class:`UserError` when a tensor is missing or its shape contradicts ``config.json``."""
-        check_shapes(self.model_dir, self._tensors, arch)
-
-
-def check_shapes(model_dir: Path, tensors: Mapping[str, LazyTensor], arch: Architecture) -> None:
-    """Raise :class:`UserError` when a tensor is missing or its shape contradicts ``config.json``."""
-    for name, shape in hf_shapes(arch).items():
-        if name not in tensors:
-            raise UserError(f"{model_dir}: tensor {name} is missing; config.json promises it")
-        if tensors[name].shape != shape:
-            found = list(tensors[name].shape)
-            raise UserError(f"{model_dir}: {name} has shape {found}, config.json implies {list(shape)}")
-
-
-def read_tensors(model_dir: Path) -> dict[str, LazyTensor]:
-    """Where every tensor of the checkpoint lies, from the headers of its files alone.
-
-    Raises :class:`UserError` for missing, truncated or malformed files, and when the index and the files disagree.
-    """
-    weight_map = read_weight_map(model_dir)
-    tensors: dict[str, LazyTensor] = {}
-    for file in sorted(set(weight_map.values()) or {SINGLE_FILE}):
-        path = model_dir / file
-        if Path(file).name != file or not path.is_file():
-            raise UserError(f"{path} is missing; {INDEX} names it")
-        found = _read_header(path)
-        for name in sorted(set(found) & set(tensors)):
-            raise UserError(f"{path}: tensor {name} is in another file of the checkpoint as well")
-        tensors |= found
-    for name, file in weight_map.items():
-        if name not in tensors:
-            raise UserError(f"{model_dir / file}: tensor {name} is missing; {INDEX} promises it")
-    return tensors
+        for name, expected in hf_shapes(arch).items():
+            if name not in self.specs:
+                raise UserError(f"{self.model_dir}: tensor {name} is missing; config.json promises it")
+            shape = self.specs[name][0]
+            if shape != expected:
+                raise UserError(
+                    f"{self.model_dir}: {name} has shape {list(shape)}, config.json implies {list(expected)}"
+                )
 
 
 def read_weight_map(model_dir: Path) -> dict[str, str]:
@@ -103,35 +101,6 @@ def read_weight_map(model_dir: Path) -> dict[str, str]:
         return {str(name): str(file) for name, file in json.loads(index.read_text())["weight_map"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{index} is not a valid index ({type(error).__name__}: {error})") from None
-
-
-def _read_header(path: Path) -> dict[str, LazyTensor]:
-    """The tensors of one file: 8 bytes length, JSON header, then the data without gaps."""
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            size = path.stat().st_size
-            if length > size - 8:
-                raise UserError(f"{path} is truncated or not a safetensors file: it has {size} bytes")
-            header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        spans = sorted((*info["data_offsets"], name) for name, info in header.items())
-        end = 0
-        for start, stop, name in spans:
-            itemsize = DTYPES[header[name]["dtype"]][1]
-            if start != end or stop - start != itemsize * math.prod(header[name]["shape"]):
-                raise UserError(f"{path}: the header contradicts itself at tensor {name}")
-            end = stop
-        if size != 8 + length + end:
-            raise UserError(f"{path} is truncated: its header promises {8 + length + end} bytes, it has {size}")
-        return {
-            name: contiguous(info["shape"], DTYPES[info["dtype"]][0], path, 8 + length + info["data_offsets"][0])
-            for name, info in header.items()
-        }
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{path}: not a readable safetensors file ({type(error).__name__}: {error})") from None
 
 
 @torch.no_grad()
@@ -182,10 +151,10 @@ def plan_shards(specs: Specs, files: Mapping[str, str]) -> list[Shard]:
     for file in dict.fromkeys(files[name] for name in specs):
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
-        for name in sorted((n for n in specs if files[n] == file), key=lambda n: (-ITEMSIZE[specs[n][1]], n)):
+        for name in sorted((n for n in specs if files[n] == file), key=lambda n: (-dtype_bytes(specs[n][1]), n)):
             start, end = end, end + _nbytes(specs[name])
             shape, dtype = specs[name]
-            header[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+            header[name] = {"dtype": SAFETENSORS_CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % 8)
         data = 8 + len(text)
@@ -196,7 +165,7 @@ def plan_shards(specs: Specs, files: Mapping[str, str]) -> list[Shard]:
 
 def _nbytes(spec: tuple[tuple[int, ...], str]) -> int:
     shape, dtype = spec
-    return ITEMSIZE[dtype] * math.prod(shape)
+    return dtype_bytes(dtype) * math.prod(shape)
 
 
 def write_checkpoint(
@@ -213,7 +182,7 @@ def write_checkpoint(
     Collective where ``collect`` is; only the ``writer`` touches the disk, under a temporary name that is renamed when
     complete. Everything that is not weights (config, tokenizer, templates) is taken from ``source_dir``.
     """
-    shapes, name = hf_shapes(arch), str(dtype).removeprefix("torch.")
+    shapes, name = hf_shapes(arch), name_of(dtype)
     specs = {key: (shape, name) for key, shape in shapes.items()}
     shards = plan_shards(specs, assign_files(specs, max_bytes))
     parts = ((shard, collect({key: shapes[key] for key in shapes if key in shard.offsets})) for shard in shards)
@@ -247,7 +216,7 @@ def tensors_on_disk(out: Path, specs: Specs, max_bytes: int = SHARD_BYTES) -> It
             maps.append(mmap.mmap(file.fileno(), shard.nbytes))
         for name, offset in shard.offsets.items():
             shape, dtype = specs[name]
-            flat = torch.frombuffer(maps[-1], dtype=getattr(torch, dtype), offset=offset, count=math.prod(shape))
+            flat = torch.frombuffer(maps[-1], dtype=torch_dtype(dtype), offset=offset, count=math.prod(shape))
             tensors[name] = flat.view(shape)
     yield tensors
     for mapped in maps:

@@ -13,6 +13,10 @@ import functools
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_dcpo.config import ModelConfig, ParallelConfig
 
 import torch
 from torch import Tensor
@@ -40,6 +44,17 @@ class Layout:
     virtual_pipeline_model_parallel_size: int = 1
     make_vocab_size_divisible_by: int = 128
     transformer_engine: bool = False
+
+    @classmethod
+    def of(cls, model: ModelConfig, parallel: ParallelConfig, transformer_engine: bool = False) -> Layout:
+        """The layout of a run's configuration."""
+        return cls(
+            parallel.tensor_model_parallel_size,
+            parallel.pipeline_model_parallel_size,
+            parallel.virtual_pipeline_model_parallel_size,
+            model.make_vocab_size_divisible_by,
+            transformer_engine,
+        )
 
 
 @dataclass(frozen=True)

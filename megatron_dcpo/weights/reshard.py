@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dcpo import runtime
+from megatron_dcpo.runtime.device import current_device
 from megatron_dcpo.runtime.distributed import Progress, Topology
 from megatron_dcpo.weights.architecture import Architecture
 from megatron_dcpo.weights.planner import Copy, Layout, Piece
@@ -83,7 +83,7 @@ def export_buckets(
     rank did, or does not answer.
     """
     local, traffic = _Local(policy), traffic if traffic is not None else Traffic()
-    dtype, device = local.dtype, runtime.device()
+    dtype, device = local.dtype, current_device()
     space = torch.empty(plan.assembled // plan.itemsize, dtype=dtype, device=device)
     mail = torch.empty(plan.message // plan.itemsize, dtype=dtype, device=device)
     traffic.peak = max(traffic.peak, space.nbytes + mail.nbytes)

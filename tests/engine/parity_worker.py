@@ -16,14 +16,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_dcpo import runtime
 from megatron_dcpo.config import Config, DataConfig, ModelConfig, ParallelConfig
 from megatron_dcpo.policy.batching import Sample
-from megatron_dcpo.policy.model import DTYPES, build_policy
+from megatron_dcpo.policy.model import build_policy
 from megatron_dcpo.policy.schedule import compute_logprobs
 from megatron_dcpo.rollout import SamplingConfig
 from megatron_dcpo.rollout.vllm_engine import VllmEngine, VllmOptions
+from megatron_dcpo.runtime.device import memory_gb
 from megatron_dcpo.runtime.distributed import barrier, initialize
+from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.types import Prompt
 from megatron_dcpo.weights.hf_checkpoint import write_checkpoint
 from megatron_dcpo.weights.reshard import Traffic, export_buckets, gather_full, plan_for
@@ -101,12 +102,14 @@ def check_model(model: str, options: dict[str, Any], topology: Any) -> dict[str,
         gaps = np.concatenate([np.abs(a - r.logprobs) for a, r in zip(ours, responses, strict=True)])
         differences.append(float(gaps.max()))
         mean.append(float(gaps.mean()))
-        memory.append(runtime.memory_gb()["rss"])
+        memory.append(memory_gb()["rss"])
     transport = [extra_memory_of_transport(policy, plan), extra_memory_of_transport(policy, plan_for(policy, size))]
     greedy = engine.generate(prompts, SamplingConfig(top_k=1, max_tokens=24), 0)
     out = Path(options["out"], Path(model).name + "_exported")
     writer = topology.rank == 0
-    write_checkpoint(out, Path(model), policy.arch, DTYPES[dtype], lambda shapes: gather_full(policy, shapes), writer)
+    write_checkpoint(
+        out, Path(model), policy.arch, torch_dtype(dtype), lambda shapes: gather_full(policy, shapes), writer
+    )
     barrier()
     engine.close()
     return {

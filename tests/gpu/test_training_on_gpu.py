@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_dcpo.runtime import has_cuda
+from megatron_dcpo.runtime.device import has_cuda
 
 pytestmark = pytest.mark.skipif(not has_cuda(), reason="needs a CUDA device")
 REPOSITORY = Path(__file__).parents[2]

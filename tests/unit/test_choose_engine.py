@@ -5,12 +5,12 @@ from importlib.machinery import ModuleSpec
 
 import pytest
 
-from megatron_dcpo import runtime
 from megatron_dcpo.config import validate
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.rollout import choose_engine, engine
 from megatron_dcpo.rollout.engine import read_eos_token_ids
 from megatron_dcpo.rollout.seeds import request_seed
+from megatron_dcpo.runtime import device
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def installed(monkeypatch):
 
     def pretend(there):
         monkeypatch.setattr(engine, "find_spec", lambda name: ModuleSpec(name, None) if there else None)
-        monkeypatch.setattr(runtime, "has_cuda", lambda: False)
+        monkeypatch.setattr(device, "has_cuda", lambda: False)
 
     return pretend
 

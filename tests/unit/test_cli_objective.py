@@ -11,6 +11,7 @@ import pytest
 
 from megatron_dcpo.cli import objective as verb
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.objectives import worksheet
 from megatron_dcpo.types import MALFORMED
 
 
@@ -50,7 +51,7 @@ def group(*responses: dict[str, Any], **more: Any) -> dict[str, Any]:
 )
 def test_bad_input_is_one_clear_line(bad: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError) as error:
-        verb.evaluate(bad)
+        worksheet.evaluate(bad)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -61,23 +62,23 @@ def test_unreadable_files(text: str, tmp_path: Path) -> None:
     source.write_text(text)
     for path in (source, tmp_path / "absent.json", tmp_path):
         with pytest.raises(UserError):
-            verb.read(str(path))
+            worksheet.read(str(path))
 
 
 @pytest.mark.parametrize("status", [*MALFORMED, "range", "Out of range", "no-marker"])
 def test_every_status_is_understood(status: str) -> None:
-    result = verb.evaluate(group(response(), response(status=status, confidence=None)))
+    result = worksheet.evaluate(group(response(), response(status=status, confidence=None)))
     assert result["R_c"][1] == -1.0
 
 
 def test_several_prompts_in_response_order() -> None:
     rows = [response(prompt_id=p, correct=R) for p, R in (("a", 1), ("b", 0), ("a", 0), ("b", 0))]
-    result = verb.evaluate(group(*rows, options={"lam": 1.0}))
+    result = worksheet.evaluate(group(*rows, options={"lam": 1.0}))
     assert result["targets"] == [0.5, 0.0, 0.5, 0.0]
 
 
 def test_absent_values_are_null_and_the_table_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    result = verb.evaluate(group(method="grpo"))
+    result = worksheet.evaluate(group(method="grpo"))
     assert result["targets"] == result["R_c"] == [None, None]
     source = tmp_path / "group.json"
     source.write_text(json.dumps(group(method="grpo")))
@@ -87,5 +88,5 @@ def test_absent_values_are_null_and_the_table_prints(tmp_path: Path, capsys: pyt
 
 def test_reference_log_probs_may_be_given() -> None:
     rows = [response(ref_logprobs=[-1.1] * 3), response(correct=0, ref_logprobs=[-1.1] * 3)]
-    with_kl = verb.evaluate(group(*rows, options={"kl_coef": 0.1}))["loss"]
-    assert with_kl > verb.evaluate(group(*rows))["loss"]
+    with_kl = worksheet.evaluate(group(*rows, options={"kl_coef": 0.1}))["loss"]
+    assert with_kl > worksheet.evaluate(group(*rows))["loss"]

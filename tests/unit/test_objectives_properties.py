@@ -426,8 +426,8 @@ def test_options_resolve_explicit_then_method_then_preset() -> None:
     assert resolve(ObjectiveConfig(name="rlcr")).lam == 0.0
     assert resolve(ObjectiveConfig(name="rlcr", lam=0.3)).lam == 0.3
     proper = resolve(ObjectiveConfig(preset="dcpo_proper"))
-    assert proper.advantage_normalization == ("std", "batch_std")
-    assert proper.weight == (1.0, 0.35)
+    assert proper.blocks("advantage_normalization") == ("std", "batch_std")
+    assert proper.blocks("weight") == (1.0, 0.35)
     assert resolve(ObjectiveConfig(preset="dcpo_proper", weight=2.0)).blocks("weight") == (2.0, 2.0)
     assert resolve(ObjectiveConfig(preset="dcpo_proper", confidence_gradient="sampled")).blocks("weight") == (1.0, 1.0)
     assert resolve(ObjectiveConfig(name="rlcr", preset="dcpo_proper")).blocks("weight") == (1.0, 1.0)

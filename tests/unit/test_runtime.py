@@ -5,8 +5,9 @@ import copy
 import pytest
 import torch
 
-from megatron_dcpo import runtime
 from megatron_dcpo.runtime.adam import FusedAdam
+from megatron_dcpo.runtime.device import has_cuda
+from megatron_dcpo.runtime.megatron_on_cpu import ensure
 
 
 def trained(optimizer_class, steps, **options):
@@ -43,9 +44,9 @@ def test_step_is_in_the_group_and_survives_a_state_dict():
         assert torch.equal(parameter, clone)
 
 
-@pytest.mark.skipif(runtime.has_cuda(), reason="with CUDA the runtime changes nothing")
+@pytest.mark.skipif(has_cuda(), reason="with CUDA the runtime changes nothing")
 def test_cuda_names_stay_inside_megatron():
-    runtime.ensure()
+    ensure()
     from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32  # noqa: F401
     from megatron.core.pipeline_parallel import schedules
 

@@ -1,8 +1,9 @@
-"""Which device this process computes on, and the collective backend that goes with it."""
+"""The device of this process, what it can do, and the collective backend that goes with it."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 
 import torch
 
@@ -13,7 +14,33 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def device() -> torch.device:
+@dataclass(frozen=True)
+class Capabilities:
+    """What the other rooms need to know of the device, instead of whether CUDA exists.
+
+    ``separate_memory``: memory of the device is not the host's, so that moving data there and back makes room, and a
+    sleeping engine gives some back. ``cpu_initialization``: Megatron creates parameters on the host.
+    ``transformer_engine``: its kernels can run. ``cuda_graphs``: engines may capture them. ``attention_head_sizes``: what
+    vLLM's attention has kernels for; None is any.
+    """
+
+    separate_memory: bool
+    cpu_initialization: bool
+    transformer_engine: bool
+    cuda_graphs: bool
+    attention_head_sizes: tuple[int, ...] | None
+
+
+_CPU = Capabilities(False, True, False, False, (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512))
+_GPU = Capabilities(True, False, True, True, None)
+
+
+def capabilities() -> Capabilities:
+    """Of the device that this process computes on."""
+    return _GPU if has_cuda() else _CPU
+
+
+def current_device() -> torch.device:
     """The device of this process: its own GPU (by ``LOCAL_RANK``), or the CPU."""
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if has_cuda() else torch.device("cpu")
 
@@ -40,6 +67,19 @@ def memory_gb() -> dict[str, float]:
         ledger["device"] = (total - free) / 1e9
         torch.cuda.reset_peak_memory_stats()
     return ledger
+
+
+def rng_state() -> torch.Tensor:
+    """State of the device's generator, on the host."""
+    return torch.cuda.get_rng_state().cpu() if has_cuda() else torch.get_rng_state()
+
+
+def set_rng_state(state: torch.Tensor) -> None:
+    """Put back what :func:`rng_state` returned."""
+    if has_cuda():
+        torch.cuda.set_rng_state(state)
+    else:
+        torch.set_rng_state(state)
 
 
 def set_threads() -> None:

@@ -1,0 +1,322 @@
+"""Megatron's ``torch_dist`` checkpoints without Megatron: read as memory maps, written one tensor at a time.
+
+The format is that of ``torch.distributed.checkpoint``: ``.metadata`` (a pickle: shape and type of every tensor, its chunks,
+and where each chunk lies), ``*.distcp`` (the chunks, each an archive of ``torch.save``), and from Megatron ``common.pt`` and
+``metadata.json``. Tensors are read as bytes: ``uint8`` of shape [*shape, bytes per element], at whatever offset they lie.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.utils import _create_file_view
+
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.runtime.dtypes import dtype_bytes, name_of, torch_dtype
+
+LATEST = "latest_checkpointed_iteration.txt"
+METADATA = ".metadata"
+CONFIG = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor as ``uint8`` [*shape, bytes per element], which shares its memory."""
+    return tensor.reshape(-1).view(torch.uint8).view(*tensor.shape, tensor.element_size())
+
+
+# ---------------------------------------------------------------------------------------------------------- reading
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor at ``offsets`` with ``sizes``, stored as an archive of ``length`` bytes at ``start``."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    path: Path
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of the checkpoint, of whatever number of chunks. ``dtype`` is torch's name.
+
+    ``layer``: the entry of ``chunks`` along their leading axis that this tensor is; ``None``: all of it.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: str
+    chunks: tuple[Chunk, ...]
+    layer: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * dtype_bytes(self.dtype)
+
+    def at_layer(self, number: int) -> StoredTensor:
+        """Entry ``number`` along the leading axis, on which Megatron stacks the layers."""
+        chunks = tuple(c for c in self.chunks if c.offsets[0] <= number < c.offsets[0] + c.sizes[0])
+        return StoredTensor(self.key, self.shape[1:], self.dtype, chunks, number)
+
+    def append(self, below: StoredTensor) -> StoredTensor:
+        """This tensor and the rows of ``below`` after its own."""
+        rows = self.shape[0]
+        shifted = tuple(replace(c, offsets=(c.offsets[0] + rows, *c.offsets[1:])) for c in below.chunks)
+        return replace(self, shape=(rows + below.shape[0], *self.shape[1:]), chunks=self.chunks + shifted)
+
+
+class MegatronCheckpoint:
+    """The tensors of the checkpoint at ``path`` by their key. Raises :class:`UserError` when it is damaged."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._maps: dict[Path, Tensor] = {}
+        try:
+            with (path / METADATA).open("rb") as file:
+                metadata = _MetadataUnpickler(file).load()
+            self._check_sizes(metadata)
+            self.tensors = dict(self._tensors(metadata))
+        except OSError as error:
+            raise UserError(f"cannot read {error.filename or path}: {error.strerror or error}") from None
+        except (pickle.UnpicklingError, EOFError, KeyError, AttributeError, TypeError, ValueError) as error:
+            raise UserError(f"{path / METADATA} is damaged ({type(error).__name__}: {error})") from None
+
+    def _tensors(self, metadata: Metadata) -> Iterator[tuple[str, StoredTensor]]:
+        storage = {(index.fqn, tuple(index.offset or ())): info for index, info in metadata.storage_data.items()}
+        for key, entry in metadata.state_dict_metadata.items():
+            if not isinstance(entry, TensorStorageMetadata):
+                continue
+            chunks = []
+            for chunk in entry.chunks:
+                info = storage[key, tuple(chunk.offsets)]
+                path = self.path / info.relative_path
+                chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), path, info.offset, info.length))
+            yield key, StoredTensor(key, tuple(entry.size), name_of(entry.properties.dtype), tuple(chunks))
+
+    def _check_sizes(self, metadata: Metadata) -> None:
+        ends: dict[str, int] = {}
+        for info in metadata.storage_data.values():
+            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+        for name, end in ends.items():
+            if (self.path / name).stat().st_size < end:
+                raise UserError(f"{self.path / name} is truncated: {METADATA} promises {end} bytes")
+
+    def blocks(self, tensor: StoredTensor) -> list[tuple[int, Tensor]]:
+        """(first row, bytes [rows, ..., bytes per element]) of ``tensor`` in order of rows, none of them in two blocks.
+
+        Chunks of whole rows are views of the files' maps; chunks of columns are joined. Raises :class:`UserError` for
+        a chunk that is damaged or not what the metadata says.
+        """
+        boxes = []
+        for chunk in tensor.chunks:
+            block, offsets = self._map(tensor, chunk), chunk.offsets
+            if tensor.layer is not None:
+                block, offsets = block[tensor.layer - offsets[0]], offsets[1:]
+            boxes.append((offsets, block))
+        if sum(block.numel() for _, block in boxes) != tensor.nbytes:
+            raise UserError(f"{self.path}: the chunks of {tensor.key} do not cover it")
+        if not tensor.shape:
+            return [(0, block) for _, block in boxes]
+        rows: dict[int, list[Tensor]] = {}
+        for offsets, block in sorted(boxes, key=lambda box: box[0]):
+            rows.setdefault(offsets[0], []).append(block)
+        return [(start, parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)) for start, parts in rows.items()]
+
+    def _map(self, tensor: StoredTensor, chunk: Chunk) -> Tensor:
+        nbytes = math.prod(chunk.sizes) * dtype_bytes(tensor.dtype)
+        try:
+            if chunk.path not in self._maps:
+                self._maps[chunk.path] = torch.from_numpy(np.memmap(chunk.path, np.uint8, "c"))
+            with chunk.path.open("rb") as file, torch.serialization.skip_data():
+                # describes the tensor without reading its values, and never runs code of the file
+                archive = cast(IO[bytes], _create_file_view(file, chunk.start, chunk.length))
+                stored = torch.load(archive, map_location="cpu", weights_only=True)
+                archive.seek(0)
+                reader: Any = torch._C.PyTorchFileReader(archive)
+                start = reader.get_record_offset("data/0")
+            start += stored.storage_offset() * stored.element_size()
+        except OSError as error:
+            raise UserError(f"cannot read {chunk.path}: {error.strerror or error}") from None
+        except Exception as error:  # the unpickler, the archive's reader or the file's view may raise anything
+            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            raise UserError(f"{chunk.path} is truncated or damaged at byte {chunk.start} ({reason})") from None
+        if stored.dtype != torch_dtype(tensor.dtype) or stored.numel() != math.prod(chunk.sizes):
+            raise UserError(f"{chunk.path}: a chunk of {tensor.key} is not what {METADATA} says")
+        if not stored.is_contiguous():
+            raise UserError(f"{chunk.path}: a chunk of {tensor.key} is stored transposed, which is not supported")
+        if start + nbytes > chunk.length:
+            raise UserError(f"{chunk.path}: the tensor at byte {chunk.start} is larger than its storage")
+        flat = self._maps[chunk.path][chunk.start + start : chunk.start + start + nbytes]
+        return flat.view(*chunk.sizes, dtype_bytes(tensor.dtype))
+
+
+def find_checkpoint(path: Path) -> Path:
+    """``path`` itself, or the checkpoint that its ``latest_checkpointed_iteration.txt`` names."""
+    tracker = path / LATEST
+    if not (path / METADATA).is_file() and tracker.is_file():
+        text = tracker.read_text().strip()
+        path = path / (f"iter_{int(text):07d}" if text.isdigit() else text)
+    if not path.is_dir():
+        raise UserError(f"checkpoint directory {path} does not exist")
+    if not (path / METADATA).is_file():
+        raise UserError(f"{path} is not a torch_dist checkpoint: {METADATA} is missing")
+    return path
+
+
+def is_checkpoint(path: Path) -> bool:
+    return (path / METADATA).is_file() or (path / LATEST).is_file()
+
+
+_KNOWN = {
+    (cls.__module__, cls.__qualname__): cls
+    for cls in (
+        _StorageInfo,
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        StorageMeta,
+        TensorProperties,
+        TensorStorageMetadata,
+        torch.Size,
+    )
+}
+
+
+class _Opaque:
+    """Stands for what a checkpoint may carry besides its metadata (save plans), which is not needed."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+def _memory_format(owner: Any, name: str) -> Any:
+    """``getattr`` as Python 3.11.0 to 3.11.3 pickles a member of an enumeration, for the one that metadata has."""
+    return _MEM_FORMAT_ENCODING[name] if owner is _MEM_FORMAT_ENCODING else _Opaque()
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Builds the known classes and nothing else: a checkpoint must not be able to run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _KNOWN:
+            return _KNOWN[module, name]
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _memory_format
+        if (module, name) in (
+            ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+            ("torch.serialization", "_get_layout"),
+            ("collections", "OrderedDict"),
+        ):
+            return super().find_class(module, name)
+        return _Opaque
+
+
+# ---------------------------------------------------------------------------------------------------------- writing
+
+
+@dataclass(frozen=True)
+class NewChunk:
+    """A box of the tensor ``key`` of ``shape``, at ``offsets`` with ``sizes``; ``make`` returns it when its turn comes."""
+
+    key: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    dtype: str
+    make: Callable[[], Tensor]
+
+    def item(self) -> WriteItem:
+        box = ChunkStorageMetadata(torch.Size(self.offsets), torch.Size(self.sizes))
+        properties = TensorProperties(dtype=torch_dtype(self.dtype))
+        data = TensorWriteData(box, properties, torch.Size(self.shape))
+        return WriteItem(MetadataIndex(self.key, self.offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+class _Planner(DefaultSavePlanner):
+    """Makes each tensor only when it is written, so that one chunk is in memory at a time."""
+
+    def __init__(self, chunks: Sequence[NewChunk], objects: Mapping[str, Any], count: Callable[[int], None]) -> None:
+        super().__init__()
+        self._chunks = {(chunk.key, chunk.offsets): chunk for chunk in chunks}
+        self._objects, self._count = objects, count
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        if write_item.type == WriteItemType.BYTE_IO:
+            buffer = io.BytesIO()
+            torch.save([self._objects[write_item.index.fqn]], buffer)
+            return buffer
+        assert write_item.index.offset is not None
+        tensor = self._chunks[write_item.index.fqn, tuple(write_item.index.offset)].make()
+        self._count(tensor.nbytes)
+        return tensor
+
+
+class _Writer(FileSystemWriter):
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta()  # without the directory's temporary name and a random number: equal inputs, equal files
+
+
+def write_checkpoint(
+    directory: Path, chunks: Sequence[NewChunk], objects: Mapping[str, Any], count: Callable[[int], None]
+) -> None:
+    """Write a checkpoint of ``chunks`` and of the small ``objects`` that Megatron keeps beside the tensors.
+
+    ``count`` is called with the bytes of each chunk. One thread: a failure in another thread of torch's writer is lost.
+    Raises :class:`OSError` when the disk refuses.
+    """
+    items = [chunk.item() for chunk in chunks]
+    items += [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in objects]
+    # no copying ahead: where torch sees a GPU, it would hold many tensors
+    writer = _Writer(directory, sync_files=False, thread_count=1, per_thread_copy_ahead=0)
+    plans, metadata = create_default_global_save_plan([SavePlan(items)])
+    checksums = torch.serialization.get_crc32_options()
+    try:
+        torch.serialization.set_crc32_options(False)  # half of the time of torch.save, and no reader compares them
+        results = writer.write_data(writer.prepare_global_plan(plans)[0], _Planner(chunks, objects, count)).value()
+    except RuntimeError as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__context__
+        raise cause or error from None
+    finally:
+        torch.serialization.set_crc32_options(checksums)
+    torch.save({}, directory / "common.pt")
+    (directory / "metadata.json").write_text(json.dumps(CONFIG))
+    writer.finish(metadata, [results])

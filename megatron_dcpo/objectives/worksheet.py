@@ -1,0 +1,181 @@
+"""Rewards, advantages and loss of a few responses written down as JSON, in float64, without a model: ``dcpo objective``."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import torch
+from pydantic import ValidationError
+
+from megatron_dcpo.errors import UserError, did_you_mean, validation_message
+from megatron_dcpo.objectives import METHODS, Objective, ObjectiveConfig, Scored, TokenBatch, build_objective
+from megatron_dcpo.objectives.options import option_names
+from megatron_dcpo.types import ConfidenceStatus, Judgement
+
+STATUSES: tuple[str, ...] = get_args(ConfidenceStatus)
+ALIASES = {
+    "range": "out_of_range",
+    "trailing": "trailing_text",
+    "unparseable": "unparsable",
+    "no_marker": "missing",
+    "multiple_markers": "multiple",
+    "length": "truncated",
+}
+REQUIRED = ("prompt_id", "correct", "status", "n_reasoning", "n_confidence", "old_logprobs", "logprobs")
+PER_TOKEN = ("logprobs", "old_logprobs", "engine_logprobs", "ref_logprobs", "entropy")
+
+
+def evaluate(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Score ``{"method", "options", "responses"}``; every list of the result is in response order.
+
+    Values a method does not have (the target of ``grpo``) are null. Raises :class:`UserError` for bad input.
+    """
+    _known(group, ("method", "options", "responses"), "input")
+    objective = build_objective(parse_options(group.get("method", "dcpo"), group.get("options") or {}))
+    responses = group.get("responses")
+    if not isinstance(responses, list) or not responses or not all(isinstance(r, dict) for r in responses):
+        raise UserError("input: responses must be a non-empty list of objects")
+    judgements = [parse_judgement(response, index) for index, response in enumerate(responses)]
+    scored = objective.score(judgements, [np.asarray(r["old_logprobs"], dtype=np.float64) for r in responses])
+    return {
+        "targets": _list(scored.targets),
+        "R": _list(scored.R),
+        "R_c": _list(scored.R_c),
+        "advantages": {"reasoning": _list(scored.A_r), "confidence": _list(scored.A_c)},
+        "token_advantages": [tokens.advantages.tolist() for tokens in scored.tokens],
+        "loss": loss(objective, scored, responses),
+    }
+
+
+def loss(objective: Objective, scored: Scored, responses: Sequence[Mapping[str, Any]]) -> float:
+    """The loss of all responses as one micro-batch, float64."""
+    weights = objective.token_weights(scored, objective.counts(scored))
+    optional: dict[str, Any] = {
+        name: _flat(r[name] for r in responses) for name in PER_TOKEN if all(name in r for r in responses)
+    }
+    batch = TokenBatch(
+        advantages=_flat(tokens.advantages for tokens in scored.tokens),
+        block_ids=_flat((tokens.block_ids for tokens in scored.tokens), np.int64),
+        weights=_flat(weights),
+        sequence_ids=_flat((np.full(len(row), i) for i, row in enumerate(weights)), np.int64),
+        correct=torch.tensor([judgement.correct for judgement in scored.judgements], dtype=torch.float64),
+        **optional,
+    )
+    try:
+        losses, _ = objective.token_loss(batch)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    return float(losses.sum())
+
+
+def parse_options(method: Any, options: Any) -> ObjectiveConfig:
+    """``options`` of ``method``, checked. Raises :class:`UserError` naming the nearest valid name."""
+    if not isinstance(options, dict):
+        raise UserError(f"options must be an object, not {type(options).__name__}")
+    if method not in METHODS:
+        raise UserError(f"unknown method {method!r}{did_you_mean(str(method), METHODS)}")
+    _known(options, [name for name in option_names() if name != "name"], "options")
+    try:
+        return ObjectiveConfig(**options, name=method)
+    except ValidationError as error:
+        raise UserError(f"options: {validation_message(error)}") from None
+
+
+def parse_judgement(response: Mapping[str, Any], index: int) -> Judgement:
+    """One response of the input. Without a marker the EOS, last of the reasoning tokens, is the confidence block."""
+    where = f"responses[{index}]"
+    for name in REQUIRED:
+        if name not in response:
+            raise UserError(f"{where}: {name} is missing")
+    status = _status(response["status"], where)
+    n_reasoning, n_confidence = (_count(response[name], name, where) for name in ("n_reasoning", "n_confidence"))
+    length = n_reasoning + n_confidence
+    for name in PER_TOKEN:
+        if name in response:
+            _check_numbers(response[name], length, f"{where}: {name}")
+    confidence = None if response.get("confidence") is None else _number(response["confidence"], "confidence", where)
+    correct = _number(response["correct"], "correct", where)
+    if not 0 <= correct <= 1:
+        raise UserError(f"{where}: correct must lie in [0, 1], not {correct}")
+    eos_alone = status == "missing" and n_confidence == 0 and length > 0
+    return Judgement(
+        prompt_id=str(response["prompt_id"]),
+        correct=correct,
+        confidence=confidence if status == "ok" else None,
+        status=status,
+        boundary=length - 1 if eos_alone else n_reasoning,
+        length=length,
+        stated=None if status == "ok" else confidence,
+    )
+
+
+def read(path: str) -> Mapping[str, Any]:
+    """The JSON object in ``path``, or on stdin. Raises :class:`UserError`."""
+    try:
+        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+        group = json.loads(text)
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise UserError(f"--input {path}: {' '.join(str(error).split())}") from None
+    if not isinstance(group, dict):
+        raise UserError(f"--input {path}: expected an object with method, options and responses")
+    return group
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """One line per response for people."""
+    names = ("target", "R", "R_c", "A reasoning", "A confidence")
+    advantages = result["advantages"]
+    columns = (result["targets"], result["R"], result["R_c"], advantages["reasoning"], advantages["confidence"])
+    lines = ["  i " + "".join(f"{name:>14}" for name in names)]
+    for i, row in enumerate(zip(*columns, strict=True)):
+        lines.append(f"{i:>3} " + "".join(f"{'-' if x is None else format(x, '+.6f'):>14}" for x in row))
+    return "\n".join([*lines, f"loss {result['loss']:+.9f}"])
+
+
+def _status(value: Any, where: str) -> ConfidenceStatus:
+    name = str(value).lower().replace("-", "_").replace(" ", "_")
+    name = ALIASES.get(name, name)
+    for status in get_args(ConfidenceStatus):
+        if name == status:
+            return status
+    raise UserError(f"{where}: unknown status {value!r}{did_you_mean(name, STATUSES)}")
+
+
+def _number(value: Any, name: str, where: str) -> float:
+    if isinstance(value, (int, float)) and abs(value) <= sys.float_info.max:
+        return float(value)
+    raise UserError(f"{where}: {name} must be a finite number, not {str(value)[:40]!r}")
+
+
+def _count(value: Any, name: str, where: str) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    raise UserError(f"{where}: {name} must be a count of tokens, not {value!r}")
+
+
+def _check_numbers(values: Any, length: int, where: str) -> None:
+    if not isinstance(values, list) or len(values) != length:
+        found = f"{len(values)} values" if isinstance(values, list) else type(values).__name__
+        raise UserError(f"{where} must have n_reasoning + n_confidence = {length} values, found {found}")
+    for value in values:
+        _number(value, "each value", where)
+
+
+def _known(given: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+    for name in given:
+        if name not in known:
+            raise UserError(f"{where}: unknown key {name!r}{did_you_mean(name, known)}")
+
+
+def _flat(rows: Iterable[Any], dtype: type = np.float64) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate([np.asarray(row, dtype=dtype) for row in rows]))
+
+
+def _list(values: np.ndarray) -> list[float | None]:
+    return [None if math.isnan(value) else value for value in values.tolist()]

