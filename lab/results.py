@@ -19,6 +19,7 @@ from scipy import stats
 
 from lab.grid import METHODS
 from megatron_dcpo.calibration import json_ready, summarize
+from megatron_dcpo.data.datasets import read_json_lines
 from megatron_dcpo.errors import UserError
 
 DIGITS = 6  # significant digits kept of every published number
@@ -31,20 +32,20 @@ def collect(grid: Path, published: Path, heldout: Path) -> int:
     ``right``, how many responses to each problem were right.
     """
     published.mkdir(parents=True, exist_ok=True)
-    types = [json.loads(line)["type"] for line in heldout.read_text().splitlines()]
+    types = [row["type"] for _, row in read_json_lines(heldout)]
     found = sorted(grid.glob("*/*/*/cell.json"))
     for path in found:
         record = json.loads(path.read_text())
         name = f"{record['family']}.{record['method']}.{record['seed']}"
         sampled = path.with_name("samples.jsonl")
         if sampled.is_file():
-            samples = [json.loads(line) for line in sampled.read_text().splitlines()]
+            samples = [row for _, row in read_json_lines(sampled)]
             record["by_type"] = by_type(samples, types, METHODS[record["method"]].confidence)
             record["right"] = right_by_problem(samples)
         (published / f"{name}.json").write_text(json.dumps(rounded(record)) + "\n")
         metrics = path.with_name("metrics.jsonl")
         if metrics.is_file():
-            lines = [json.dumps(rounded(json.loads(line))) + "\n" for line in metrics.read_text().splitlines()]
+            lines = [json.dumps(rounded(row)) + "\n" for _, row in read_json_lines(metrics)]
             (published / f"{name}.metrics.jsonl.xz").write_bytes(lzma.compress("".join(lines).encode(), preset=9))
     return len(found)
 
