@@ -11,8 +11,8 @@ ConfClass has the settings of the DCPO paper (docs/evaluation.md#post-hoc-confid
 three-layer perceptron of width 2048, cross-entropy with soft targets, lr 1e-4. Where the paper is silent: the mean over
 the tokens of the 20 sorted log-probs is the input (``full`` adds their standard deviation and the last token's),
 standardised; Adam, batches of 256, early stopping on a tenth of the fitted problems. The scalings are controls: if one of
-them does as well, the classifier has learnt nothing but the scale. Fitting, stopping and reporting never share a problem: the split is by
-problem, by a hash, so that it is the same in every run and for every method.
+them does as well, the classifier has learnt nothing but the scale. Fitting, stopping and reporting never share a problem:
+the split is by problem, by a hash, so that it is the same in every run and for every method.
 """
 
 from __future__ import annotations

@@ -202,7 +202,7 @@ def test_a_chunk_is_judged_while_the_next_one_is_generated(monkeypatch: pytest.M
     assert [(s.response.prompt_id, s.response.sample_index) for s in rollout] == [
         (f"p{i}", n) for i in range(7) for n in (0, 1)
     ]
-    assert [j.correct for j in rollout.judgements] == [0.0, 1.0] * 7
+    assert [s.judgement.correct for s in rollout] == [0.0, 1.0] * 7
     assert timers.seconds["judge_busy"] > 0
 
 
