@@ -46,8 +46,8 @@ def parse_confidence(
     """
     if not finished:
         return ParsedConfidence(None, "truncated")
-    _, found, tail = text.partition(marker)
-    if not found:
+    _, tag, tail = text.partition(marker)
+    if not tag:
         return ParsedConfidence(None, "missing")
     if marker in tail:
         return ParsedConfidence(None, "multiple")
