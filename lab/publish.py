@@ -28,6 +28,8 @@ from megatron_dcpo.calibration import json_ready
 
 logger = logging.getLogger(__name__)
 
+ARCHIVE = "cells.tar.xz"
+
 FAMILY_TITLES = {
     "qwen3": "Qwen3, 2 layers, 125 k parameters",
     "llama": "Llama-3.1, 2 layers, 125 k parameters",
@@ -38,8 +40,8 @@ FAMILY_TITLES = {
 def render(out: Path, grid: Path | None = None) -> list[dict[str, Any]]:
     """Collect ``grid`` (the ``cells`` directory of a run) if given, then write everything; returns the bars."""
     if grid is not None:
-        logger.info("%d cells collected", collect(grid, out / "cells", EXAMPLES / "data" / "heldout.jsonl"))
-    cells = load_cells(out / "cells")
+        logger.info("%d cells collected", collect(grid, out / ARCHIVE, EXAMPLES / "data" / "heldout.jsonl"))
+    cells = load_cells(out / ARCHIVE)
     rows = {family: values_by_row(cells, family) for family in FAMILIES}
     found = bars(rows["qwen3"])
     write_json(out / "summary.json", rows["qwen3"])

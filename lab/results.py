@@ -1,13 +1,14 @@
-"""What the grid leaves for publication: one small JSON per cell and its training curve, read back by tables and figures.
+"""What the grid leaves for publication: one archive with a small JSON per cell and its training curve.
 
 Means and intervals over seeds. A seed is one training run; runs are few, so the intervals are Student's.
 """
 
 from __future__ import annotations
 
+import io
 import json
-import lzma
 import math
+import tarfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,16 +26,16 @@ from megatron_dcpo.errors import UserError
 DIGITS = 6  # significant digits kept of every published number
 
 
-def collect(grid: Path, published: Path, heldout: Path) -> int:
-    """Copy every finished cell of a grid to ``published`` as NAME.json and NAME.metrics.jsonl.xz; returns how many.
+def collect(grid: Path, archive: Path, heldout: Path) -> int:
+    """Put every finished cell of a grid into ``archive`` as NAME.json and NAME.metrics.jsonl; returns how many.
 
     Where the cell's samples are there, its record gains ``by_type``, the scores of every type of ``heldout`` problem, and
-    ``right``, how many responses to each problem were right.
+    ``right``, how many responses to each problem were right. Cells that the archive has already are replaced.
     """
-    published.mkdir(parents=True, exist_ok=True)
     types = [row["type"] for _, row in read_json_lines(heldout)]
-    found = sorted(grid.glob("*/*/*/cell.json"))
-    for path in found:
+    finished = sorted(grid.glob("*/*/*/cell.json"))
+    files = read_archive(archive) if archive.is_file() else {}
+    for path in finished:
         record = json.loads(path.read_text())
         name = f"{record['family']}.{record['method']}.{record['seed']}"
         sampled = path.with_name("samples.jsonl")
@@ -42,12 +43,30 @@ def collect(grid: Path, published: Path, heldout: Path) -> int:
             samples = [row for _, row in read_json_lines(sampled)]
             record["by_type"] = by_type(samples, types, METHODS[record["method"]].confidence)
             record["right"] = right_by_problem(samples)
-        (published / f"{name}.json").write_text(json.dumps(rounded(record)) + "\n")
+        files[f"{name}.json"] = json.dumps(rounded(record)).encode() + b"\n"
         metrics = path.with_name("metrics.jsonl")
         if metrics.is_file():
             lines = [json.dumps(rounded(row)) + "\n" for _, row in read_json_lines(metrics)]
-            (published / f"{name}.metrics.jsonl.xz").write_bytes(lzma.compress("".join(lines).encode(), preset=9))
-    return len(found)
+            files[f"{name}.metrics.jsonl"] = "".join(lines).encode()
+    write_archive(archive, files)
+    return len(finished)
+
+
+def read_archive(path: Path) -> dict[str, bytes]:
+    """The files of a ``tar.xz`` by name."""
+    with tarfile.open(path, "r:xz") as tar:
+        members = [(member.name, tar.extractfile(member)) for member in tar]
+        return {name: file.read() for name, file in members if file is not None}
+
+
+def write_archive(path: Path, files: Mapping[str, bytes]) -> None:
+    """The same files give the same bytes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w:xz", preset=9) as tar:
+        for name in sorted(files):
+            info = tarfile.TarInfo(name)
+            info.size = len(files[name])
+            tar.addfile(info, io.BytesIO(files[name]))
 
 
 def by_type(samples: Sequence[Mapping[str, Any]], types: Sequence[str], kind: str) -> dict[str, Any]:
@@ -77,21 +96,18 @@ def right_by_problem(samples: Sequence[Mapping[str, Any]]) -> list[int]:
     return [right[problem] for problem in range(max(right) + 1)]
 
 
-def load_cells(published: Path) -> list[dict[str, Any]]:
+def load_cells(archive: Path) -> list[dict[str, Any]]:
     """The published records, each with ``curve``: {metric: [steps]} where it was trained. Raises :class:`UserError`."""
-    cells = []
-    for path in sorted(published.glob("*.json")):
-        record = json.loads(path.read_text())
-        metrics = path.with_name(path.stem + ".metrics.jsonl.xz")
-        record["curve"] = _curve(metrics) if metrics.is_file() else {}
-        cells.append(record)
-    if not cells:
-        raise UserError(f"{published} holds no finished cell; run: python -m lab run")
-    return cells
+    files = read_archive(archive) if archive.is_file() else {}
+    records = [name for name in sorted(files) if name.endswith(".json")]
+    if not records:
+        raise UserError(f"{archive} holds no finished cell; run: python -m lab run")
+    curve_of = {name: files.get(name.removesuffix(".json") + ".metrics.jsonl", b"") for name in records}
+    return [json.loads(files[name]) | {"curve": _curve(curve_of[name])} for name in records]
 
 
-def _curve(path: Path) -> dict[str, np.ndarray]:
-    rows = [json.loads(line) for line in lzma.decompress(path.read_bytes()).decode().splitlines()]
+def _curve(metrics: bytes) -> dict[str, np.ndarray]:
+    rows = [json.loads(line) for line in metrics.decode().splitlines()]
     keys = dict.fromkeys(key for row in rows for key in row)
     return {key: np.array([math.nan if row.get(key) is None else row[key] for row in rows], float) for key in keys}
 

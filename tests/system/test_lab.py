@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from lab.publish import ARCHIVE
+from lab.results import read_archive
+
 REPOSITORY = Path(__file__).parents[2]
 RECIPE = [
     "--config", "examples/lab/recipe.yaml", "model.path=examples/lab/qwen3/policy",
@@ -33,7 +36,7 @@ def test_two_cells_are_trained_once_and_published(tmp_path: Path) -> None:
     assert shown.returncode == 0, shown.stderr
     summary = json.loads((tmp_path / "docs" / "summary.json").read_text())
     assert len(summary["dcpo_proper"]["ece"]) == 1
-    cell = json.loads((tmp_path / "docs" / "cells" / "qwen3.dcpo_proper.1.json").read_text())
+    cell = json.loads(read_archive(tmp_path / "docs" / ARCHIVE)["qwen3.dcpo_proper.1.json"])
     assert str(tmp_path) not in json.dumps(cell), "commands are published without this machine's paths"
     assert cell["commands"][0].startswith("dcpo train --config examples/lab/recipe.yaml")
 

@@ -10,8 +10,8 @@ import pytest
 from scipy import stats
 
 from lab.grid import MAIN, METHODS, SWEEP, Cell, grid, select
-from lab.publish import render
-from lab.results import apart, collect, crossed, interval, load_cells, rounded, row_title, values_by_row
+from lab.publish import ARCHIVE, render
+from lab.results import apart, collect, crossed, interval, load_cells, read_archive, rounded, row_title, values_by_row
 from lab.runner import EXAMPLES, FULL, SMOKE, Lab
 from lab.tables import bars, claims, markdown_table, type_table
 from megatron_dcpo.config import load_config
@@ -155,13 +155,13 @@ def test_published_cells_give_summary_tables_and_bars(tmp_path) -> None:
     assert summary["ccgspg"]["ece"] == pytest.approx([0.301, 0.302, 0.303]), "CCGSPG speaks with its token confidence"
     assert summary["grpo_token"]["ece"] == pytest.approx([0.9] * 3)
     assert {"accuracy", "ece", "pce", "brier", "auroc", "violation_rate"} <= set(summary["dcpo"])
-    curve = next(c for c in load_cells(tmp_path / "docs" / "cells") if c["method"] == "dcpo")["curve"]
+    curve = next(c for c in load_cells(tmp_path / "docs" / ARCHIVE) if c["method"] == "dcpo")["curve"]
     assert curve["reward/accuracy"] == pytest.approx([1 / 3] * 3, abs=1e-6)
     assert np.isnan(curve["calibration/auroc"]).all()
     assert "| DCPO-proper (ours) | 3 | +0.00 | ± 0.00 | ± 0.00 |" in (tmp_path / "docs" / "tables.md").read_text()
     assert "| DCPO-proper (ours) | 3 | 0.600 ± 0.000 | 0.032 ± " in (tmp_path / "docs" / "tables.md").read_text()
     types = [json.loads(line)["type"] for line in (EXAMPLES / "data" / "heldout.jsonl").read_text().splitlines()[:9]]
-    published = json.loads((tmp_path / "docs" / "cells" / "qwen3.dcpo.1.json").read_text())
+    published = json.loads(read_archive(tmp_path / "docs" / ARCHIVE)["qwen3.dcpo.1.json"])
     assert published["right"] == [1, 0, 1, 0, 1, 0, 1, 0, 1]
     assert {name: row["n"] for name, row in published["by_type"].items()} == {
         name: types.count(name) for name in set(types)
@@ -251,6 +251,6 @@ def test_types_of_problem_are_averaged_over_the_seeds_that_know_the_number() -> 
 
 def test_rounding_keeps_six_digits_and_nothing_collected_is_an_error(tmp_path) -> None:
     assert rounded({"a": [1 / 3, None, 7, "x"]}) == {"a": [0.333333, None, 7, "x"]}
-    assert collect(tmp_path, tmp_path / "out", EXAMPLES / "data" / "heldout.jsonl") == 0
+    assert collect(tmp_path, tmp_path / "out.tar.xz", EXAMPLES / "data" / "heldout.jsonl") == 0
     with pytest.raises(UserError, match="no finished cell"):
-        load_cells(tmp_path / "out")
+        load_cells(tmp_path / "out.tar.xz")
