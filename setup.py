@@ -16,7 +16,9 @@ class BuildWithPins(build_py):
     def run(self) -> None:
         super().run()
         if not self.editable_mode:  # there the checkout's own file is read
-            self.copy_file(str(HERE / "constraints.txt"), str(Path(self.build_lib) / "megatron_dcpo" / "constraints.txt"))
+            self.copy_file(
+                str(HERE / "constraints.txt"), str(Path(self.build_lib) / "megatron_dcpo" / "constraints.txt")
+            )
 
 
 setup(

@@ -142,7 +142,7 @@ def broadcast_object(value: Any, src: int = 0) -> Any:
     return box[0]
 
 
-class Progress:
+class BucketBarrier:
     """How far every rank of ``group`` has come in a sequence of numbered steps, and who did not.
 
     :meth:`acknowledge` waits for all ranks. Each also leaves its number in the store of the process groups, which outlives

@@ -18,7 +18,7 @@ PATIENCE_SECONDS = 15.0  # a killed job's processes may be a little behind the j
 
 
 @contextmanager
-def claimed(directory: Path, rank: int) -> Iterator[None]:
+def lock_run_dir(directory: Path, rank: int) -> Iterator[None]:
     """Hold ``directory`` for this training, until the block or the process ends. Collective; rank 0 has the lock.
 
     Raises :class:`UserError` on every rank when another training holds it, or when it cannot be written. On a file system

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from megatron_dcpo.runtime.device import memory_gb, synchronize
-from megatron_dcpo.runtime.watchdog import Watch
 
 
 class Timers:
@@ -17,7 +16,7 @@ class Timers:
     later, and is found in the next record.
     """
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: Watchdog) -> None:
         self.watch, self.step = watch, 0
         self.seconds: dict[str, float] = {}
         self.memory: dict[str, float] = {}

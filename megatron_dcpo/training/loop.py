@@ -5,11 +5,11 @@ from __future__ import annotations
 from megatron_dcpo.config import Config
 from megatron_dcpo.data.sampler import prompts_of_step
 from megatron_dcpo.runtime import distributed
-from megatron_dcpo.runtime.run_lock import claimed
+from megatron_dcpo.runtime.run_lock import lock_run_dir
 from megatron_dcpo.runtime.timers import Timers
 from megatron_dcpo.training.recorder import Recorder
 from megatron_dcpo.training.recovery import resume, save, stop_if_asked
-from megatron_dcpo.training.run import Run, build_run
+from megatron_dcpo.training.run import TrainingRun, build_run
 from megatron_dcpo.training.sampling import gather_judged, roll_out
 from megatron_dcpo.training.update import update_policy
 from megatron_dcpo.training.weight_sync import check_plan, export_policy, synchronise_engine
@@ -23,11 +23,11 @@ def train(config: Config) -> None:
     after a signal, when everything done is saved.
     """
     run = build_run(config)
-    with run.watch, claimed(run.directory, run.topology.rank):
+    with run.watch, lock_run_dir(run.directory, run.topology.rank):
         _train(run)
 
 
-def _train(run: Run) -> None:
+def _train(run: TrainingRun) -> None:
     config = run.config
     first = resume(run) + 1
     timers = Timers(run.watch)

@@ -17,7 +17,7 @@ from megatron_dcpo.rollout import EngineError, SamplingConfig
 from megatron_dcpo.runtime.distributed import all_gather_objects
 from megatron_dcpo.runtime.signals import RolloutAbandoned
 from megatron_dcpo.runtime.timers import Timers
-from megatron_dcpo.training.run import Run
+from megatron_dcpo.training.run import TrainingRun
 from megatron_dcpo.training.weight_sync import MAX_RESTARTS, recover_engines
 from megatron_dcpo.types import Judgement, Prompt, Response, TokenAdvantages
 
@@ -56,7 +56,7 @@ class TrainingSample:
         return self.response.token_ids
 
 
-def roll_out(run: Run, prompts: Sequence[Prompt], step: int, timers: Timers) -> list[Future[list[Judged]]]:
+def roll_out(run: TrainingRun, prompts: Sequence[Prompt], step: int, timers: Timers) -> list[Future[list[Judged]]]:
     """G responses to each prompt of this rank's share, sampled by its engine and on their way through the judge.
 
     The rollout comes in chunks (``rollout.chunks``). A chunk is judged, in a thread that waits for worker processes,
@@ -96,7 +96,9 @@ def roll_out(run: Run, prompts: Sequence[Prompt], step: int, timers: Timers) -> 
     return pending
 
 
-def gather_judged(run: Run, prompts: Sequence[Prompt], pending: Sequence[Future[list[Judged]]]) -> list[TrainingSample]:
+def gather_judged(
+    run: TrainingRun, prompts: Sequence[Prompt], pending: Sequence[Future[list[Judged]]]
+) -> list[TrainingSample]:
     """Wait for the judge and gather all ranks' responses (collective): by prompt in step order, equal on every rank.
 
     Raises :class:`UserError` when a response was sampled by other weights than the policy's.
@@ -133,7 +135,7 @@ def _chunks(prompts: Sequence[Prompt], number: int) -> list[Sequence[Prompt]]:
 
 
 def _judge_chunk(
-    run: Run, responses: Sequence[Response], by_id: Mapping[str, Prompt], timers: Timers, version: int
+    run: TrainingRun, responses: Sequence[Response], by_id: Mapping[str, Prompt], timers: Timers, version: int
 ) -> list[Judged]:
     """Raises :class:`UserError` when a response was sampled by other weights than the policy's, ``version``."""
     for response in responses:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dcpo.runtime.device import current_device
-from megatron_dcpo.runtime.distributed import Progress, Topology
+from megatron_dcpo.runtime.distributed import BucketBarrier, Topology
 from megatron_dcpo.weights.architecture import Architecture
 from megatron_dcpo.weights.planner import Copy, Layout, WeightSlice
 from megatron_dcpo.weights.reshard_plan import BUCKET_BYTES, BucketEntry, Message, ReshardPlan, reshard_plan
@@ -87,7 +87,7 @@ def export_buckets(
     assembly_buffer = torch.empty(plan.assembled // plan.itemsize, dtype=dtype, device=device)
     recv_buffer = torch.empty(plan.message // plan.itemsize, dtype=dtype, device=device)
     traffic.peak = max(traffic.peak, assembly_buffer.nbytes + recv_buffer.nbytes)
-    progress = Progress("reshard", policy.topology.model_group)
+    progress = BucketBarrier("reshard", policy.topology.model_group)
     for number, bucket in enumerate(plan.buckets, 1):
         where = f"weight synchronisation, bucket {number} of {len(plan.buckets)}"
         try:

@@ -9,7 +9,7 @@ from tests.system.test_training import QUICKSTART, REPOSITORY, SMALL, command, m
 
 FAKE = """
 import json, os
-class Run:
+class TrainingRun:
     def log(self, values, step):
         with open(os.environ["FAKE_WANDB"], "a") as file:
             file.write(json.dumps({"step_of": step, **values}) + "\\n")
