@@ -4,11 +4,22 @@ import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "([^"]+)"', (HERE / "megatron_dcpo" / "__init__.py").read_text()).group(1)
 
+
+class BuildWithPins(build_py):
+    """`dcpo doctor` names the tested versions: constraints.txt travels with the package."""
+
+    def run(self) -> None:
+        super().run()
+        self.copy_file(str(HERE / "constraints.txt"), str(Path(self.build_lib) / "megatron_dcpo" / "constraints.txt"))
+
+
 setup(
+    cmdclass={"build_py": BuildWithPins},
     name="megatron-dcpo",
     version=VERSION,
     description="RL from verifiable rewards on Megatron-core that leaves language models accurate and calibrated",

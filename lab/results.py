@@ -20,6 +20,7 @@ from scipy import stats
 
 from lab.grid import METHODS
 from megatron_dcpo.calibration import json_ready, summarize
+from megatron_dcpo.data.datasets import read_json_lines
 from megatron_dcpo.errors import UserError
 
 DIGITS = 6  # significant digits kept of every published number
@@ -31,7 +32,7 @@ def collect(grid: Path, archive: Path, heldout: Path) -> int:
     Where the cell's samples are there, its record gains ``by_type``, the scores of every type of ``heldout`` problem, and
     ``right``, how many responses to each problem were right. Cells that the archive has already are replaced.
     """
-    types = [json.loads(line)["type"] for line in heldout.read_text().splitlines()]
+    types = [row["type"] for _, row in read_json_lines(heldout)]
     finished = sorted(grid.glob("*/*/*/cell.json"))
     files = read_archive(archive) if archive.is_file() else {}
     for path in finished:
@@ -39,13 +40,13 @@ def collect(grid: Path, archive: Path, heldout: Path) -> int:
         name = f"{record['family']}.{record['method']}.{record['seed']}"
         sampled = path.with_name("samples.jsonl")
         if sampled.is_file():
-            samples = [json.loads(line) for line in sampled.read_text().splitlines()]
+            samples = [row for _, row in read_json_lines(sampled)]
             record["by_type"] = by_type(samples, types, METHODS[record["method"]].confidence)
             record["right"] = right_by_problem(samples)
         files[f"{name}.json"] = json.dumps(rounded(record)).encode() + b"\n"
         metrics = path.with_name("metrics.jsonl")
         if metrics.is_file():
-            lines = [json.dumps(rounded(json.loads(line))) + "\n" for line in metrics.read_text().splitlines()]
+            lines = [json.dumps(rounded(row)) + "\n" for _, row in read_json_lines(metrics)]
             files[f"{name}.metrics.jsonl"] = "".join(lines).encode()
     write_archive(archive, files)
     return len(finished)

@@ -1,7 +1,7 @@
 """Every link resolves, and no line of prose is longer than 100 columns. ``make lint`` runs it.
 
-Checked: links and anchors of Markdown files; a page of ``docs`` and its anchor wherever Python, shell or YAML names one; test names in
-backquotes (``test_...``) exist. Tables, code blocks and lines of one long word may be longer.
+Checked: links and anchors of Markdown files; a page of ``docs`` and its anchor wherever Python, shell or YAML names
+one; test names in backquotes (``test_...``) exist. Tables, code blocks and lines of one long word may be longer.
 """
 
 from __future__ import annotations
@@ -18,16 +18,10 @@ CITED = re.compile(r"\bdocs/([\w/]+\.md)(?:#([\w-]+))?")
 
 
 def main() -> int:
-    listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    files = [ROOT / name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
-    tests = set(
-        re.findall(
-            r"def (test_\w+)",
-            "\n".join(f.read_text() for f in files if f.match("tests/**/*.py") or f.match("test_*.py")),
-        )
-    )
+    listed = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True)
+    files = [ROOT / name for name in listed.splitlines() if (ROOT / name).is_file()]
+    sources = "\n".join(file.read_text() for file in files if file.name.startswith("test_") and file.suffix == ".py")
+    tests = set(re.findall(r"def (test_\w+)", sources))
     problems = []
     for file in files:
         if file.suffix == ".md":

@@ -12,6 +12,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from megatron_dcpo.training.update import MiniBatch, accumulate, score, with_old
 from megatron_dcpo.training.weight_sync import synchronise_engine  # noqa: E402
 from megatron_dcpo.types import BLOCKS  # noqa: E402
 
+JUDGED_COLUMNS = ("prompt_id", "#", "response", "R", "c", "status", "boundary / tokens")
 STEP = 5  # of the quickstart: both of its first two prompts have right and wrong answers
 QUICKSTART = REPOSITORY / "examples" / "quickstart"
 
@@ -70,7 +72,7 @@ def page(run: Run) -> str:
         HEAD,
         "## 1. Prompts", table(("prompt_id", "last message", "tokens", "ground truth"), map(prompt_row, prompts)),
         "## 2. Responses and judgements", JUDGED,
-        table(("prompt_id", "#", "response", "R", "c", "status", "boundary / tokens"), (judged_row(run, s) for s in samples)),
+        table(JUDGED_COLUMNS, map(partial(judged_row, run), samples)),
         "## 3. Rewards and advantages", SCORED,
         table(("prompt_id", "#", "R", "R_c", "A_r", "A_c"), map(reward_row, scored.samples)),
         "## 4. One response, token by token",

@@ -88,7 +88,7 @@ class BrierParts:
 
 
 def accuracy(correct: Correct) -> float:
-    """Share of correct rows; unparsed confidences are no reason to leave a row out."""
+    """Share of correct rows; rows with an unparsed confidence count."""
     return _mean(as_correct(correct))
 
 

@@ -92,8 +92,7 @@ def _version(name: str) -> str | None:
 
 
 def _constraints() -> dict[str, str]:
-    """The pins this release was tested with, when run from a checkout."""
-    path = Path(__file__).parents[2] / "constraints.txt"
-    if not path.is_file():
-        return {}
+    """The versions this release was tested with: of the installed package, or of the checkout it is run from."""
+    package = Path(__file__).parents[1]
+    path = next(p for p in (package / "constraints.txt", package.parent / "constraints.txt") if p.is_file())
     return dict(re.findall(r"^([A-Za-z0-9_.-]+)==([^\s;]+)", path.read_text(), flags=re.MULTILINE))

@@ -37,7 +37,7 @@ def add_parser(subparsers: Any) -> None:
     source.add_argument("--samples", metavar="FILE", help="score this samples.jsonl again")
     parser.add_argument("--benchmarks", metavar="A,B", help="names (math500, aime24, ...) or NAME=PATH of a data file")
     parser.add_argument("--out", metavar="RUN", required=True, help="directory to write to")
-    parser.add_argument("--repeats", type=positive_int, default=4, help="responses per problem (default 4)")
+    parser.add_argument("--repeats", type=positive_int, help="responses per problem (default 4)")
     parser.add_argument(
         "--confidence", help=f"kinds, comma separated (default verbal,token,consistency): {', '.join(KINDS)}"
     )

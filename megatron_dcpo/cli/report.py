@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_dcpo.calibration.summary import json_ready
-
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
@@ -27,6 +25,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from megatron_dcpo.calibration.summary import json_ready
     from megatron_dcpo.evaluation import published, report  # matplotlib is slow to import; other verbs do not need it
 
     runs = report.find_runs(args.runs)

@@ -7,12 +7,12 @@ r"""Confidence after the fact: predictors trained on judged samples, the policy 
 | ``platt`` | :math:`\sigma(a\,\mathrm{logit}(c)+b)` | one kind of confidence c |
 | ``isotonic`` | the best non-decreasing step function of c | one kind of confidence c |
 
-ConfClass has the settings of the DCPO paper (algorithms 3.4): 20 runs, top-20 log-probs, a three-layer perceptron of
-width 2048, cross-entropy with soft targets, lr 1e-4. Where the paper is silent: the mean over the tokens of the 20
-sorted log-probs is the input (``full`` adds their standard deviation and the last token's), standardised; Adam, batches
-of 256, early stopping on a tenth of the fitted problems. The scalings are controls: if one of them does as well, the
-classifier has learnt nothing but the scale. Fitting, stopping and reporting never share a problem: the split is by
-problem, by a hash, so that it is the same in every run and for every method.
+ConfClass has the settings of the DCPO paper (docs/evaluation.md#post-hoc-confidence): 20 runs, top-20 log-probs, a
+three-layer perceptron of width 2048, cross-entropy with soft targets, lr 1e-4. Where the paper is silent: the mean over
+the tokens of the 20 sorted log-probs is the input (``full`` adds their standard deviation and the last token's),
+standardised; Adam, batches of 256, early stopping on a tenth of the fitted problems. The scalings are controls: if one of
+them does as well, the classifier has learnt nothing but the scale. Fitting, stopping and reporting never share a problem:
+the split is by problem, by a hash, so that it is the same in every run and for every method.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class Posthoc:
     def predict(self, samples: Sequence[Sample]) -> list[float | None]:
         """Confidence in [0, 1] per sample, None where the sample lacks what it is made from."""
         inputs, known = inputs_of(samples, self.source)
-        found: list[float | None] = [None] * len(samples)
+        predictions: list[float | None] = [None] * len(samples)
         if len(known):
             values = _PREDICT[self.method](self.weights, inputs)
             for index, value in zip(known, values, strict=True):
-                found[index] = float(value)
-        return found
+                predictions[index] = float(value)
+        return predictions
 
     def apply(self, samples: Sequence[Sample]) -> list[Sample]:
         """The samples with ``posthoc_confidence``."""
@@ -168,9 +168,9 @@ def fit(
         return inputs, targets[np.array(index)[known]]
 
     side("holding out", outside)
-    inputs, wanted = side("fitting", [not out for out in outside])
-    if wanted.min() == wanted.max():
-        raise UserError("every response is " + ("correct" if wanted.min() else "wrong") + ": nothing to learn from")
+    inputs, goals = side("fitting", [not out for out in outside])
+    if goals.min() == goals.max():
+        raise UserError("every response is " + ("correct" if goals.min() else "wrong") + ": nothing to learn from")
     if method == "confclass":
         # What decides when to stop is neither fitted nor reported on; with very few problems it is fitted on as well.
         stops = [is_held_out(f"stop/{problem_of(sample)}", STOPPING_SHARE, seed) for sample in samples]
@@ -178,10 +178,10 @@ def fit(
             [not out and stop is chosen for out, stop in zip(outside, stops, strict=True)] for chosen in (False, True)
         ]
         both = all(any(chosen) for chosen in sides)
-        fitted, stopping = (side("fitting", c) for c in sides) if both else ((inputs, wanted), (inputs, wanted))
+        fitted, stopping = (side("fitting", c) for c in sides) if both else ((inputs, goals), (inputs, goals))
         weights: Weights = _fit_perceptron(*fitted, *stopping, seed, epochs, width)
     else:
-        weights = _FIT[method](inputs[:, 0], wanted)
+        weights = _FIT[method](inputs[:, 0], goals)
     predictor = Posthoc(method, source, MappingProxyType(dict(weights)))
     return predictor, predictor.apply([s for s, out in zip(samples, outside, strict=True) if out])
 
@@ -204,8 +204,8 @@ def _fit_temperature(c: np.ndarray, y: np.ndarray) -> Weights:
     from scipy.optimize import minimize_scalar
 
     z = _logit(c)
-    found = minimize_scalar(lambda t: _log_loss(z / np.exp(t), y), bounds=(-7.0, 7.0), method="bounded")
-    return {"temperature": np.exp(np.array(found.x))}
+    optimum = minimize_scalar(lambda t: _log_loss(z / np.exp(t), y), bounds=(-7.0, 7.0), method="bounded")
+    return {"temperature": np.exp(np.array(optimum.x))}
 
 
 def _fit_platt(c: np.ndarray, y: np.ndarray) -> Weights:
@@ -285,5 +285,5 @@ def scores(samples: Sequence[Sample], kind: str = "posthoc") -> dict[str, Any]:
     from megatron_dcpo.evaluation.scoring import CONFIDENCE_KINDS
 
     values = [CONFIDENCE_KINDS[kind](sample) for sample in samples]
-    found = summarize(values, [float(sample.correct) for sample in samples])
-    return {name: found[name] for name in ("n", "accuracy", "mean_confidence", "ece", "pce", "brier", "auroc")}
+    summary = summarize(values, [float(sample.correct) for sample in samples])
+    return {name: summary[name] for name in ("n", "accuracy", "mean_confidence", "ece", "pce", "brier", "auroc")}

@@ -46,7 +46,7 @@ _SAMPLES_SHOWN = 6
 
 @dataclass(frozen=True)
 class Run:
-    """What was found of one run. ``evaluation``: evaluation.json; ``metrics``: rows; ``samples``: judged responses."""
+    """The files of one run. ``evaluation``: evaluation.json; ``metrics``: rows; ``samples``: judged responses."""
 
     name: str
     path: Path
@@ -63,7 +63,7 @@ def find_runs(paths: Sequence[str | Path]) -> list[Run]:
 
     A training run without an evaluation of its own takes the one evaluation below it, if there is exactly one.
     """
-    found: list[Run] = []
+    runs: list[Run] = []
     for given in paths:
         root = Path(given)
         if not root.is_dir():
@@ -74,12 +74,12 @@ def find_runs(paths: Sequence[str | Path]) -> list[Run]:
         if not below:
             raise UserError(f"{root}: neither evaluation.json nor metrics.jsonl in it or below")
         adopted = _adopted(below)
-        found += [
+        runs += [
             read_run(directory, adopted.get(directory), _run_name(root, directory))
             for directory in below
             if directory not in adopted.values()
         ]
-    return _distinct(found)
+    return _distinct(runs)
 
 
 def read_run(path: Path, evaluation_path: Path | None = None, name: str | None = None) -> Run:
@@ -277,12 +277,12 @@ def _is_number(value: Any) -> bool:
 
 def _panels(runs: Sequence[Run], kinds: Sequence[str], benchmarks: Sequence[str]) -> list[dict[str, Any]]:
     """Reliability diagrams of all runs: per kind of confidence overall, then of the first kind per benchmark."""
-    wanted: list[tuple[str, str | None]] = [(kind, None) for kind in kinds]
+    shown: list[tuple[str, str | None]] = [(kind, None) for kind in kinds]
     if len(benchmarks) > 1:
-        wanted += [(kinds[0], name) for name in benchmarks]
+        shown += [(kinds[0], name) for name in benchmarks]
     return [
         {"kind": kind, "benchmark": benchmark, "pictures": _reliability(runs, kind, benchmark)}
-        for kind, benchmark in wanted
+        for kind, benchmark in shown
     ]
 
 

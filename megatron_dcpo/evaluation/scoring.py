@@ -113,9 +113,9 @@ def _score(samples: Sequence[Sample], kinds: Sequence[str], bins: int, resamples
             seed=seed,
             ranking_only=kind in RANKING_ONLY,
         )
-        found = block.pop("ci95", {})
-        intervals["accuracy"] = found.pop("accuracy", None)
-        intervals[kind] = found
+        ci95 = block.pop("ci95", {})
+        intervals["accuracy"] = ci95.pop("accuracy", None)
+        intervals[kind] = ci95
         block["mean"] = block["mean_confidence"]
         block["bins"] = bins_to_json(metrics.bin_rows(confidences, correct, bins))
         block["curve"] = coverage_to_json(*_ranked(confidences, correct, kind))
@@ -141,9 +141,9 @@ def _per_run(samples: Sequence[Sample], kind: str, repeats: Sequence[int], bins:
         confidences = [CONFIDENCE_KINDS[kind](sample) for sample in rows]
         correct = [float(sample.correct) for sample in rows]
         summary = summarize(confidences, correct, bins=bins, ranking_only=kind in RANKING_ONLY)
-        for name, found in values.items():
-            found.append(summary[name])
-    return {name: _spread(found) for name, found in values.items()}
+        for name, of_runs in values.items():
+            of_runs.append(summary[name])
+    return {name: _spread(of_runs) for name, of_runs in values.items()}
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:

@@ -1,10 +1,7 @@
 r"""How an answer is marked in a response: a box for mathematics, a fenced block for programs.
 
-The confidence line follows the answer, so the form of the answer decides where the confidence block begins.
-
-Brace-matched ``\boxed{...}``, found in one pass over text or bytes.
-
-The program in a response: the last complete fenced block of Python.
+The confidence line follows the answer, so the form of the answer decides where the confidence block begins. A box is
+brace-matched ``\boxed{...}``, found in one pass; a program is the last complete fenced block of Python.
 """
 
 from __future__ import annotations
@@ -42,7 +39,7 @@ def find_marker_after_box(content: bytes, marker: bytes) -> int | None:
     return at if at >= 0 else None
 
 
-# An escaped brace (\\{) is no brace of TeX's; an escaped backslash hides nothing behind it.
+# An escaped brace (\\{) is not a brace of TeX's; an escaped backslash hides nothing behind it.
 _TOKEN = re.compile(rb"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 
 
@@ -96,7 +93,7 @@ def last_fence(content: bytes) -> Fence | None:
     A block ends at a line with nothing but at least as many of the same character. An opening fence that is never
     closed opens nothing: blocks before it count. Blocks in other languages are passed over. Linear in the length.
     """
-    found = None
+    block = None
     opening: tuple[int, bytes, bytes, bytes] | None = None
     body: list[bytes] = []
     at = 0
@@ -106,7 +103,7 @@ def last_fence(content: bytes) -> Fence | None:
             fence = match[2] if match and not match[3] else b""
             if fence[:1] == opening[2][:1] and len(fence) >= len(opening[2]):
                 if opening[3] in _LANGUAGES:
-                    found = Fence(opening[0], min(at + len(line), len(content)), b"\n".join(body))
+                    block = Fence(opening[0], min(at + len(line), len(content)), b"\n".join(body))
                 opening = None
             else:
                 body.append(_without(line.removesuffix(b"\r"), opening[1]))
@@ -114,7 +111,7 @@ def last_fence(content: bytes) -> Fence | None:
             words = match[3].lower().replace(b"{", b" ").replace(b"}", b" ").replace(b".", b" ").split()
             opening, body = (at, match[1], match[2], words[0] if words else b""), []
         at += len(line) + 1
-    return found
+    return block
 
 
 def find_marker_after_program(content: bytes, marker: bytes) -> int | None:

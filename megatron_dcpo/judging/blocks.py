@@ -52,12 +52,12 @@ def split_blocks(
     ended = len(token_ids) > 0 and int(token_ids[-1]) in eos_ids
     pieces = tokens.pieces(token_ids[: len(token_ids) - ended])
     content = b"".join(pieces)
-    wanted = marker.encode()
-    at = form.find_marker(content, wanted)
+    tag = marker.encode()
+    at = form.find_marker(content, tag)
     if at is None:
         return Split(len(pieces), len(pieces), content, None, ended)
     starts = np.cumsum([0, *map(len, pieces)])[:-1]
-    boundary, marker_end = np.searchsorted(starts, [at, at + len(wanted)])
+    boundary, marker_end = np.searchsorted(starts, [at, at + len(tag)])
     return Split(int(boundary), int(marker_end), content, at, ended)
 
 

@@ -2,7 +2,8 @@
 
 Exactly one marker, after the last ``\\boxed`` (or the last fenced program); the word ``Confidence:`` is optional and
 case-insensitive; one plain decimal in [0, 1]; only white space behind it. Everything else is malformed, each kind under
-its own name (algorithms 1.2, recommended parser). Linear in the length of the text, and total: no input raises.
+its own name (docs/algorithms.md#1-judging-from-sampled-ids-to-r-c-boundary). Linear in the length of the text, and
+total: no input raises.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def parse_confidence(
     """Read the confidence of a response, or why there is none.
 
     Args:
-        text: the response without its EOS; bytes that are no UTF-8 may have been decoded with ``errors="replace"``.
+        text: the response without its EOS; bytes that are not UTF-8 may have been decoded with ``errors="replace"``.
         finished: the model ended the response itself. An unfinished one is ``truncated`` whatever it holds: its
             number may be cut (``0.8`` of ``0.83``).
         opener: what an answer begins with; one behind the marker is ``before_box``.
@@ -45,8 +46,8 @@ def parse_confidence(
     """
     if not finished:
         return ParsedConfidence(None, "truncated")
-    _, found, tail = text.partition(marker)
-    if not found:
+    _, tag, tail = text.partition(marker)
+    if not tag:
         return ParsedConfidence(None, "missing")
     if marker in tail:
         return ParsedConfidence(None, "multiple")

@@ -143,31 +143,31 @@ def served_model(url: str, api_key: str | None = None, timeout: float = 30.0) ->
 
 
 def _drain(done: queue.SimpleQueue[Response | BaseException]) -> tuple[list[Response], BaseException | None]:
-    """Wait for one result, and take what else is there. Waits in slices, so that Ctrl-C is heard."""
+    """Wait for one result, and take what else is there. Waits in slices, so that Ctrl-C is noticed."""
     batch: list[Response] = []
     while True:
         try:
-            found = done.get(timeout=0.2) if not batch else done.get_nowait()
+            result = done.get(timeout=0.2) if not batch else done.get_nowait()
         except queue.Empty:
             if batch:
                 return batch, None
             continue
-        if isinstance(found, BaseException):
-            return batch, found
-        batch.append(found)
+        if isinstance(result, BaseException):
+            return batch, result
+        batch.append(result)
 
 
 def _response(prompt_id: str, repeat: int, choice: Mapping[str, Any], api: str) -> Response:
-    said = choice.get("logprobs") or {}
+    logged = choice.get("logprobs") or {}
     if api == "chat":
         text = choice["message"].get("content") or ""
-        tokens = said.get("content") or []
+        tokens = logged.get("content") or []
         logprobs = [row["logprob"] for row in tokens]
         tops = [[top["logprob"] for top in row.get("top_logprobs") or []] for row in tokens]
     else:
         text = choice["text"] or ""
-        logprobs = said.get("token_logprobs") or []
-        tops = [list((row or {}).values()) for row in said.get("top_logprobs") or []]
+        logprobs = logged.get("token_logprobs") or []
+        tops = [list((row or {}).values()) for row in logged.get("top_logprobs") or []]
     return Response(
         prompt_id,
         repeat,

@@ -84,9 +84,9 @@ class VllmEngine:
             raise EngineError(
                 f"the engine holds weights version {self.llm.get_weight_version()}, not {self.weights_version}"
             )
-        wanted = [(prompt, i) for prompt in prompts for i in range(sampling.n)]
-        inputs = [{"prompt_token_ids": list(prompt.token_ids)} for prompt, _ in wanted]
-        params = [self._params(sampling, step, prompt, i) for prompt, i in wanted]
+        samples = [(prompt, i) for prompt in prompts for i in range(sampling.n)]
+        inputs = [{"prompt_token_ids": list(prompt.token_ids)} for prompt, _ in samples]
+        params = [self._params(sampling, step, prompt, i) for prompt, i in samples]
         try:
             with _host_kept():
                 outputs = self._run(inputs, params)
@@ -98,7 +98,7 @@ class VllmEngine:
             raise EngineError(f"vLLM failed in generation: {type(error).__name__}: {error}") from error
         responses = [
             self._response(prompt, i, output.outputs[0], sampling.top_logprobs)
-            for (prompt, i), output in zip(wanted, outputs, strict=True)
+            for (prompt, i), output in zip(samples, outputs, strict=True)
         ]
         self._check_ranks_agree(responses)
         return responses

@@ -60,23 +60,23 @@ class ServerEngine:
         if sampling.raw_logprobs or sampling.top_logprobs:
             raise ValueError("this engine trains; to evaluate a server, use dcpo evaluate --endpoint")
         self._check_version()
-        wanted = [(prompt, i) for prompt in prompts for i in range(sampling.n)]
-        found: dict[int, Response] = {}
-        with ThreadPoolExecutor(max(1, min(self.concurrency, len(wanted)))) as pool:
+        samples = [(prompt, i) for prompt in prompts for i in range(sampling.n)]
+        responses: dict[int, Response] = {}
+        with ThreadPoolExecutor(max(1, min(self.concurrency, len(samples)))) as pool:
             jobs = {
                 pool.submit(self._sample, prompt, i, sampling, step): number
-                for number, (prompt, i) in enumerate(wanted)
+                for number, (prompt, i) in enumerate(samples)
             }
             try:
                 for job in as_completed(jobs):
-                    found[jobs[job]] = job.result()
+                    responses[jobs[job]] = job.result()
                     if stop_requested():
                         raise RolloutAbandoned
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
         self._check_version()  # a server that came back in between has other weights
-        return [found[number] for number in range(len(wanted))]
+        return [responses[number] for number in range(len(samples))]
 
     def update_weights(self, buckets: Iterable[Sequence[WeightSlice]], version: int) -> None:
         """Write the weights and have the server read them; every rank waits until it has."""
@@ -180,10 +180,10 @@ class ServerEngine:
         return str(models[0]["id"])
 
     def _check_version(self) -> None:
-        held = self._call("/weight_info")["weight_version"]
-        if held != str(self.weights_version):
+        served = self._call("/weight_info")["weight_version"]
+        if served != str(self.weights_version):
             raise EngineError(
-                f"{self.url} holds weights version {held}, not {self.weights_version}: it was started anew"
+                f"{self.url} holds weights version {served}, not {self.weights_version}: it was started anew"
             )
 
     def _call(self, path: str, body: dict[str, Any] | None = None) -> Any:

@@ -1,9 +1,9 @@
 """Where untrusted programs run: one interface, and behind it the strongest isolation that the machine offers.
 
 ``bubblewrap``: user, pid, mount, network and IPC namespaces. ``landlock``: Landlock, seccomp and limits, where user
-namespaces are switched off. ``unsafe``: limits only, for who types it. A remote service is in ``remote.py``.
+namespaces are switched off. ``unsafe``: limits only; it must be asked for. A remote service is in ``remote.py``.
 
-A ``Server`` is a warm interpreter inside the sandbox; ``Server.program`` forks a supervised process from it.
+A ``Server`` is a warm interpreter inside the sandbox; ``Server.spawn`` forks a supervised process from it.
 """
 
 from __future__ import annotations

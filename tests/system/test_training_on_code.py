@@ -199,10 +199,10 @@ def test_a_chunk_is_judged_while_the_next_one_is_generated(monkeypatch: pytest.M
     assert [name for chunk in calls for name in chunk] == [f"p{i}" for i in reversed(range(7))], (
         "prompts of similar length together"
     )
-    assert [(r.prompt_id, r.sample_index) for r in rollout.responses] == [
+    assert [(s.response.prompt_id, s.response.sample_index) for s in rollout] == [
         (f"p{i}", n) for i in range(7) for n in (0, 1)
     ]
-    assert [j.correct for j in rollout.judgements] == [0.0, 1.0] * 7
+    assert [s.judgement.correct for s in rollout] == [0.0, 1.0] * 7
     assert timers.seconds["judge_busy"] > 0
 
 

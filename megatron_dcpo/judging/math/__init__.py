@@ -1,0 +1,1 @@
+"""Is an answer of mathematics right? ``verifier.py`` asks ``pool.py``, whose processes run ``equivalence.py``."""

@@ -3,10 +3,10 @@ r"""Answers whose shape decides before their value does: numerals with a base, r
 math-verify reads ``120_5`` as ``120``, a ratio of three as its first two parts, ``(1, 2)`` as ``{1, 2}`` and drops units.
 Here these shapes are told apart, by rules that would rather reject:
 
-- a numeral with a base equals the same digits with the same base; ``_{10}`` is no mark. ``120_5`` is not ``120`` and
+- a numeral with a base equals the same digits with the same base; ``_{10}`` is not a mark. ``120_5`` is not ``120`` and
   not ``35``: which base was asked for is part of the question;
 - ratios are equal when they are proportional, ``3:4 = 6:8 = 3/4``; two clock times (``2:30``) must be the same time;
-- a set in braces is no tuple, no point and no interval;
+- a set in braces is not a tuple, a point or an interval;
 - two different known units of the same kind (``cm``, ``m``) differ; a missing unit is forgiven.
 """
 
@@ -55,7 +55,7 @@ _TRAILING_UNIT = re.compile(
     r"[0-9)}]\s*(?:\\[,;: ]|~|\s)*(?:\\(?:text|mathrm|mbox|textrm|rm)\s*\{\s*([^{}]*?)\s*\}|([A-Za-z][A-Za-z .]*))"
     r"\s*(?:\^\s*\{?\s*([23])\s*\}?)?$"
 )
-# Spelling -> (kind, unit). Only units that answers are commonly given in; an unknown unit is never held against anyone.
+# Spelling -> (kind, unit). Only units that answers are commonly given in; an unknown unit makes no answer wrong.
 _UNITS: dict[str, tuple[str, str]] = {
     spelling: (kind, names.split()[0])
     for kind, row in {
@@ -91,8 +91,8 @@ def numeral(text: str) -> Numeral | None:
 
 def without_base_ten(text: str) -> str:
     """A numeral marked as decimal is the plain number."""
-    found = numeral(text)
-    return found.digits if found is not None and found.base == 10 else text
+    number = numeral(text)
+    return number.digits if number is not None and number.base == 10 else text
 
 
 def ratio(text: str) -> tuple[str, ...] | None:
@@ -154,11 +154,11 @@ def _unit(text: str) -> tuple[str, str, str] | None:
         return None
     words = (match[1] or match[2]).lower().replace(".", " ").split()
     power = match[3] or {"square": "2", "sq": "2", "cubic": "3"}.get(words[0] if words else "", "1")
-    found = _UNITS.get(words[-1]) if words else None
+    unit = _UNITS.get(words[-1]) if words else None
     written = text.rstrip()[match.start() + 1 :].lstrip()
-    if found is None or (match[2] and len(match[2]) == 1 and written == text.rstrip()[match.start() + 1 :]):
+    if unit is None or (match[2] and len(match[2]) == 1 and written == text.rstrip()[match.start() + 1 :]):
         return None  # a bare letter directly behind a number is a variable
-    return (*found, power)
+    return (*unit, power)
 
 
 def exact_number(text: str) -> Fraction | None:

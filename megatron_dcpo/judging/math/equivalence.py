@@ -1,9 +1,10 @@
 r"""Are two answers the same? Normalisation, then shapes, then math-verify. Imported by the worker processes: no torch.
 
 math-verify is used as OpenCompass' evaluator uses it (LaTeX with the box first, first match, nothing without an anchor;
-algorithms 4.1), with the key as ``verify``'s first argument as the library documents it. That order decides what an
-equation may stand for: with the arguments reversed, the answer ``1`` would pass for the key ``x^2 + y^2 = 1``. The
-reversed order is tried only for inequalities and memberships: there it lets ``-1 < x < 2`` be ``(-1, 2)``.
+docs/evaluation.md#the-verifier), with the key as ``verify``'s first argument as the library documents it. That order
+decides what an equation may stand for: with the arguments reversed, the answer ``1`` would pass for the key
+``x^2 + y^2 = 1``. The reversed order is tried only for inequalities and memberships: there it lets
+``-1 < x < 2`` be ``(-1, 2)``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Verification in processes of their own, with hard timeouts: a hanging sympy cannot stop a run.
+"""Verification in separate processes, with hard time limits: a hanging sympy cannot stop a run.
 
 Most pairs need no algebra and are decided here at once (``quick_verdict``). The others are cached by (answer, key) and
 judged by workers, which are started when the first such pair comes, one more for every ``PAIRS_PER_WORKER`` that wait.
@@ -131,8 +131,8 @@ class VerifierPool:
             if worker.ready and worker.pair is None and waiting:
                 self._send(worker, waiting.popleft())
         busy = sum(1 for worker in self._workers if worker.pair is None)  # about to be ready
-        wanted = min(self.max_workers, len(self._workers) + max(0, -(-len(waiting) // PAIRS_PER_WORKER) - busy))
-        while waiting and len(self._workers) < max(1, wanted):
+        target = min(self.max_workers, len(self._workers) + max(0, -(-len(waiting) // PAIRS_PER_WORKER) - busy))
+        while waiting and len(self._workers) < max(1, target):
             worker = self._start()
             self._workers.append(worker)
             selector.register(worker.process.stdout, selectors.EVENT_READ, worker)  # type: ignore[arg-type]
