@@ -12,6 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dcpo.evaluation.samples import write_samples
+from megatron_dcpo.evaluation.scoring import score_samples
+from tests.unit.test_scoring import make_samples
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -70,9 +74,14 @@ def test_doctor_knows_the_pins(installed: Path) -> None:
 
 def test_report_against_the_paper(installed: Path) -> None:
     run = installed / "run"
-    shutil.copytree(ROOT / "tests" / "unit" / "fixtures" / "evaluated_run", run)
-    dcpo(installed, "report", run, "--against", "paper", "--out", installed / "report.html")
-    assert "arXiv" in (installed / "report.html").read_text() or "paper" in (installed / "report.html").read_text()
+    run.mkdir()
+    judged = make_samples(seed=0)
+    evaluation = score_samples(judged, ["verbal", "token"], model="m", resamples=0)
+    (run / "evaluation.json").write_text(json.dumps(evaluation))
+    write_samples(judged, run / "samples.jsonl")
+    result = json.loads(dcpo(installed, "report", run, "--against", "paper", "--out", installed / "r.html", "--json"))
+    assert any(row["method"] == "DCPO" for row in result["against"])
+    assert "DCPO" in (installed / "r.html").read_text()
 
 
 def test_objective(installed: Path) -> None:
