@@ -49,7 +49,7 @@ def check_markdown(file: Path, tests: set[str]) -> list[str]:
                 problems.append(f"{where}: {target} leads nowhere")
         for name in re.findall(r"`(test_\w+?)(?:\.py)?`", line):
             if name not in tests | NOT_TESTS and not list(ROOT.glob(f"tests/**/{name}.py")):
-                problems.append(f"{where}: there is no {name}")
+                problems.append(f"{where}: {name} does not exist")
     return problems
 
 

@@ -13,7 +13,7 @@ from megatron_dcpo.runtime.watchdog import Watch
 class Timers:
     """``with timers("rollout"): ...`` adds to ``seconds["rollout"]`` and notes ``memory["rollout/rss"]`` in GB.
 
-    The watch learns which phase of ``step`` this rank is in. ``clear`` after a step is recorded: its checkpoint comes
+    The watchdog is told which phase of ``step`` this rank is in. ``clear`` after a step is recorded: its checkpoint comes
     later, and is found in the next record.
     """
 
