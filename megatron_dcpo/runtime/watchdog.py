@@ -153,7 +153,7 @@ class Watch:
                 self._beat()
                 self._contact = time.monotonic()
             except RuntimeError:  # torch's store errors
-                self._over.wait(3 * _INTERVAL)  # the main thread may be about to end in good order, or with a better message
+                self._over.wait(3 * _INTERVAL)  # the main thread may be about to end, or to raise a better message
                 if not self._over.is_set():
                     self._end_process(self._out_of_contact())
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-BLOCK = re.compile(r"<!-- test: (.+?) -->\n```python\n(.*?)```", re.DOTALL)
+BLOCK = re.compile(r"<!-- test: (.+?) -->\n```\w+\n(.*?)```", re.DOTALL)
 SECTION = re.compile(r"^## (A method|A model|A benchmark)\n(.*?)(?=^## |\Z)", re.DOTALL | re.MULTILINE)
 SECTIONS = {title: BLOCK.findall(text) for title, text in SECTION.findall((ROOT / "CONTRIBUTING.md").read_text())}
 
