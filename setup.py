@@ -15,7 +15,8 @@ class BuildWithPins(build_py):
 
     def run(self) -> None:
         super().run()
-        self.copy_file(str(HERE / "constraints.txt"), str(Path(self.build_lib) / "megatron_dcpo" / "constraints.txt"))
+        if not self.editable_mode:  # there the checkout's own file is read
+            self.copy_file(str(HERE / "constraints.txt"), str(Path(self.build_lib) / "megatron_dcpo" / "constraints.txt"))
 
 
 setup(
