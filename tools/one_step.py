@@ -91,19 +91,21 @@ HEAD = """# One step, with its numbers
 
 <!-- made by tools/one_step.py; a test makes it again and compares -->
 
-A training step of the quickstart's DCPO, cut to two prompts and four responses each, followed from the
-prompts to the new weights. The functions are those of `training/loop.py`, in its order. One response is
-one `TrainingSample` (`training/sampling.py`) all the way: every stage returns a copy with its own fields
-filled."""
+A training step of the quickstart's DCPO, cut to two prompts and four responses each, followed from
+the prompts to the new weights. The functions are those of `training/loop.py`, in its order. One
+response is one `TrainingSample` (`training/sampling.py`) all the way: every stage returns a copy
+with its own fields filled."""
 JUDGED = """`roll_out` samples with the engine and hands each response to the judge; `gather_judged` collects
-all ranks' responses as `TrainingSample(prompt, response, judgement)`. R is the correctness, c the stated
-confidence; tokens before the boundary reason, those from it on state the confidence."""
+all ranks' responses as `TrainingSample(prompt, response, judgement)`. R is the correctness, c the
+stated confidence; tokens before the boundary reason, those from it on state the confidence."""
 SCORED = """`MiniBatch.of` deals the responses to the data-parallel ranks, `with_old_logprobs` fills the
 log-probs of the policy that sampled, `score` the rest: the target mixes the group's accuracy with R
-(lambda 0.5), R_c = -|c - target|, and both rewards are normalised within the group (mean 0, deviation 1)."""
-TOKENS = """A_r stands on its reasoning tokens, A_c on its confidence tokens; the weight is the token's share
-of the loss, 1 / (responses x tokens of the response) (`Objective.token_weights`). `token_batch` puts these
-columns beside the log-probs of the forward pass, and `micro_batch_loss` sums weight x clipped loss."""
+(lambda 0.5), R_c = -|c - target|, and both rewards are normalised within the group (mean 0,
+deviation 1)."""
+TOKENS = """A_r stands on its reasoning tokens, A_c on its confidence tokens; the weight is the token's share of
+the loss, 1 / (responses x tokens of the response) (`Objective.token_weights`). `token_batch` puts
+these columns beside the log-probs of the forward pass, and `micro_batch_loss` sums weight x clipped
+loss."""
 SYNCED = """The optimizer moves the policy and `synchronise_engine` hands the new weights to the engine, which
 from then on samples the next step's responses."""
 
@@ -154,7 +156,7 @@ def loss_text(parts: Sequence[dict[str, float]], norm: float, mini_batch: MiniBa
     tokens = {block: sum(part[f"tokens/{block}"] for part in parts) for block in BLOCKS}
     return (
         f"`accumulate` runs {len(mini_batch.micro_batches)} micro-batch(es) through Megatron's schedule: "
-        f"{tokens['reasoning']:.0f} reasoning and {tokens['confidence']:.0f} confidence tokens.\n\n"
+        f"{tokens['reasoning']:.0f} reasoning and {tokens['confidence']:.0f} confidence\ntokens.\n\n"
         f"* loss: {sum(part['loss'] for part in parts):+.5f} (the ratio is 1: minus the weighted sum of the advantages)\n"
         f"* gradient norm: {norm:.4f}"
     )

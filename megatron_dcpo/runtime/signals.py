@@ -1,4 +1,4 @@
-"""Signals that end a run in good order, and dying with the launcher. No heavy imports: this comes first in a process.
+"""Signals that end a run in good order, and ending with the launcher. No heavy imports: a process imports this first.
 
 The signals are noted by a thread that reads Python's wake-up descriptor: a plain handler runs between two bytecodes of
 the main thread, and a main thread that waits in a collective executes none.
@@ -80,10 +80,10 @@ def under_launcher() -> bool:
 
 
 def exit_with_launcher() -> None:
-    """Have the kernel end this worker when its launcher dies, so that no orphan trains on. Linux; else a no-op.
+    """Have the kernel end this worker when its launcher ends, so that it does not train without it. Linux; else a no-op.
 
     Only under a launcher: a process started from a shell must survive the shell. After :func:`install_handlers`: the
-    first worker of a node says what happened, the others are killed without a word.
+    first worker of a node reports what happened, the others are killed without a message.
     """
     if not under_launcher() or not sys.platform.startswith("linux"):
         return

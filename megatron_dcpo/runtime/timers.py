@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from megatron_dcpo.runtime.device import memory_gb, synchronize
+from megatron_dcpo.runtime.watchdog import Watchdog
 
 
 class Timers:
     """``with timers("rollout"): ...`` adds to ``seconds["rollout"]`` and notes ``memory["rollout/rss"]`` in GB.
 
-    The watch learns which phase of ``step`` this rank is in. ``clear`` after a step is recorded: its checkpoint comes
+    The watchdog is told which phase of ``step`` this rank is in. ``clear`` after a step is recorded: its checkpoint comes
     later, and is found in the next record.
     """
 

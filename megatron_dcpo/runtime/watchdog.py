@@ -1,10 +1,10 @@
-"""Who is where, and is everybody still there? A heartbeat beside the main thread, which may wait in a collective.
+"""A heartbeat of every rank, in a thread beside the main thread, which may wait in a collective.
 
 Every rank notes each second in the job's store what its main thread does: step, phase, line of code. From these notes
 
 * a signal that reached one rank reaches all of them within a second or two (:mod:`megatron_dcpo.runtime.signals`),
-* a rank that was not heard of for :data:`LOST_AFTER_SECONDS` ends the job with a line that names it. Collectives alone
-  would wait for ``parallel.distributed_timeout_minutes`` when a node or a link dies without closing its connections,
+* a rank without a heartbeat for :data:`LOST_AFTER_SECONDS` ends the job with a line that names it. Collectives alone
+  would wait for ``parallel.distributed_timeout_minutes`` when a node or a link fails without closing its connections,
 * a phase that exceeds its budget is reported with the place where every rank waits, and with the Python stacks in
   ``run_dir/heartbeat/``.
 """
@@ -43,7 +43,7 @@ _SHOWN = 8  # ranks or places named in one line
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a rank said last. ``since``: Unix time at which the phase began; ``count`` grows with every beat."""
+    """The last note of a rank. ``since``: Unix time at which the phase began; ``count`` grows with every beat."""
 
     rank: int
     host: str
@@ -126,7 +126,7 @@ class Watchdog:
 
     def _who_is_lost(self) -> str:
         """After a failed collective: the ranks that beat no more, or nothing when all of them do."""
-        signals.ignore_signals()  # the launcher is about to end everybody
+        signals.ignore_signals()  # the launcher is about to end all ranks
         try:
             before = self._read()
             time.sleep(3 * _INTERVAL)
@@ -154,7 +154,7 @@ class Watchdog:
                 self._beat()
                 self._contact = time.monotonic()
             except RuntimeError:  # torch's store errors
-                self._over.wait(3 * _INTERVAL)  # the main thread may be about to end in good order, or to say it better
+                self._over.wait(3 * _INTERVAL)  # the main thread may be about to end, or to raise a better message
                 if not self._over.is_set():
                     self._end_process(self._out_of_contact())
 

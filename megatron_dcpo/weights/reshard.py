@@ -1,8 +1,8 @@
-"""Export direction: the policy's shards, wherever they live in the TP x PP grid, handed on as Hugging Face slices.
+"""Export direction: the policy's shards, on whichever rank of the TP x PP grid, handed on as Hugging Face slices.
 
 The transport of :mod:`megatron_dcpo.weights.reshard_plan`. Every rank of a replica walks the same buckets: it puts
-together what it holds, receives what it misses in flat messages, hands the bucket on, and says so to all others before
-the buffers are used again. The plan is computed on every rank alike, so no metadata travels.
+together what it holds, receives the rest in flat messages, hands the bucket on, and acknowledges it to all others before
+the buffers are used again. The plan is computed on every rank alike, so no metadata is sent.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Shards(Protocol):
 
 
 class SynchronisationError(RuntimeError):
-    """A rank did not take a bucket: it died, or its engine refused. Every rank of the replica raises it."""
+    """A rank did not take a bucket: it ended, or its engine refused. Every rank of the replica raises it."""
 
 
 @dataclass
