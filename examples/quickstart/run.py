@@ -4,9 +4,9 @@ GRPO, DCPO (the paper's settings) and DCPO-proper start from the same policy and
 three results are evaluated on the same held-out problems. Everything is done by the same commands a user types (they are
 printed); trainings run two at a time, one core each.
 
-Leaves in --out: reliability.png, report.html, summary.json, and for each of base, grpo, dcpo, dcpo_proper a directory with evaluation.json,
-samples.jsonl, metrics.jsonl, checkpoints and the trained policy in Hugging Face format. An interrupted quickstart
-continues where it was killed.
+Leaves in --out: reliability.png, report.html, summary.json, and for each of base, grpo, dcpo, dcpo_proper a directory with
+evaluation.json, samples.jsonl, metrics.jsonl, checkpoints and the trained policy in Hugging Face format. An interrupted
+quickstart continues where it was killed.
 """
 
 from __future__ import annotations
@@ -124,9 +124,8 @@ def main() -> None:
     draw(args.out, summary)
     (args.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     show(summary)
-    console.print(
-        f"\n{time.monotonic() - started:.0f} s.  The picture: [bold]{args.out / 'reliability.png'}[/bold]; the whole page: report.html"
-    )
+    console.print(f"\n{time.monotonic() - started:.0f} s.  The picture: [bold]{args.out / 'reliability.png'}[/bold]")
+    console.print(f"The whole page: {args.out / 'report.html'}")
 
 
 def start_over_unless_interrupted(out: Path, seed: int) -> None:

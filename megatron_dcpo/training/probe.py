@@ -40,7 +40,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dcpo.config import Config
-from megatron_dcpo.data.sampler import prompts_of_step
 from megatron_dcpo.objectives import ObjectiveConfig, Scored, as_method, build_objective, resolve
 from megatron_dcpo.objectives.advantages import REWARD_TOLERANCE
 from megatron_dcpo.objectives.expected_digits import DecimalToken
@@ -58,7 +57,7 @@ from megatron_dcpo.policy.optimizer import optimizer_group, zero_gradients
 from megatron_dcpo.runtime.device import current_device
 from megatron_dcpo.runtime.timers import Timers
 from megatron_dcpo.training.run import TrainingRun, build_run
-from megatron_dcpo.training.sampling import TrainingSample, gather_judged, roll_out
+from megatron_dcpo.training.sampling import TrainingSample, sample_step
 from megatron_dcpo.training.update import MiniBatch, accumulate, decimals_of, with_scores
 from megatron_dcpo.training.weight_sync import synchronise_engine
 from megatron_dcpo.types import BLOCK_REASONING, Judgement
@@ -98,12 +97,9 @@ def _probe(run: TrainingRun, batches: int) -> dict[str, Any]:
     squares: list[Tensor] = []
     seen: list[TrainingSample] = []
     for step in range(1, batches + 1):
-        prompts = prompts_of_step(
-            run.prompts, step, config.data.prompts_per_step, seed=config.seed, shuffle=config.data.shuffle
-        )
         run.offload.offload()
         synchronise_engine(run, version=step - 1)  # the same weights each time, counted as training counts
-        samples = gather_judged(run, prompts, roll_out(run, prompts, step, timers))
+        samples = sample_step(run, step, timers)
         run.engine.sleep()
         run.offload.reload()
         mini_batch = MiniBatch.of(run, samples)
