@@ -15,6 +15,8 @@ class BuildWithPins(build_py):
 
     def run(self) -> None:
         super().run()
+        if self.editable_mode:  # the checkout has it, and nothing is built
+            return
         self.copy_file(str(HERE / "constraints.txt"), str(Path(self.build_lib) / "megatron_dcpo" / "constraints.txt"))
 
 
