@@ -80,7 +80,7 @@ lint: setup
 
 # 200,000 fuzzed outputs through the confidence parser and the block splitter (the suite runs 5,000)
 fuzz: setup
-	DCPO_FUZZ=200000 $(BIN)/python -m pytest tests/unit/test_blocks.py
+	DCPO_FUZZ=200000 $(BIN)/python -m pytest tests/unit/judging/test_blocks.py
 
 # every reference solution of LeetCodeDataset through the judge: at least 99 % must pass (DATA: where the files are)
 DATA ?= ../shared/data

@@ -24,7 +24,7 @@ from megatron_dcpo.training.run import Progress, Run
 from megatron_dcpo.training.sampling import TrainingSample
 from megatron_dcpo.training.update import MiniBatch, UpdateStatistics, score, update_once, with_old_logprobs
 from megatron_dcpo.types import Judgement, Prompt, Response
-from tests.unit.objective_cases import GOLDEN_OPTIONS, NEW, OLD, golden_judgements
+from tests.helpers.objective_cases import GOLDEN_OPTIONS, NEW, OLD, golden_judgements
 
 DIGITS: dict[str, dict[str, Any]] = {
     "all digits": {"preset": "dcpo_proper"},

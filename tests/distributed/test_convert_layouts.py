@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from megatron_dcpo.conversion.convert import export_checkpoint, import_checkpoint
-from tests.distributed.launch import torchrun
-from tests.unit.convert_cases import load_model, save_model
+from tests.helpers.checkpoints import load_model, save_model
+from tests.helpers.launch import torchrun
 
 WORKER = Path(__file__).with_name("convert_worker.py")
 MODELS = [

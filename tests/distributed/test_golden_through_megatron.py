@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.distributed.launch import torchrun
-from tests.unit.objective_cases import EXPECTED, GOLDEN_OPTIONS, NEW, OLD, golden_judgements, objective, token_batch
+from tests.helpers.launch import torchrun
+from tests.helpers.objective_cases import EXPECTED, GOLDEN_OPTIONS, NEW, OLD, golden_judgements, objective, token_batch
 
 WORKER = Path(__file__).with_name("golden_worker.py")
 CASES = {

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.distributed.launch import torchrun
+from tests.helpers.launch import torchrun
 
 WORKER = Path(__file__).with_name("grid_worker.py")
 AXES = {

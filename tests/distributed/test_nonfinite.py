@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launch import torchrun
+from tests.helpers.launch import torchrun
 
 WORKER = Path(__file__).with_name("training_worker.py")
 SMALL = ["data.prompts_per_step=4", "rollout.group_size=4", "training.micro_batch_size=4", "logging.samples_interval=0"]

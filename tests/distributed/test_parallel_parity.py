@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.distributed.launch import torchrun
 from tests.distributed.policy_worker import samples_for_test
+from tests.helpers.launch import torchrun
 
 WORKER = Path(__file__).with_name("policy_worker.py")
 LAYOUTS = {

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launch import torchrun
+from tests.helpers.launch import torchrun
 
 WORKER = Path(__file__).with_name("plan_worker.py")
 DISTRIBUTED = {"use_distributed_optimizer": True}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launch import torchrun, without_launcher
+from tests.helpers.launch import torchrun, without_launcher
 
 WORKER = Path(__file__).with_name("reshard_worker.py")
 TP2 = {"tensor_model_parallel_size": 2}

@@ -12,8 +12,8 @@ import pytest
 
 from megatron_dcpo.errors import EXIT_PEER_LOST
 from megatron_dcpo.runtime.distributed import _free_port
+from tests.helpers.paths import REPOSITORY
 
-REPOSITORY = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("watch_worker.py")
 
 

@@ -13,8 +13,7 @@ from megatron_dcpo.config import load_config
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.distributed import destroy, topology
 from megatron_dcpo.training import loop, update
-
-QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
+from tests.helpers.paths import QUICKSTART
 
 
 def digest(run, moments: bool = True) -> str:

@@ -5,8 +5,6 @@ Without ``DCPO_TEST_ENGINE`` one small case runs (``make test``); with it (``mak
 
 from __future__ import annotations
 
-import os
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.distributed.launch import torchrun
 from tests.engine.parity_worker import prompts_for_test
+from tests.helpers.launch import torchrun
+from tests.helpers.vllm import at_length, needs_vllm
 
 pytestmark = [
-    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (make setup-engine)"),
+    needs_vllm,
     pytest.mark.timeout(1800),
 ]
-at_length = pytest.mark.skipif("DCPO_TEST_ENGINE" not in os.environ, reason="at length only: make test-engine")
 
 WORKER = Path(__file__).with_name("parity_worker.py")
 MODELS = [("qwen3", True), ("qwen3", False), ("llama", True), ("llama", False)]

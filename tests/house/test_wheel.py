@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.helpers.evaluated import evaluated
+from tests.helpers.paths import REPOSITORY
 
 
 @pytest.fixture(scope="module")
@@ -22,8 +23,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = place / "source"
     source.mkdir()
     for name in ("megatron_dcpo", "setup.py", "pyproject.toml", "README.md", "constraints.txt"):
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2
-        copy(ROOT / name, source / name)
+        copy = shutil.copytree if (REPOSITORY / name).is_dir() else shutil.copy2
+        copy(REPOSITORY / name, source / name)
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", place, source], check=True)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", place / "venv"], check=True)
@@ -70,7 +71,7 @@ def test_doctor_knows_the_pins(installed: Path) -> None:
 
 def test_report_against_the_paper(installed: Path) -> None:
     run = installed / "run"
-    shutil.copytree(ROOT / "tests" / "unit" / "fixtures" / "evaluated_run", run)
+    evaluated(run)
     dcpo(installed, "report", run, "--against", "paper", "--out", installed / "report.html")
     assert "arXiv" in (installed / "report.html").read_text() or "paper" in (installed / "report.html").read_text()
 
@@ -84,7 +85,7 @@ def test_objective(installed: Path) -> None:
 
 
 def test_plan(installed: Path) -> None:
-    config = ROOT / "examples" / "quickstart" / "dcpo.yaml"
-    model = ROOT / "examples" / "quickstart" / "policy"
+    config = REPOSITORY / "examples" / "quickstart" / "dcpo.yaml"
+    model = REPOSITORY / "examples" / "quickstart" / "policy"
     plan = json.loads(dcpo(installed, "plan", "--config", config, f"model.path={model}", "--gpus", "8", "--json"))
     assert plan["layout"]["data_parallel_size"] == 8

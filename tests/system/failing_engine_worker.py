@@ -5,13 +5,11 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 from megatron_dcpo import cli
 from megatron_dcpo.rollout import EngineError, TransformersEngine
 from megatron_dcpo.training import weight_sync
-
-QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
+from tests.helpers.paths import QUICKSTART
 
 
 class Failures:

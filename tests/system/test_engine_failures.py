@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.paths import REPOSITORY
+from tests.helpers.quickstart import metrics, without_clocks
+
 WORKER = Path(__file__).with_name("failing_engine_worker.py")
 SMALL = ["data.prompts_per_step=4", "rollout.group_size=4", "training.steps=3", "logging.tensorboard=false"]
 
@@ -17,19 +20,10 @@ def train(run_dir, mode, *overrides):
         [sys.executable, str(WORKER), mode, f"run_dir={run_dir}", *SMALL, *overrides],
         capture_output=True,
         text=True,
-        cwd=WORKER.parents[2],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORKER.parents[2])},
+        cwd=REPOSITORY,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
         timeout=300,
     )
-
-
-def metrics(run_dir):
-    return [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
-
-
-def without_clocks(records):
-    measured = ("time/", "tokens/s", "memory/")
-    return [{key: value for key, value in record.items() if not key.startswith(measured)} for record in records]
 
 
 @pytest.fixture(scope="module")
