@@ -15,9 +15,10 @@ class BuildWithPins(build_py):
 
     def run(self) -> None:
         super().run()
-        if self.editable_mode:  # the checkout has it, and nothing is built
-            return
-        self.copy_file(str(HERE / "constraints.txt"), str(Path(self.build_lib) / "megatron_dcpo" / "constraints.txt"))
+        if not self.editable_mode:  # there the checkout's own file is read
+            self.copy_file(
+                str(HERE / "constraints.txt"), str(Path(self.build_lib) / "megatron_dcpo" / "constraints.txt")
+            )
 
 
 setup(

@@ -13,9 +13,19 @@ from collections.abc import Sequence
 from megatron_dcpo import __version__
 from megatron_dcpo.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, Stopped, UserError
 
-VERBS = (
-    "train", "launch", "evaluate", "report", "judge", "calibrate", "convert", "objective", "plan", "probe", "doctor"
-)  # fmt: skip
+VERBS = {
+    "train": "train a policy",
+    "launch": "start a verb on several processes or nodes",
+    "evaluate": "accuracy and calibration of a model",
+    "report": "one self-contained HTML page comparing runs",
+    "judge": "judge pairs of prediction and reference",
+    "calibrate": "fit a post-hoc confidence on judged samples",
+    "convert": "Hugging Face <-> Megatron checkpoints",
+    "objective": "rewards, advantages and loss of a few responses, without a model",
+    "plan": "what a run will need: memory per GPU, bytes moved, time per step",
+    "probe": "gradient conflict and variance on a policy",
+    "doctor": "check this installation",
+}
 _DISK_REFUSES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
@@ -26,8 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"megatron-dcpo {__version__}")
     subparsers = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for verb in VERBS:
-        importlib.import_module(f"megatron_dcpo.cli.{verb}").add_parser(subparsers)
+    words = [word for word in (sys.argv[1:] if argv is None else argv) if not word.startswith("-")]
+    for verb, text in VERBS.items():  # only the verb that is called is imported: help answers at once
+        if words[:1] == [verb]:
+            importlib.import_module(f"megatron_dcpo.cli.{verb}").add_parser(subparsers)
+        else:
+            subparsers.add_parser(verb, help=text)
     for subparser in subparsers.choices.values():
         subparser.add_argument("--debug", action="store_true", help="show tracebacks and debug logs")
     args, rest = parser.parse_known_args(argv)

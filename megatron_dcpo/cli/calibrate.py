@@ -6,13 +6,14 @@ import argparse
 import json
 from typing import Any
 
+from megatron_dcpo.cli import VERBS
 from megatron_dcpo.cli.common import positive_int
 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "calibrate",
-        help="fit a post-hoc confidence on judged samples",
+        help=VERBS["calibrate"],
         description="Fit ConfClass, or temperature, Platt or isotonic scaling of one kind of confidence, on the "
         "samples.jsonl of dcpo evaluate. Problems are split, by a hash, into fitted and held-out ones; the scores shown "
         "are of the held-out ones. ConfClass needs samples drawn with: dcpo evaluate --repeats 20 --features.",

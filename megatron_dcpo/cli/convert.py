@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_dcpo.cli import VERBS
 from megatron_dcpo.cli.common import positive_int
 from megatron_dcpo.errors import UserError
 
@@ -23,7 +24,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "convert",
-        help="Hugging Face <-> Megatron checkpoints",
+        help=VERBS["convert"],
         description="Move weights between a Hugging Face directory and a Megatron torch_dist checkpoint, which any "
         "tensor, pipeline and virtual pipeline layout can load. Streams: memory does not grow with the model.",
     )

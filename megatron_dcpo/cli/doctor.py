@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_dcpo.cli import VERBS
+
 REQUIRED = ("torch", "megatron-core", "transformers", "safetensors", "numpy", "math-verify", "pydantic", "omegaconf")
 OPTIONAL = {
     "transformer-engine": "faster layers on GPU; comes with the NGC PyTorch container",
@@ -34,7 +36,7 @@ class Finding:
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("doctor", help="check this installation", description=__doc__)
+    parser = subparsers.add_parser("doctor", help=VERBS["doctor"], description=__doc__)
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.set_defaults(run=run)
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from megatron_dcpo.cli import VERBS
 from megatron_dcpo.cli.common import add_sandbox_arguments, positive_int, program_limits
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ KINDS = ("verbal", "token", "token_product", "token_min", "token_mean_logprob", 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "evaluate",
-        help="accuracy and calibration of a model",
+        help=VERBS["evaluate"],
         description="Sample a model or a server on benchmarks, judge the responses, and write evaluation.json, "
         "samples.jsonl, diagrams and report.html. With --endpoint every finished sample is on disk at once, and the "
         "same command continues an interrupted evaluation. With --samples the responses of an earlier evaluation are "

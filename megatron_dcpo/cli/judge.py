@@ -14,18 +14,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron_dcpo.cli import VERBS
 from megatron_dcpo.cli.common import add_sandbox_arguments, positive_int, program_limits
-from megatron_dcpo.data.datasets import read_json_lines
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.judging.answers import extract_boxed, extract_program
-from megatron_dcpo.judging.math.verifier import equivalent_many
 from megatron_dcpo.types import CONFIDENCE_TAG
 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "judge",
-        help="judge pairs of prediction and reference",
+        help=VERBS["judge"],
         description="Judge every line of a file as training and evaluation do. A prediction is a whole response, whose "
         "last complete \\boxed{...} before the confidence line is read, or a bare answer. A program is the last complete "
         "fenced block before the confidence line; it runs in a sandbox (docs/code.md).",
@@ -63,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _judge_programs(args: argparse.Namespace) -> int:
     """One line per program, printed in order as soon as it is known."""
+    from megatron_dcpo.judging.answers import extract_program
     from megatron_dcpo.sandbox.judge import CodePool
     from megatron_dcpo.sandbox.tests import check_syntax, checked_tests
 
@@ -91,6 +90,8 @@ def _judge_programs(args: argparse.Namespace) -> int:
 
 def _read_programs(path: str) -> list[tuple[str, str, Any]]:
     """Where each stands, for messages; the response; its tests."""
+    from megatron_dcpo.data.datasets import read_json_lines
+
     rows = []
     for where, row in read_json_lines(path):
         if not isinstance(row.get("response"), str) or "tests" not in row:
@@ -100,6 +101,8 @@ def _read_programs(path: str) -> list[tuple[str, str, Any]]:
 
 
 def _read_pairs(path: str) -> list[tuple[str, str]]:
+    from megatron_dcpo.data.datasets import read_json_lines
+
     pairs = []
     for where, row in read_json_lines(path):
         try:
@@ -138,6 +141,8 @@ def read_answer(prediction: str) -> str:
     In training and evaluation a response without a box is wrong. Here pairs of bare answers are judged as well, so
     only a text that has begun a box and not closed it has no answer.
     """
+    from megatron_dcpo.judging.answers import extract_boxed
+
     before, _, _ = prediction.partition(CONFIDENCE_TAG)
     boxed = extract_boxed(before)
     if boxed is not None:
@@ -147,6 +152,8 @@ def read_answer(prediction: str) -> str:
 
 def judge_pairs(pairs: Sequence[tuple[str, str]]) -> list[JudgedPair]:
     """Judge (prediction, reference) pairs, in order."""
+    from megatron_dcpo.judging.math.verifier import equivalent_many
+
     answers = [read_answer(prediction) for prediction, _ in pairs]
     references = [reference.strip() for _, reference in pairs]
     verdicts = equivalent_many(list(zip(answers, references, strict=True)))

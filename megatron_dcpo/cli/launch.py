@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from megatron_dcpo.cli import VERBS
 from megatron_dcpo.errors import EXIT_INTERRUPTED, EXIT_PEER_LOST, EXIT_REQUEUE, EXIT_USER_ERROR, UserError
 
 _GRACE_SECONDS = 20  # after one rank has failed the others have this long to end by themselves
@@ -25,7 +26,7 @@ _ALONE_SECONDS = 15.0
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "launch",
-        help="start a verb on several processes or nodes",
+        help=VERBS["launch"],
         description="Start a verb in N processes on this node: dcpo launch 8 -- train --config F.yaml. "
         "Options between N and -- are torchrun's. Signals reach the workers; the exit status is theirs.",
         usage="dcpo launch N [torchrun options] -- VERB ...",

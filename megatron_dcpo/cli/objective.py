@@ -10,12 +10,12 @@ import argparse
 import json
 from typing import Any
 
+from megatron_dcpo.cli import VERBS
+
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Register the verb; ``run`` is its main."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "objective", help="rewards, advantages and loss of a few responses, without a model", description=__doc__
-    )
+    parser: argparse.ArgumentParser = subparsers.add_parser("objective", help=VERBS["objective"], description=__doc__)
     parser.add_argument("--input", required=True, metavar="FILE", help="JSON: method, options, responses ('-': stdin)")
     parser.add_argument("--json", action="store_true", help="machine-readable output on stdout")
     parser.set_defaults(run=run)

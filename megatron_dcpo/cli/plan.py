@@ -6,13 +6,14 @@ import argparse
 import json
 from typing import Any
 
+from megatron_dcpo.cli import VERBS
 from megatron_dcpo.cli.common import positive_int
 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "plan",
-        help="what a run will need: memory per GPU, bytes moved, time per step",
+        help=VERBS["plan"],
         description="Plan a run from its configuration alone: nothing is started, and model.path needs only config.json.",
     )
     parser.add_argument("--config", required=True, metavar="FILE", help="YAML file with the run's options")

@@ -7,11 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megatron_dcpo.cli import VERBS
+
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "probe",
-        help="gradient conflict and variance on a policy",
+        help=VERBS["probe"],
         description="Sample a policy with a training configuration and compare, on the same responses, the accuracy and "
         "the calibration gradient of the coupled objective and of DCPO, per group of layers, under the plain and the "
         "Fisher metric; and the noise of the confidence gradient under both baselines. Nothing is trained. "

@@ -8,11 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_dcpo.cli import VERBS
+
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "report",
-        help="one self-contained HTML page comparing runs",
+        help=VERBS["report"],
         description="Compare runs: accuracy and calibration, reliability diagrams, training curves, sample responses. "
         "A RUN is a directory with evaluation.json and/or metrics.jsonl, or one that contains such directories.",
     )

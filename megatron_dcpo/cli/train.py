@@ -7,11 +7,13 @@ import json
 import sys
 from typing import Any
 
+from megatron_dcpo.cli import VERBS
+
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "train",
-        help="train a policy",
+        help=VERBS["train"],
         description="Train a policy by RL. Start several processes with torchrun -m megatron_dcpo train ...",
     )
     parser.add_argument("--config", required=True, metavar="FILE", help="YAML file with the run's options")

@@ -72,8 +72,9 @@ def test_doctor_knows_the_pins(installed: Path) -> None:
 def test_report_against_the_paper(installed: Path) -> None:
     run = installed / "run"
     evaluated(run)
-    dcpo(installed, "report", run, "--against", "paper", "--out", installed / "report.html")
-    assert "arXiv" in (installed / "report.html").read_text() or "paper" in (installed / "report.html").read_text()
+    result = json.loads(dcpo(installed, "report", run, "--against", "paper", "--out", installed / "r.html", "--json"))
+    assert any(row["method"] == "DCPO" for row in result["against"])
+    assert "DCPO" in (installed / "r.html").read_text()
 
 
 def test_objective(installed: Path) -> None:
