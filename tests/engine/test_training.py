@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.launch import launched, worker
 from tests.helpers.paths import REPOSITORY
 from tests.helpers.quickstart import SMALL
 from tests.helpers.vllm import HELDOUT, POLICY, Server, at_length, needs_vllm
@@ -84,18 +85,10 @@ def test_two_ranks_sample_the_same(alone, tmp_path: Path, option: str, engine_tp
 def test_one_rank_of_an_engine_fails_alone(alone, tmp_path: Path) -> None:
     """The other waits for it in a collective of vLLM's. Both end, by name, and the run continues as if nothing had been."""
     options = [*ENGINE, "rollout.tensor_model_parallel_size=2", "training.save_interval=1", "--resume", "auto"]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    worker = str(Path(__file__).with_name("failing_rank_worker.py"))
     run_dir = tmp_path / "run"
     started = time.monotonic()
-    done = subprocess.run(
-        [*launcher, worker, "train", "--config", str(CONFIG), f"run_dir={run_dir}", *options],
-        cwd=REPOSITORY,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
+    arguments = ["train", "--config", str(CONFIG), f"run_dir={run_dir}", *options]
+    done = launched(2, worker(tmp_path / "out", ("failing_rank", {"arguments": arguments})), timeout=900)
     print(f"ended after {time.monotonic() - started:.0f} s")
     assert done.returncode != 0
     for rank in (0, 1):

@@ -1,40 +1,77 @@
-"""Start a worker script under torchrun on this machine and read the JSON it leaves per rank."""
+"""Start ranks that run cases of ``tests/distributed/cases``, and read what they leave."""
 
 from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from megatron_dcpo.runtime.distributed import _free_port
 from tests.helpers.paths import REPOSITORY
 
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
 
-def torchrun(script: Path, processes: int, out: Path, options: dict[str, Any], timeout: float = 300) -> list[Any]:
-    """Run ``script`` with ``options`` (JSON on argv) in ``processes`` ranks; returns each rank's result in rank order."""
+
+def worker(out: Path, *jobs: tuple[str, dict[str, Any]]) -> list[str]:
+    """Arguments for Python: run these cases, one after the other."""
     out.mkdir(parents=True, exist_ok=True)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-    arguments = [str(script), json.dumps(options | {"out": str(out)})]
+    return ["-m", "tests.distributed.worker", str(out), json.dumps(jobs)]
+
+
+def results_of(out: Path, rank: int) -> list[Any]:
+    return json.loads((out / f"rank{rank}.json").read_text())
+
+
+def launched(processes: int, arguments: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    done = subprocess.run([*launcher, *arguments], capture_output=True, text=True, env=environment, timeout=timeout)
-    assert done.returncode == 0, f"{script.name} {options} failed:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
-    return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(processes)]
+    return subprocess.run(
+        [*launcher, *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | ENVIRONMENT,
+        cwd=REPOSITORY,
+        timeout=timeout,
+    )
 
 
-def without_launcher(script: Path, processes: int, out: Path, options: dict[str, Any]) -> list[int]:
-    """The same with no one who ends the other ranks when one dies; returns the exit statuses."""
-    out.mkdir(parents=True, exist_ok=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    fixed = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+def alone(case: str, out: Path, options: dict[str, Any], timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    """One case in one process, however it ends."""
+    command = [sys.executable, *worker(out, (case, options))]
+    return subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | ENVIRONMENT, cwd=REPOSITORY, timeout=timeout
+    )
+
+
+def torchrun_all(
+    jobs: list[tuple[str, dict[str, Any]]], processes: int, out: Path, timeout: float = 600
+) -> list[list[Any]]:
+    """Run all jobs in one launch of ``processes`` ranks: for each job, the results of the ranks in order.
+
+    To start ranks costs more than most cases do: what runs on as many ranks had better be started once.
+    """
+    done = launched(processes, worker(out, *jobs), timeout)
+    assert done.returncode == 0, f"{[name for name, _ in jobs]} failed:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+    return [list(results) for results in zip(*(results_of(out, rank) for rank in range(processes)), strict=True)]
+
+
+def torchrun(case: str, processes: int, out: Path, options: dict[str, Any], timeout: float = 300) -> list[Any]:
+    """Run one case in ``processes`` ranks; returns each rank's result in rank order."""
+    return torchrun_all([(case, options)], processes, out, timeout)[0]
+
+
+def without_launcher(
+    case: str, processes: int, out: Path, options: dict[str, Any], **how: Any
+) -> list[subprocess.Popen[str]]:
+    """The same with no one who ends the other ranks when one dies."""
+    fixed = ENVIRONMENT | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     fixed |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
-    command = [sys.executable, str(script), json.dumps(options | {"out": str(out)})]
-    ranks = [
-        subprocess.Popen(command, env=os.environ | fixed | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+    command = [sys.executable, *worker(out, (case, options))]
+    return [
+        subprocess.Popen(
+            command, env=os.environ | fixed | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, cwd=REPOSITORY, **how
+        )
         for rank in range(processes)
     ]
-    return [rank.wait(timeout=300) for rank in ranks]

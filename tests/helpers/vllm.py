@@ -13,8 +13,10 @@ import urllib.request
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from megatron_dcpo.types import Prompt
 from tests.helpers.paths import QUICKSTART
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (make setup-engine)")
@@ -22,6 +24,14 @@ at_length = pytest.mark.skipif("DCPO_TEST_ENGINE" not in os.environ, reason="at 
 POLICY = QUICKSTART / "policy"
 HELDOUT = f"heldout={QUICKSTART / 'data' / 'heldout.jsonl'}"
 PYTHON = os.environ.get("DCPO_VLLM") or (sys.executable if find_spec("vllm") else None)
+
+
+def prompts_for_test() -> list[Prompt]:
+    """Six prompts of odd lengths; the first two share their beginning, so that the prefix cache has something to keep."""
+    rng = np.random.default_rng(0)
+    shared = rng.integers(1, 331, 40).tolist()
+    ids = [shared, [*shared, 7], *(rng.integers(1, 331, n).tolist() for n in (1, 5, 33, 64))]
+    return [Prompt(f"p{i}", (), tuple(tokens), "", "") for i, tokens in enumerate(ids)]
 
 
 class Server:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import time
 from contextlib import closing
-from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_dcpo.config import ModelConfig, ParallelConfig
 from megatron_dcpo.policy.model import build_policy
-from megatron_dcpo.runtime.distributed import initialize
 from megatron_dcpo.weights.hf_checkpoint import HFReader
 from megatron_dcpo.weights.reshard import SynchronisationError, Traffic, export_buckets, not_finite, plan_for
 from megatron_dcpo.weights.reshard_plan import engine_slice
+from tests.distributed.cases.common import initialize_layout
 
 
 def receive(policy, plan, traffic, mode, engine_tp):
@@ -44,11 +42,10 @@ def receive(policy, plan, traffic, mode, engine_tp):
     )
 
 
-def main() -> None:
-    options = json.loads(sys.argv[1])
+def run(options: dict[str, Any]) -> Any:
     os.environ["MODEL"] = options["model"]
     parallel, mode = ParallelConfig(**options["parallel"]), options["mode"]
-    topology = initialize(parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
+    topology = initialize_layout(parallel)
     policy = build_policy(ModelConfig(path=options["model"], params_dtype="fp32"), parallel, topology, training=False)
     if mode == "nan" and topology.rank == 1:
         next(iter(policy.parameters(0).values()))[0, 0] = float("nan")
@@ -61,10 +58,4 @@ def main() -> None:
         result["error"] = f"{type(error).__name__}: {error}"
     result |= {"seconds": time.monotonic() - started, "received": traffic.received, "peak": traffic.peak}
     result |= {"planned": plan.received[topology.rank], "planned_peak": plan.peak_bytes}
-    Path(options["out"], f"rank{topology.rank}.json").write_text(json.dumps(result))
-    sys.stdout.flush()
-    os._exit(0)  # a group with a dead member cannot be taken down in order
-
-
-if __name__ == "__main__":
-    main()
+    return result

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megatron_dcpo.config import load_config
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.runtime.distributed import destroy, topology
+from megatron_dcpo.runtime.distributed import topology
 from megatron_dcpo.training import loop, update
 from tests.helpers.paths import QUICKSTART
 
@@ -32,8 +31,8 @@ def digest(run, moments: bool = True) -> str:
     return hashed.hexdigest()
 
 
-def main() -> None:
-    options = json.loads(sys.argv[1])
+def run(options: dict[str, Any]) -> Any:
+    torch.set_num_threads(1)
     out = Path(options["out"])
     fixed = [f"run_dir={out / 'run'}", "logging.tensorboard=false", "training.export_hf=false"]
     config = load_config(QUICKSTART / "dcpo.yaml", [*fixed, *options["overrides"]])
@@ -65,11 +64,4 @@ def main() -> None:
         loop.train(config)
     except UserError as refused:
         error = str(refused)
-    rank = topology().rank
-    (out / f"rank{rank}.json").write_text(json.dumps({"digests": digests, "parameters": parameters, "error": error}))
-    destroy()
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main()
+    return {"digests": digests, "parameters": parameters, "error": error}

@@ -4,30 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
-import sys
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from megatron_dcpo.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig
-from megatron_dcpo.policy.batching import Sample, assign_to_ranks, sequence_length, split_micro_batches
+from megatron_dcpo.config import ParallelConfig
 from megatron_dcpo.policy.gradient_probe import probe_block_gradients
 from megatron_dcpo.policy.model import build_policy
 from megatron_dcpo.policy.optimizer import build_optimizer, zero_gradients
 from megatron_dcpo.policy.schedule import accumulate_gradients, compute_logprobs
 from megatron_dcpo.rollout import TransformersEngine
-from megatron_dcpo.runtime.distributed import all_gather_objects, destroy, initialize
+from megatron_dcpo.runtime.distributed import all_gather_objects
 from megatron_dcpo.weights.reshard import Traffic, export_buckets, plan_for
-
-
-def samples_for_test() -> list[Sample]:
-    """Twelve prompts and responses of odd lengths."""
-    rng = np.random.default_rng(0)
-    return [
-        Sample(rng.integers(1, 331, rng.integers(1, 9)), rng.integers(1, 331, rng.integers(1, 120))) for _ in range(12)
-    ]
+from tests.distributed.cases.common import config_for_test, initialize_layout, samples_for_test, shared_out
 
 
 def compare_with_engine(policy, options, samples, splits):
@@ -55,36 +45,16 @@ def digest(parameter):
     return hashlib.sha256(parameter.detach().float().numpy().tobytes()).hexdigest()
 
 
-def main() -> None:
-    options = json.loads(sys.argv[1])
+def run(options: dict[str, Any]) -> Any:
     parallel = ParallelConfig(**options.get("parallel", {}))
-    topology = initialize(
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        parallel.virtual_pipeline_model_parallel_size,
-    )
-    config = Config(
-        run_dir="unused",
-        model=ModelConfig(path=options["model"], params_dtype=options.get("dtype", "fp32")),
-        data=DataConfig(path="unused"),
-        parallel=parallel,
-        optimizer=OptimizerConfig(lr=1e-2),
-    )
+    topology = initialize_layout(parallel)
+    config = config_for_test(options["model"], options.get("dtype", "fp32"), parallel, lr=1e-2)
     policy = build_policy(config.model, parallel, topology)
     optimizer, scheduler = build_optimizer(config, policy)
     packing = parallel.sequence_packing
     samples = samples_for_test()
-    lengths = [sequence_length(sample) for sample in samples]
-    shares = assign_to_ranks(lengths, topology.dp_size)
-    mine = [samples[i] for i in shares[topology.dp_rank]]
-    splits = split_micro_batches(
-        [[lengths[i] for i in share] for share in shares],
-        topology.dp_rank,
-        micro_batch_size=options.get("micro_batch_size", 2),
-        max_tokens=260,
-        packing=packing,
-        multiple_of=topology.pp_size if parallel.virtual_pipeline_model_parallel_size > 1 else 1,
-    )
+    indices, splits = shared_out(samples, parallel, topology, options.get("micro_batch_size", 2), max_tokens=260)
+    mine = [samples[i] for i in indices]
     logprobs = compute_logprobs(policy, mine, splits, temperature=1.0, packing=packing)
     total = sum(len(sample.response_ids) for sample in samples)
 
@@ -121,18 +91,12 @@ def main() -> None:
         norms.append(norm)
 
     weights, difference = compare_with_engine(policy, options, mine, splits)
-    result = {
+    return {
         "losses": losses,
         "norms": norms,
-        "logprobs": {str(i): lp.tolist() for i, lp in zip(shares[topology.dp_rank], logprobs, strict=True)},
+        "logprobs": {str(i): lp.tolist() for i, lp in zip(indices, logprobs, strict=True)},
         "engine_difference": difference,
         "weights": weights,
         "replicated": [digest(p) for name, p in policy.gpt[0].named_parameters() if "norm" in name],
         "probes": probes,
     }
-    Path(options["out"], f"rank{topology.rank}.json").write_text(json.dumps(result))
-    destroy()
-
-
-if __name__ == "__main__":
-    main()

@@ -10,8 +10,8 @@ from megatron_dcpo import cli
 from megatron_dcpo.rollout.vllm_engine import VllmEngine
 
 
-def main() -> int:
-    run, rollouts = VllmEngine._run, 0
+def run(options: dict[str, Any]) -> None:
+    whole, rollouts = VllmEngine._run, 0
 
     def failing_run(engine: VllmEngine, inputs: Any, params: Any) -> Any:
         nonlocal rollouts
@@ -27,13 +27,9 @@ def main() -> int:
 
         engine.llm.llm_engine.step = failing_step
         try:
-            return run(engine, inputs, params)
+            return whole(engine, inputs, params)
         finally:
             engine.llm.llm_engine.step = step
 
     VllmEngine._run = failing_run  # type: ignore[method-assign]
-    return cli.main(sys.argv[1:])
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(cli.main(options["arguments"]))

@@ -1,10 +1,11 @@
-"""``train`` with the embedded engine made to fail: argv is the name of the failure, then the overrides."""
+"""``train`` with the embedded engine made to fail: ``mode`` is the name of the failure."""
 
 from __future__ import annotations
 
 import sys
 import time
 from dataclasses import replace
+from typing import Any
 
 from megatron_dcpo import cli
 from megatron_dcpo.rollout import EngineError, TransformersEngine
@@ -72,13 +73,9 @@ def _with_a_corrupted_bucket(buckets):
         yield bucket
 
 
-def main() -> int:
-    failures = Failures(sys.argv[1])
+def run(options: dict[str, Any]) -> None:
+    failures = Failures(options["mode"])
     failures.install()
-    status = cli.main(["train", "--config", str(QUICKSTART / "dcpo.yaml"), *sys.argv[2:]])
+    status = cli.main(["train", "--config", str(QUICKSTART / "dcpo.yaml"), *options["overrides"]])
     print(f"restarted {failures.restarted} updated {failures.updated}")
-    return status
-
-
-if __name__ == "__main__":  # saving a checkpoint starts processes
-    sys.exit(main())
+    sys.exit(status)

@@ -6,9 +6,6 @@ difference of log-probs, the greedy tokens, the traffic against the plan.
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import zlib
 from pathlib import Path
 from typing import Any
@@ -23,21 +20,15 @@ from megatron_dcpo.policy.schedule import compute_logprobs
 from megatron_dcpo.rollout import SamplingConfig
 from megatron_dcpo.rollout.vllm_engine import VllmEngine, VllmOptions
 from megatron_dcpo.runtime.device import memory_gb
-from megatron_dcpo.runtime.distributed import barrier, initialize
+from megatron_dcpo.runtime.distributed import barrier
 from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.types import Prompt
 from megatron_dcpo.weights.hf_checkpoint import write_checkpoint
 from megatron_dcpo.weights.reshard import Traffic, export_buckets, gather_full, plan_for
+from tests.distributed.cases.common import initialize_layout
+from tests.helpers.vllm import prompts_for_test
 
 TEMPERATURE = 0.7
-
-
-def prompts_for_test() -> list[Prompt]:
-    """Six prompts of odd lengths; the first two share their beginning, so that the prefix cache has something to keep."""
-    rng = np.random.default_rng(0)
-    shared = rng.integers(1, 331, 40).tolist()
-    ids = [shared, [*shared, 7], *(rng.integers(1, 331, n).tolist() for n in (1, 5, 33, 64))]
-    return [Prompt(f"p{i}", (), tuple(tokens), "", "") for i, tokens in enumerate(ids)]
 
 
 def move_weights(policy: Any, update: int) -> None:
@@ -127,19 +118,6 @@ def check_model(model: str, options: dict[str, Any], topology: Any) -> dict[str,
     }
 
 
-def main() -> None:
-    options = json.loads(sys.argv[1])
-    parallel = options["parallel"]
-    topology = initialize(
-        parallel.get("tensor_model_parallel_size", 1),
-        parallel.get("pipeline_model_parallel_size", 1),
-        parallel.get("virtual_pipeline_model_parallel_size", 1),
-    )
-    results = {name: check_model(model, options, topology) for name, model in options["models"].items()}
-    Path(options["out"], f"rank{topology.rank}.json").write_text(json.dumps(results))
-    sys.stdout.flush()
-    os._exit(0)  # what vLLM and the groups would say on their way out is not part of the test
-
-
-if __name__ == "__main__":
-    main()
+def run(options: dict[str, Any]) -> Any:
+    topology = initialize_layout(ParallelConfig(**options["parallel"]))
+    return {name: check_model(model, options, topology) for name, model in options["models"].items()}

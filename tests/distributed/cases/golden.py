@@ -7,9 +7,6 @@ method that reads log-probs through the ratio only is then the golden number.
 from __future__ import annotations
 
 import dataclasses
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,11 +16,12 @@ from megatron_dcpo.objectives import ObjectiveConfig, build_objective
 from megatron_dcpo.objectives.expected_digits import DecimalToken, DigitVocabulary
 from megatron_dcpo.policy.model import build_policy
 from megatron_dcpo.policy.optimizer import build_optimizer
-from megatron_dcpo.runtime.distributed import all_gather_objects, destroy, initialize
+from megatron_dcpo.runtime.distributed import all_gather_objects
 from megatron_dcpo.training.run import Progress, Run
 from megatron_dcpo.training.sampling import TrainingSample
 from megatron_dcpo.training.update import MiniBatch, UpdateStatistics, score, update_once, with_old_logprobs
 from megatron_dcpo.types import Judgement, Prompt, Response
+from tests.distributed.cases.common import initialize_layout
 from tests.helpers.objective_cases import GOLDEN_OPTIONS, NEW, OLD, golden_judgements
 
 DIGITS: dict[str, dict[str, Any]] = {
@@ -60,10 +58,9 @@ def decimals_for_test(judgement: Judgement) -> tuple[DecimalToken, ...]:
     return DecimalToken(last - 1, digits // 10, 1, 1), DecimalToken(last, digits % 10, 1, 2)
 
 
-def main() -> None:
-    options = json.loads(sys.argv[1])
+def run(options: dict[str, Any]) -> Any:
     parallel = ParallelConfig(**options["parallel"])
-    topology = initialize(parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
+    topology = initialize_layout(parallel)
     training = TrainingConfig(micro_batch_size=options["micro_batch_size"], max_tokens_per_micro_batch=40)
     config = Config(
         run_dir="unused",
@@ -85,19 +82,14 @@ def main() -> None:
         parts |= {"scheduler": scheduler, "objective": objective, "progress": Progress()}
         tables = {1: np.arange(160, 170), 2: np.arange(200, 300)}  # on both ranks of two
         parts |= {"digits": DigitsForTest(tables, lambda token_id: b"", ())}
-        run = Run(**parts)  # what an update does not touch stays None
-        mini_batch = with_old_logprobs(run, MiniBatch.of(run, samples))
+        trainer = Run(**parts)  # what an update does not touch stays None
+        mini_batch = with_old_logprobs(trainer, MiniBatch.of(trainer, samples))
         new = [sample.old_logprobs for sample in mini_batch.samples]
         old = {k: {"old_logprobs": lp - (NEW[i] - OLD[i])} for k, (lp, i) in enumerate(zip(new, order, strict=True))}
         statistics = UpdateStatistics()
-        update_once(run, score(run, mini_batch.with_fields(old)), statistics, probe=False, step=1)
+        update_once(trainer, score(trainer, mini_batch.with_fields(old)), statistics, probe=False, step=1)
         result["losses"][name] = statistics.losses[0]
         result["norms"][name] = statistics.grad_norms[0]
         result["new"] = {str(i): lp.tolist() for lp, i in zip(new, order, strict=True)}
     all_gather_objects(None)
-    Path(options["out"], f"rank{topology.rank}.json").write_text(json.dumps(result))
-    destroy()
-
-
-if __name__ == "__main__":
-    main()
+    return result

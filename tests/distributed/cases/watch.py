@@ -1,10 +1,9 @@
-"""One rank that watches and is watched: killed, frozen or slow, as the first argument says. Started without a launcher."""
+"""One rank that watches and is watched: killed, frozen or slow, as the scenario says. Started without a launcher."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +15,8 @@ from megatron_dcpo.runtime import signals, watchdog
 from megatron_dcpo.runtime.watchdog import Watch
 
 
-def main() -> None:
-    scenario, directory = sys.argv[1], Path(sys.argv[2])
+def run(options: dict[str, Any]) -> None:
+    scenario, directory = options["scenario"], Path(options["out"])
     watchdog.LOST_AFTER_SECONDS = 5.0
     signals.listen()
     dist.init_process_group("gloo")
@@ -63,7 +62,3 @@ def fail_alone(watching: Watch, rank: int) -> None:
 
 def dawdle() -> None:
     time.sleep(6)
-
-
-if __name__ == "__main__":
-    main()

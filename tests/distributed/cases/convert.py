@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,8 +12,9 @@ from megatron_dcpo.checkpoints.state import checkpoint_state
 from megatron_dcpo.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_dcpo.policy.model import build_policy
 from megatron_dcpo.policy.optimizer import build_optimizer
-from megatron_dcpo.runtime.distributed import all_gather_objects, barrier, destroy, initialize
+from megatron_dcpo.runtime.distributed import all_gather_objects, barrier
 from megatron_dcpo.weights.architecture import read_architecture
+from tests.distributed.cases.common import initialize_layout
 
 from megatron.core import dist_checkpointing, parallel_state  # isort: skip
 from megatron.core.models.gpt import GPTModel
@@ -69,14 +69,9 @@ def stock_chunks(arch, vocab_size, dtype, parallel, **config_options):
     return chunks
 
 
-def main() -> None:
-    options = json.loads(sys.argv[1])
+def run(options: dict[str, Any]) -> Any:
     parallel = ParallelConfig(**options["parallel"])
-    topology = initialize(
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        parallel.virtual_pipeline_model_parallel_size,
-    )
+    topology = initialize_layout(parallel)
     different = []
     for index, case in enumerate(options["cases"]):
         arch = read_architecture(case["model"])
@@ -118,8 +113,7 @@ def main() -> None:
             state = {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(chunks)}
             dist_checkpointing.save(state["model0"] if len(chunks) == 1 else state, case["save"])
     everyone = [name for names in all_gather_objects(different) for name in names]
-    Path(options["out"], f"rank{topology.rank}.json").write_text(json.dumps({"different": everyone}))
-    destroy()
+    return {"different": everyone}
 
 
 def save_run(directory, model, parallel, topology):
@@ -145,7 +139,3 @@ def _vocabulary_rows(arch, padded, name, topology):
         return None
     size = padded // topology.tp_size
     return max(0, min(size, arch.vocab_size - topology.tp_rank * size))
-
-
-if __name__ == "__main__":
-    main()
