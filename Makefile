@@ -1,5 +1,6 @@
 # make setup       .venv with everything, pinned           make quickstart [SEED=k]   GRPO, DCPO, DCPO-proper on CPU
-# make test        the test suite                          make lint                  ruff, mypy, shellcheck, the documentation's links
+# make test        the test suite                          make test-fast             its quick part, for every day
+# make lint        ruff, mypy, shellcheck, the documentation's links
 PYTHON ?= python3
 SEED ?= 1
 OUT ?= runs/quickstart
@@ -9,7 +10,10 @@ BIN := $(VENV)/bin
 LAB ?= runs/lab
 JOBS ?= 2
 
-.PHONY: setup setup-engine setup-sandbox quickstart policy test test-engine test-grid test-resilience test-soak test-slurm \
+# a file stays on one worker (its fixtures are made once); the long ones of distributed and system come first
+IN_ORDER := --dist loadfile --no-loadscope-reorder
+
+.PHONY: setup setup-engine setup-sandbox quickstart policy test test-fast test-engine test-grid test-resilience test-soak test-slurm \
 	test-multinode test-gpu attacks code-data reference-solutions lab lab-smoke lab-policies lint fuzz clean
 
 setup: $(VENV)/.installed
@@ -41,7 +45,11 @@ policy: setup
 	$(BIN)/python examples/quickstart/make_policy.py
 
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(IN_ORDER) tests
+
+# what needs neither ranks nor a training, without what takes seconds (marked slow)
+test-fast: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(IN_ORDER) -m "not slow" tests/unit tests/house
 
 # every combination of the invariance grid (about 1,300 settings on up to 8 processes; the suite covers every pair)
 test-grid: setup
@@ -81,7 +89,7 @@ lint: setup
 
 # 200,000 fuzzed outputs through the confidence parser and the block splitter (the suite runs 5,000)
 fuzz: setup
-	DCPO_FUZZ=200000 $(BIN)/python -m pytest tests/unit/test_blocks.py
+	DCPO_FUZZ=200000 $(BIN)/python -m pytest tests/unit/judging/test_blocks.py
 
 # every reference solution of LeetCodeDataset through the judge: at least 99 % must pass (DATA: where the files are)
 DATA ?= ../shared/data

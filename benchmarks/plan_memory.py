@@ -8,15 +8,15 @@ followed by the part of it that may have been free (gloo's threads release unsee
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from tests.distributed.launch import torchrun
-
-WORKER = Path(__file__).parents[1] / "tests" / "distributed" / "plan_worker.py"
+REPOSITORY = Path(__file__).resolve().parents[1]
 PP2 = {"pipeline_model_parallel_size": 2}
 RUNS = (
     ("qwen3", "one process", 1, {}),
@@ -57,6 +57,16 @@ def make_checkpoint(path: Path, family: str) -> Path:
     return path
 
 
+def ranks_of(processes: int, out: Path, options: dict[str, Any]) -> list[Any]:
+    """What ``rank_memory.py`` measures in every rank of a torchrun."""
+    out.mkdir(parents=True, exist_ok=True)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    worker = Path(__file__).with_name("rank_memory.py")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    subprocess.run([*launcher, str(worker), json.dumps(options | {"out": str(out)})], env=environment, check=True)
+    return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(processes)]
+
+
 def main() -> None:
     settings = [
         {"dtype": dtype, "parallel": {"recompute_granularity": recompute, "sequence_packing": packing}}
@@ -77,7 +87,7 @@ def main() -> None:
                 "activations": True,
                 "peak": True,
             }
-            for rank, results in enumerate(torchrun(WORKER, processes, Path(scratch, "out"), options, timeout=3000)):
+            for rank, results in enumerate(ranks_of(processes, Path(scratch, "out"), options)):
                 for (dtype, recompute, packing), result in zip(SETTINGS, results, strict=True):
                     how = f"{dtype}, recompute {recompute}, {'packed' if packing else 'padded'}"
                     print(f"{family}, {name}, rank {rank}, {how}")

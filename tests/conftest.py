@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.paths import DATA
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-REPOSITORY = Path(__file__).parents[1]
-SHARED_DATA = REPOSITORY.parent / "shared" / "data"
 
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """Real benchmark and training files beside the checkout; tests that need them say so when they are absent."""
-    if not SHARED_DATA.is_dir():
-        pytest.skip(f"the real data sets are not beside this checkout ({SHARED_DATA})")
-    return SHARED_DATA
+    """Real benchmark and training files; tests that need them say so when they are absent."""
+    if not DATA.is_dir():
+        pytest.skip(f"the real data sets are not here ({DATA}); set DCPO_DATA to the directory that has them")
+    return DATA
 
 
 def _save_tiny_model(path: Path, family: str, tied: bool) -> Path:

@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from megatron_dcpo.conversion.convert import export_checkpoint, import_checkpoint
-from tests.distributed.launch import torchrun
-from tests.unit.convert_cases import load_model, save_model
+from tests.helpers.checkpoints import load_model, save_model
+from tests.helpers.launch import torchrun
 
-WORKER = Path(__file__).with_name("convert_worker.py")
 MODELS = [
     ("qwen3", True, "float32"),
     ("qwen3", False, "bfloat16"),
@@ -63,7 +62,7 @@ def test_stock_model_loads_and_saves(imported, tmp_path, layout):
             more | {"save": str(tmp_path / "6"), "run": True},
         ]
         cases.append(cases[1] | {"save": str(tmp_path / "mixed"), "mixed": True})
-    ranks = torchrun(WORKER, processes, tmp_path / "out", {"parallel": parallel, "cases": cases})
+    ranks = torchrun("convert", processes, tmp_path / "out", {"parallel": parallel, "cases": cases})
     assert ranks[0]["different"] == []
     for case in cases:
         source, back = Path(case["model"]), Path(case["save"]).with_suffix(".hf")

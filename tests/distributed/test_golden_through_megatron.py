@@ -5,15 +5,12 @@ The loss is the sum over tokens of weight x contribution, with global denominato
 all are cancelled). So nothing below may change it: rows permuted, the group split over two ranks, packed or padded.
 """
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-from tests.distributed.launch import torchrun
-from tests.unit.objective_cases import EXPECTED, GOLDEN_OPTIONS, NEW, OLD, golden_judgements, objective, token_batch
+from tests.helpers.launch import torchrun_all
+from tests.helpers.objective_cases import EXPECTED, GOLDEN_OPTIONS, NEW, OLD, golden_judgements, objective, token_batch
 
-WORKER = Path(__file__).with_name("golden_worker.py")
 CASES = {
     "one": (1, {}, 8, [0, 1, 2, 3, 4, 5, 6, 7]),
     "permuted_micro1": (1, {}, 1, [5, 2, 7, 0, 3, 6, 1, 4]),
@@ -27,22 +24,21 @@ RATIO_ONLY = [name for name in GOLDEN_OPTIONS if not name.startswith("ccgspg")]
 
 @pytest.fixture(scope="module")
 def runs(tiny_models, tmp_path_factory):
-    made = {}
-
-    def get(case):
-        if case not in made:
-            processes, parallel, micro_batch_size, order = CASES[case]
-            options = {"model": str(tiny_models("qwen3", True)), "parallel": parallel, "order": order}
-            options["micro_batch_size"] = micro_batch_size
-            made[case] = torchrun(WORKER, processes, tmp_path_factory.mktemp(case), options)
-        return made[case]
-
-    return get
+    """Results of the ranks by case; all cases on as many ranks in one launch."""
+    model, made = str(tiny_models("qwen3", True)), {}
+    for ranks in (1, 2):
+        names = [name for name, (processes, *_) in CASES.items() if processes == ranks]
+        jobs = [
+            ("golden", {"model": model, "parallel": parallel, "micro_batch_size": size, "order": order})
+            for _, parallel, size, order in map(CASES.get, names)
+        ]
+        made |= zip(names, torchrun_all(jobs, ranks, tmp_path_factory.mktemp(f"ranks{ranks}")), strict=True)
+    return made
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_golden_losses(runs, case):
-    for rank in runs(case):
+    for rank in runs[case]:
         for name in RATIO_ONLY:
             assert rank["losses"][name] == pytest.approx(EXPECTED[name]["loss"], abs=1e-5), name
 
@@ -50,15 +46,15 @@ def test_golden_losses(runs, case):
 @pytest.mark.parametrize("case", [case for case in CASES if case != "one"])
 def test_the_loss_over_all_digits_does_not_depend_on_the_layout(runs, case):
     """Its log-probs are of tokens that no response holds, gathered over the vocabulary's shards."""
-    expected = runs("one")[0]["losses"]
+    expected = runs["one"][0]["losses"]
     assert abs(expected["all digits"] - expected["sampled digit"]) > 1e-3
-    for rank in runs(case):
+    for rank in runs[case]:
         assert rank["losses"]["all digits"] == pytest.approx(expected["all digits"], abs=1e-5)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_ccgspg_equals_its_float64_formula(runs, case):
-    for rank in runs(case):
+    for rank in runs[case]:
         new = [np.array(rank["new"][str(i)]) for i in range(8)]
         old = [lp - (n - o) for lp, n, o in zip(new, NEW, OLD, strict=True)]
         method = objective(**GOLDEN_OPTIONS["ccgspg beta=0.01"])
@@ -70,6 +66,6 @@ def test_ccgspg_equals_its_float64_formula(runs, case):
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "one"])
 def test_gradient_norms_do_not_depend_on_the_layout(runs, case):
-    expected = runs("one")[0]["norms"]
-    for name, norm in runs(case)[0]["norms"].items():
+    expected = runs["one"][0]["norms"]
+    for name, norm in runs[case][0]["norms"].items():
         assert norm == pytest.approx(expected[name], rel=1e-4), name

@@ -7,14 +7,12 @@ together does so at least once.
 
 import itertools
 import os
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.distributed.launch import torchrun
+from tests.helpers.launch import torchrun, torchrun_all
 
-WORKER = Path(__file__).with_name("grid_worker.py")
 AXES = {
     "tp": (1, 2),
     "pp": (1, 2),
@@ -93,16 +91,34 @@ def expected(tiny_models, tmp_path_factory):
     """One process, nothing parallel, nothing packed, nothing recomputed."""
     plain = {axis: values[0] for axis, values in AXES.items()}
     options = {"model": str(tiny_models("qwen3", True)), "settings": [setting(plain)]}
-    return torchrun(WORKER, 1, tmp_path_factory.mktemp("plain"), options)[0][0]["measured"]
+    return torchrun("grid", 1, tmp_path_factory.mktemp("plain"), options)[0][0]["measured"]
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_models, tmp_path_factory):
+    """By layout, the results of every rank for all of its points; the layouts on as many ranks run in one launch."""
+    model, made = str(tiny_models("qwen3", True)), {}
+
+    def get(layout):
+        if layout not in made:
+            layouts = [other for other in POINTS if ranks_of(other) == ranks_of(layout)]
+            jobs = [("grid", {"model": model, "settings": [setting(p) for p in POINTS[other]]}) for other in layouts]
+            out = tmp_path_factory.mktemp(f"ranks{ranks_of(layout)}")
+            made.update(zip(layouts, torchrun_all(jobs, ranks_of(layout), out, timeout=3000), strict=True))
+        return made[layout]
+
+    return get
+
+
+def ranks_of(layout):
+    return layout[0] * layout[1] * layout[4]
 
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("layout", POINTS, ids=lambda layout: "tp{}_pp{}_vpp{}_sp{:d}_dp{}".format(*layout))
-def test_same_loss_and_gradient_norm(tiny_models, expected, tmp_path, layout):
-    points = POINTS[layout]
-    options = {"model": str(tiny_models("qwen3", True)), "settings": [setting(point) for point in points]}
-    processes, worst = layout[0] * layout[1] * layout[4], 0.0
-    for rank in torchrun(WORKER, processes, tmp_path, options, timeout=3000):
+def test_same_loss_and_gradient_norm(runs, expected, layout):
+    points, processes, worst = POINTS[layout], ranks_of(layout), 0.0
+    for rank in runs(layout):
         for point, result in zip(points, rank, strict=True):
             np.testing.assert_allclose(result["measured"], expected, rtol=1e-5, err_msg=str(point))
             worst = max(worst, float(np.max(np.abs(np.divide(result["measured"], expected) - 1))))
@@ -123,7 +139,7 @@ def test_bf16_with_fp32_main_parameters_and_overlap(tiny_models, tmp_path):
     plain = {axis: values[0] for axis, values in AXES.items()} | {"dp": 2, "do": True, "micro_batch": 2}
     variants = [{}, {"overlap": True}, {"recompute": "full"}, {"recompute": "selective"}, {"packing": True}]
     settings = [setting(plain | variant) | {"dtype": "bf16"} for variant in variants]
-    ranks = torchrun(WORKER, 2, tmp_path, {"model": str(tiny_models("qwen3", True)), "settings": settings})
+    ranks = torchrun("grid", 2, tmp_path, {"model": str(tiny_models("qwen3", True)), "settings": settings})
     base, overlapped, full, selective, packed = (result["measured"] for result in ranks[0])
     calls = [result["attention_calls"] for result in ranks[0]]
     assert calls[2] == calls[3] == 2 * calls[0] == 2 * calls[1], "recomputation really computes again"

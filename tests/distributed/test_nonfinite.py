@@ -1,13 +1,11 @@
 """Gradients that are no numbers: the update is skipped on all ranks and counted, and too many in a row end the run."""
 
 import json
-from pathlib import Path
 
 import pytest
 
-from tests.distributed.launch import torchrun
+from tests.helpers.launch import torchrun
 
-WORKER = Path(__file__).with_name("training_worker.py")
 SMALL = ["data.prompts_per_step=4", "rollout.group_size=4", "training.micro_batch_size=4", "logging.samples_interval=0"]
 
 
@@ -25,7 +23,7 @@ def metrics(out):
 )
 def test_poisoned_update_is_skipped_everywhere(tmp_path, processes, overrides, poison):
     options = {"overrides": [*SMALL, *overrides, "training.steps=5", "training.save_interval=0"]}
-    ranks = torchrun(WORKER, processes, tmp_path, options | poison | {"poisoned_steps": [2, 4]})
+    ranks = torchrun("training", processes, tmp_path, options | poison | {"poisoned_steps": [2, 4]})
     for rank in ranks:
         before, *after = rank["digests"]
         assert rank["error"] is None
@@ -42,7 +40,7 @@ def test_poisoned_update_is_skipped_everywhere(tmp_path, processes, overrides, p
 def test_too_many_in_a_row_stop_the_run(tmp_path):
     poison = {"poisoned_steps": [2, 4, 5, 6, 7], "poisoned_rank": 1}
     overrides = [*SMALL, "training.steps=9", "training.save_interval=2", "training.max_nonfinite_steps=2"]
-    ranks = torchrun(WORKER, 2, tmp_path, {"overrides": overrides} | poison)
+    ranks = torchrun("training", 2, tmp_path, {"overrides": overrides} | poison)
     for rank in ranks:
         assert "2 updates in a row without a finite loss and gradient (training.max_nonfinite_steps)" in rank["error"]
         assert "the last in step 5" in rank["error"]
@@ -54,9 +52,9 @@ def test_the_count_in_a_row_survives_a_resumption(tmp_path):
     """One skipped update before the checkpoint and one after it are two in a row."""
     overrides = [*SMALL, "training.max_nonfinite_steps=2", "training.resume=auto", "training.save_interval=1"]
     poison = {"poisoned_steps": [2, 3]}
-    first = torchrun(WORKER, 1, tmp_path, {"overrides": [*overrides, "training.steps=2"]} | poison)
+    first = torchrun("training", 1, tmp_path, {"overrides": [*overrides, "training.steps=2"]} | poison)
     assert first[0]["error"] is None
-    second = torchrun(WORKER, 1, tmp_path, {"overrides": [*overrides, "training.steps=4"]} | poison)
+    second = torchrun("training", 1, tmp_path, {"overrides": [*overrides, "training.steps=4"]} | poison)
     assert "2 updates in a row" in second[0]["error"]
 
 
@@ -64,7 +62,7 @@ def test_learning_rate_zero_changes_nothing(tmp_path):
     """20 steps: parameters identical, engine and trainer as close at the end as at the beginning."""
     overrides = ["data.prompts_per_step=4", "rollout.group_size=4", "training.micro_batch_size=16", "optimizer.lr=0"]
     options = {"overrides": [*overrides, "optimizer.weight_decay=0.1", "training.steps=20", "training.save_interval=0"]}
-    ranks = torchrun(WORKER, 1, tmp_path, options)
+    ranks = torchrun("training", 1, tmp_path, options)
     records = metrics(tmp_path)
     assert len(records) == 20
     assert all(record["grad_norm/total"] > 0 for record in records)

@@ -4,16 +4,13 @@ All layouts load the same checkpoint: random initialisation would differ between
 compared with transformers in its turn, so the chain ends outside our code.
 """
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
-from tests.distributed.launch import torchrun
-from tests.distributed.policy_worker import samples_for_test
+from tests.distributed.cases.common import samples_for_test
+from tests.helpers.launch import torchrun_all
 
-WORKER = Path(__file__).with_name("policy_worker.py")
 LAYOUTS = {
     "tp2": (2, {"tensor_model_parallel_size": 2}),
     "pp2": (2, {"pipeline_model_parallel_size": 2}),
@@ -30,20 +27,45 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def one_process(tiny_models, tmp_path_factory):
-    runs = {}
+ONE_PROCESS = [("qwen3", False), ("qwen3", True), ("llama", False), ("qwen2", True)]
+SEVERAL = [("qwen3", True), ("llama", False)]
+MICRO_BATCHES = (1, 3, 12)
 
-    def get(family, tied):
-        if (family, tied) not in runs:
-            out = tmp_path_factory.mktemp("one")
-            runs[family, tied] = torchrun(WORKER, 1, out, {"model": str(tiny_models(family, tied)), "probe": True})[0]
-        return runs[family, tied]
+
+@pytest.fixture(scope="module")
+def runs(tiny_models, tmp_path_factory):
+    """Results of the ranks by name; runs on as many ranks are made in one launch, when the first is asked for."""
+
+    def model(family, tied=False):
+        return {"model": str(tiny_models(family, tied))}
+
+    wanted = {("one", *which): (1, model(*which) | {"probe": True}) for which in ONE_PROCESS}
+    wanted |= {("micro", n): (1, model("qwen3", True) | {"micro_batch_size": n}) for n in MICRO_BATCHES}
+    for layout, (processes, parallel) in LAYOUTS.items():
+        options = {"parallel": parallel, "probe": True, "bucket_bytes": 20_000}
+        wanted |= {(layout, *which): (processes, model(*which) | options) for which in SEVERAL}
+    wanted["bf16"] = 2, model("qwen3") | {"dtype": "bf16", "parallel": {"use_distributed_optimizer": True}}
+    made = {}
+
+    def get(*name):
+        name = name if len(name) > 1 else name[0]
+        if name not in made:
+            processes = wanted[name][0]
+            names = [other for other, (ranks, _) in wanted.items() if ranks == processes]
+            out = tmp_path_factory.mktemp(f"ranks{processes}")
+            results = torchrun_all([("policy", wanted[other][1]) for other in names], processes, out)
+            made.update(zip(names, results, strict=True))
+        return made[name]
 
     return get
 
 
-@pytest.mark.parametrize(("family", "tied"), [("qwen3", False), ("qwen3", True), ("llama", False), ("qwen2", True)])
+@pytest.fixture(scope="module")
+def one_process(runs):
+    return lambda family, tied: runs("one", family, tied)[0]
+
+
+@pytest.mark.parametrize(("family", "tied"), ONE_PROCESS)
 def test_one_process_equals_transformers(tiny_models, one_process, family, tied):
     """HF forward = Megatron forward: fp32 |difference of log-probs| <= 1e-4, beyond Llama's original context / 4."""
     from transformers import AutoModelForCausalLM
@@ -59,11 +81,10 @@ def test_one_process_equals_transformers(tiny_models, one_process, family, tied)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("llama", False)])
-def test_layout_equals_one_process(tiny_models, one_process, tmp_path, layout, family, tied):
-    processes, parallel = LAYOUTS[layout]
-    options = {"model": str(tiny_models(family, tied)), "parallel": parallel, "probe": True, "bucket_bytes": 20_000}
-    ranks = torchrun(WORKER, processes, tmp_path, options)
+@pytest.mark.parametrize(("family", "tied"), SEVERAL)
+def test_layout_equals_one_process(runs, one_process, layout, family, tied):
+    _, parallel = LAYOUTS[layout]
+    ranks = runs(layout, family, tied)
     expected = one_process(family, tied)
     logprobs = {index: values for rank in ranks for index, values in rank["logprobs"].items()}
     for index, values in expected["logprobs"].items():
@@ -90,19 +111,17 @@ def same_probe(found, expected, rtol):
         assert expected[metric]["all"]["norm_a"] > 0
 
 
-@pytest.mark.parametrize("micro_batch_size", [1, 3, 12])
-def test_micro_batch_size_does_not_matter(tiny_models, one_process, tmp_path, micro_batch_size):
-    options = {"model": str(tiny_models("qwen3", True)), "micro_batch_size": micro_batch_size}
-    result = torchrun(WORKER, 1, tmp_path, options)[0]
+@pytest.mark.parametrize("micro_batch_size", MICRO_BATCHES)
+def test_micro_batch_size_does_not_matter(runs, one_process, micro_batch_size):
+    result = runs("micro", micro_batch_size)[0]
     expected = one_process("qwen3", True)
     np.testing.assert_allclose(result["losses"], expected["losses"], rtol=1e-5)
     np.testing.assert_allclose(result["norms"], expected["norms"], rtol=2e-5)
 
 
-def test_bf16_with_distributed_optimizer_runs(tiny_models, tmp_path):
+def test_bf16_with_distributed_optimizer_runs(runs):
     """bf16 parameters, fp32 main parameters and gradients: finite, learning, engine within bf16 rounding."""
-    parallel = {"tensor_model_parallel_size": 1, "use_distributed_optimizer": True}
-    ranks = torchrun(WORKER, 2, tmp_path, {"model": str(tiny_models("qwen3")), "dtype": "bf16", "parallel": parallel})
+    ranks = runs("bf16")
     assert ranks[0]["losses"][-1] < ranks[0]["losses"][0]
     assert np.isfinite(ranks[0]["norms"]).all()
     assert ranks[0]["engine_difference"] < 0.5

@@ -1,12 +1,9 @@
 """The plan against real ranks: weights, gradients, optimizer state exactly, saved activations within 10 %."""
 
-from pathlib import Path
-
 import pytest
 
-from tests.distributed.launch import torchrun
+from tests.helpers.launch import torchrun
 
-WORKER = Path(__file__).with_name("plan_worker.py")
 DISTRIBUTED = {"use_distributed_optimizer": True}
 OVERLAP = {**DISTRIBUTED, "overlap_grad_reduce": True}
 
@@ -33,7 +30,7 @@ def test_state_of_every_rank_is_predicted(tiny_models, tmp_path, family, tied, p
         "prompt_tokens": 5,
         "response_tokens": 11,
     }
-    ranks = torchrun(WORKER, 2, tmp_path, options)
+    ranks = torchrun("plan", 2, tmp_path, options)
     for number, setting in enumerate(settings):
         results = [rank[number] for rank in ranks]
         for what in results[0]["measured"]:
@@ -67,7 +64,7 @@ def test_activations_are_predicted(tiny_models, tmp_path, parallel):
         "response_tokens": 224,
         "activations": True,
     }
-    for rank in torchrun(WORKER, 2, tmp_path, options):
+    for rank in torchrun("plan", 2, tmp_path, options):
         for setting, result in zip(settings, rank, strict=True):
             activations = result["activations"]
             assert activations["predicted"] == pytest.approx(activations["measured"], rel=0.1), setting

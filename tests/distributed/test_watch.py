@@ -2,35 +2,19 @@
 
 import contextlib
 import json
-import os
 import signal
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from megatron_dcpo.errors import EXIT_PEER_LOST
-from megatron_dcpo.runtime.distributed import _free_port
-
-REPOSITORY = Path(__file__).parents[2]
-WORKER = Path(__file__).with_name("watch_worker.py")
+from tests.helpers.launch import without_launcher
 
 
 @contextlib.contextmanager
 def ranks(scenario, directory, count=3):
-    common = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-    environment = os.environ | common | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), scenario, str(directory)],
-            env=environment | {"RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(count)
-    ]
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    started = without_launcher("watch", count, directory, {"scenario": scenario}, **how)
     try:
         yield started
     finally:
@@ -46,7 +30,7 @@ def test_lost_rank_is_named_by_all_others(scenario, tmp_path):
             _, said = started[rank].communicate(timeout=180)
             assert started[rank].returncode == EXIT_PEER_LOST, said
             assert f"rank {rank} ends: lost rank 1 (" in said
-            assert f"pid {started[1].pid}), in train of step 7 at watch_worker.py:" in said
+            assert f"pid {started[1].pid}), in train of step 7 at watch.py:" in said
             assert "rank 2" not in said.split("lost", 1)[1]
         assert started[1].poll() == (-signal.SIGKILL if scenario == "killed" else None)
 
@@ -74,8 +58,8 @@ def test_slow_phase_says_who_waits_where_and_goes_on(tmp_path):
     assert all("ended well" in out for out, _ in outcomes)
     warning = outcomes[0][1]
     assert "train of step 7 has taken" in warning
-    assert "rank 0, 2: train of step 7 at watch_worker.py" in warning
-    assert "rank 1: train of step 7 at watch_worker.py:" in warning
+    assert "rank 0, 2: train of step 7 at watch.py" in warning
+    assert "rank 1: train of step 7 at watch.py:" in warning
     assert " dawdle" in warning
     assert "dawdle" in (tmp_path / "stacks_rank00001.txt").read_text()
     assert json.loads((tmp_path / "rank00001.json").read_text())["phase"] == "done"

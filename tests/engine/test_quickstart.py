@@ -6,23 +6,23 @@ import json
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from tests.engine.test_parity import at_length
-
-ROOT = Path(__file__).parents[2]
+from tests.helpers.paths import REPOSITORY
+from tests.helpers.vllm import at_length, needs_vllm
 
 
 @at_length
-@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (make setup-engine)")
+@needs_vllm
 @pytest.mark.timeout(3600)
 def test_quickstart_on_vllm(tmp_path: Path) -> None:
     overrides = ["rollout.engine=vllm", "rollout.kv_cache_memory_bytes=134217728"]
     command = [sys.executable, "examples/quickstart/run.py", "--seed", "1", "--out", str(tmp_path / "out"), *overrides]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads((tmp_path / "out" / "summary.json").read_text())
     base, grpo, dcpo, proper = (found[name] for name in ("base", "grpo", "dcpo", "dcpo_proper"))

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 
 from megatron_dcpo.weights.planner import WeightSlice
+from tests.helpers.vllm import needs_vllm
 
-pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (make setup-engine)")
+pytestmark = needs_vllm
 
 WHOLE = torch.arange(40.0).view(10, 4)
 

@@ -11,21 +11,21 @@ import signal
 import subprocess
 import sys
 import time
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from tests.engine.test_parity import at_length
-from tests.engine.test_vllm_endpoint import HELDOUT, POLICY, ROOT, Server
+from tests.helpers.launch import launched, worker
+from tests.helpers.paths import REPOSITORY
+from tests.helpers.quickstart import SMALL
+from tests.helpers.vllm import HELDOUT, POLICY, Server, at_length, needs_vllm
 
 pytestmark = [
-    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (make setup-engine)"),
+    needs_vllm,
     pytest.mark.timeout(1200),
 ]
 
-CONFIG = ROOT / "examples" / "quickstart" / "dcpo.yaml"
-SMALL = ["data.prompts_per_step=8", "rollout.group_size=4", "training.micro_batch_size=16", "logging.tensorboard=false"]
+CONFIG = REPOSITORY / "examples" / "quickstart" / "dcpo.yaml"
 ENGINE = ["rollout.engine=vllm", "rollout.kv_cache_memory_bytes=67108864", "training.steps=3", *SMALL]
 
 
@@ -35,7 +35,7 @@ def start(run_dir: Path, *overrides: str, processes: int = 1) -> subprocess.Pope
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     return subprocess.Popen(
         [*launcher, "-m", "megatron_dcpo", "train", "--config", str(CONFIG), f"run_dir={run_dir}", *overrides],
-        cwd=ROOT,
+        cwd=REPOSITORY,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stderr=subprocess.PIPE,
         text=True,
@@ -85,18 +85,10 @@ def test_two_ranks_sample_the_same(alone, tmp_path: Path, option: str, engine_tp
 def test_one_rank_of_an_engine_fails_alone(alone, tmp_path: Path) -> None:
     """The other waits for it in a collective of vLLM's. Both end, by name, and the run continues as if nothing had been."""
     options = [*ENGINE, "rollout.tensor_model_parallel_size=2", "training.save_interval=1", "--resume", "auto"]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    worker = str(Path(__file__).with_name("failing_rank_worker.py"))
     run_dir = tmp_path / "run"
     started = time.monotonic()
-    done = subprocess.run(
-        [*launcher, worker, "train", "--config", str(CONFIG), f"run_dir={run_dir}", *options],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
+    arguments = ["train", "--config", str(CONFIG), f"run_dir={run_dir}", *options]
+    done = launched(2, worker(tmp_path / "out", ("failing_rank", {"arguments": arguments})), timeout=900)
     print(f"ended after {time.monotonic() - started:.0f} s")
     assert done.returncode != 0
     for rank in (0, 1):
@@ -176,7 +168,9 @@ def test_evaluation_is_the_same_on_both_engines(tmp_path: Path) -> None:
         arguments = ["evaluate", "--model", str(POLICY), "--engine", engine, "--benchmarks", HELDOUT, "--out", str(out)]
         arguments += ["--template", "raw", "--max-tokens", "32", "--repeats", "1", "--top-k", "1", "--resamples", "0"]
         arguments += ["--limit", "20", "--confidence", "verbal,token,token_entropy"]
-        done = subprocess.run([sys.executable, "-m", "megatron_dcpo", *arguments], cwd=ROOT, stderr=subprocess.PIPE)
+        done = subprocess.run(
+            [sys.executable, "-m", "megatron_dcpo", *arguments], cwd=REPOSITORY, stderr=subprocess.PIPE
+        )
         assert done.returncode == 0, done.stderr[-3000:].decode()
         found[engine] = {s.prompt_id: s for s in read_samples(out / "samples.jsonl")}
     for name, ours in found["transformers"].items():

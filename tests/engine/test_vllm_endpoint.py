@@ -6,86 +6,23 @@ which is what ``vllm serve`` runs: the console script of the CPU build asks for 
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import signal
-import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from megatron_dcpo.cli import main
 from megatron_dcpo.evaluation.samples import Sample, read_samples
-
-ROOT = Path(__file__).parents[2]
-POLICY = ROOT / "examples" / "quickstart" / "policy"
-HELDOUT = f"heldout={ROOT / 'examples' / 'quickstart' / 'data' / 'heldout.jsonl'}"
-PYTHON = os.environ.get("DCPO_VLLM") or (sys.executable if find_spec("vllm") else None)
+from tests.helpers.paths import REPOSITORY
+from tests.helpers.vllm import HELDOUT, POLICY, PYTHON, Server
 
 pytestmark = pytest.mark.skipif(
     PYTHON is None, reason="vLLM is not installed; set DCPO_VLLM to the Python of an environment that has it"
 )
-
-
-class Server:
-    """``vllm serve`` on a port of its own; ``kill`` and ``start`` again at will."""
-
-    def __init__(self, log: Path, *options: str, **settings: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        self.log, self.options, self.settings = log, options, settings
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}/v1"
-
-    def start(self) -> None:
-        options = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "32"]
-        options += ["--kv-cache-memory-bytes", str(64 << 20), "--served-model-name", "policy", *self.options]
-        settings = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
-        settings |= {"VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": ""}
-        settings |= self.settings
-        self.process = subprocess.Popen(
-            [
-                str(PYTHON),
-                "-m",
-                "vllm.entrypoints.openai.api_server",
-                "--model",
-                str(POLICY),
-                "--host",
-                "127.0.0.1",
-                "--port",
-                str(self.port),
-                *options,
-            ],
-            env={**os.environ, **settings},
-            stdout=open(self.log, "a"),  # noqa: SIM115
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        deadline = time.monotonic() + 400
-        while time.monotonic() < deadline:
-            assert self.process.poll() is None, f"vllm serve ended: {self.log.read_text()[-2000:]}"
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=2).close()
-                return
-            except OSError:
-                time.sleep(0.5)
-        raise AssertionError(f"vllm serve did not start: {self.log.read_text()[-2000:]}")
-
-    def kill(self) -> None:
-        """The whole session: the engine core is a process of its own."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +46,7 @@ def by_name(path: Path) -> dict[tuple[str, int], Sample]:
 def test_killed_in_the_middle_and_restarted(server: Server, tmp_path: Path) -> None:
     out, limit = tmp_path / "run", ["--limit", "60", "--concurrency", "4", "--attempts", "40"]
     arguments = command(["--endpoint", server.url], out, *limit)
-    client = subprocess.Popen([sys.executable, "-m", "megatron_dcpo", *arguments], cwd=ROOT)
+    client = subprocess.Popen([sys.executable, "-m", "megatron_dcpo", *arguments], cwd=REPOSITORY)
     samples = out / "samples.jsonl"
 
     def written() -> list[str]:

@@ -7,16 +7,14 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_dcpo.runtime.device import has_cuda
+from tests.helpers.paths import QUICKSTART, REPOSITORY
 
 pytestmark = pytest.mark.skipif(not has_cuda(), reason="needs a CUDA device")
-REPOSITORY = Path(__file__).parents[2]
-QUICKSTART = REPOSITORY / "examples" / "quickstart"
 GPUS = torch.cuda.device_count()
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "megatron_dcpo"
+from tests.helpers.paths import REPOSITORY
+
+PACKAGE = REPOSITORY / "megatron_dcpo"
 
 # A module imports its own room and lower floors, never its own floor's other rooms or a higher one.
 FLOORS = (
@@ -31,7 +32,7 @@ PURE = ("data", "judging", "sandbox", "objectives", "calibration")
 
 
 def module_name(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    return ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__")
 
 
 MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
@@ -109,7 +110,7 @@ def test_calibration_does_without_torch() -> None:
         "c.summarize([0.5, 0.9], [1, 0], statuses=['ok', 'ok']);"
         "sys.exit(','.join(m for m in ('torch', 'megatron.core', 'transformers', 'vllm') if m in sys.modules) or None)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -12,11 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dcpo.evaluation.samples import write_samples
-from megatron_dcpo.evaluation.scoring import score_samples
-from tests.unit.test_scoring import make_samples
-
-ROOT = Path(__file__).parents[2]
+from tests.helpers.evaluated import evaluated
+from tests.helpers.paths import REPOSITORY
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +23,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = place / "source"
     source.mkdir()
     for name in ("megatron_dcpo", "setup.py", "pyproject.toml", "README.md", "constraints.txt"):
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2
-        copy(ROOT / name, source / name)
+        copy = shutil.copytree if (REPOSITORY / name).is_dir() else shutil.copy2
+        copy(REPOSITORY / name, source / name)
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", place, source], check=True)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", place / "venv"], check=True)
@@ -74,11 +71,7 @@ def test_doctor_knows_the_pins(installed: Path) -> None:
 
 def test_report_against_the_paper(installed: Path) -> None:
     run = installed / "run"
-    run.mkdir()
-    judged = make_samples(seed=0)
-    evaluation = score_samples(judged, ["verbal", "token"], model="m", resamples=0)
-    (run / "evaluation.json").write_text(json.dumps(evaluation))
-    write_samples(judged, run / "samples.jsonl")
+    evaluated(run)
     result = json.loads(dcpo(installed, "report", run, "--against", "paper", "--out", installed / "r.html", "--json"))
     assert any(row["method"] == "DCPO" for row in result["against"])
     assert "DCPO" in (installed / "r.html").read_text()
@@ -93,7 +86,7 @@ def test_objective(installed: Path) -> None:
 
 
 def test_plan(installed: Path) -> None:
-    config = ROOT / "examples" / "quickstart" / "dcpo.yaml"
-    model = ROOT / "examples" / "quickstart" / "policy"
+    config = REPOSITORY / "examples" / "quickstart" / "dcpo.yaml"
+    model = REPOSITORY / "examples" / "quickstart" / "policy"
     plan = json.loads(dcpo(installed, "plan", "--config", config, f"model.path={model}", "--gpus", "8", "--json"))
     assert plan["layout"]["data_parallel_size"] == 8

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from megatron_dcpo.errors import EXIT_PEER_LOST
+from tests.helpers.paths import QUICKSTART, REPOSITORY
+from tests.helpers.quickstart import SMALL, metrics
 from tests.multinode import nodes
-from tests.system.test_training import QUICKSTART, REPOSITORY, SMALL, metrics
 
 if os.environ.get("DCPO_TEST_MULTINODE") != "1":
     pytest.skip("makes two nodes of network namespaces: make test-multinode", allow_module_level=True)

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.paths import QUICKSTART, REPOSITORY
+from tests.helpers.quickstart import SMALL, metrics, run, without_clocks
 from tests.multinode import nodes
 from tests.slurm import cluster as slurm_cluster
-from tests.system.test_training import QUICKSTART, REPOSITORY, SMALL, metrics, run, without_clocks
 
 if os.environ.get("DCPO_TEST_SLURM") != "1":
     pytest.skip("starts a Slurm of two nodes: make test-slurm", allow_module_level=True)

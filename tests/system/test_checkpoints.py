@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from megatron_dcpo.checkpoints.manifest import MANIFEST, digest, iteration_dir, latest_iteration
-from tests.system.test_training import QUICKSTART, REPOSITORY, command, metrics, run, without_clocks
+from tests.helpers.paths import QUICKSTART, REPOSITORY
+from tests.helpers.quickstart import command, metrics, run, without_clocks
 
 SMALL = ("data.prompts_per_step=4", "rollout.group_size=4", "training.micro_batch_size=8", "logging.tensorboard=false")
 COMMON = ("train", "--config", QUICKSTART / "dcpo.yaml", "--resume", "auto", *SMALL, "logging.samples_interval=0")

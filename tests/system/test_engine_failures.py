@@ -1,35 +1,19 @@
 """An engine that fails is started anew and the run goes on as if nothing had been; what cannot be mended is named."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-WORKER = Path(__file__).with_name("failing_engine_worker.py")
+from tests.helpers.launch import alone
+from tests.helpers.quickstart import metrics, without_clocks
+
 SMALL = ["data.prompts_per_step=4", "rollout.group_size=4", "training.steps=3", "logging.tensorboard=false"]
 
 
 def train(run_dir, mode, *overrides):
-    return subprocess.run(
-        [sys.executable, str(WORKER), mode, f"run_dir={run_dir}", *SMALL, *overrides],
-        capture_output=True,
-        text=True,
-        cwd=WORKER.parents[2],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORKER.parents[2])},
-        timeout=300,
-    )
-
-
-def metrics(run_dir):
-    return [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
-
-
-def without_clocks(records):
-    measured = ("time/", "tokens/s", "memory/")
-    return [{key: value for key, value in record.items() if not key.startswith(measured)} for record in records]
+    options = {"mode": mode, "overrides": [f"run_dir={run_dir}", *SMALL, *overrides]}
+    return alone("failing_engine", run_dir.parent / "out", options)
 
 
 @pytest.fixture(scope="module")

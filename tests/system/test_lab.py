@@ -12,8 +12,8 @@ import pytest
 
 from lab.publish import ARCHIVE
 from lab.results import read_archive
+from tests.helpers.paths import REPOSITORY
 
-REPOSITORY = Path(__file__).parents[2]
 RECIPE = [
     "--config", "examples/lab/recipe.yaml", "model.path=examples/lab/qwen3/policy",
     "data.path=examples/lab/data/train.jsonl", "data.prompts_per_step=8",

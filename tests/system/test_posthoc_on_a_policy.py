@@ -11,8 +11,8 @@ import pytest
 from megatron_dcpo.cli import main
 from megatron_dcpo.evaluation.posthoc import Posthoc, is_held_out, problem_of
 from megatron_dcpo.evaluation.samples import read_samples
+from tests.helpers.paths import QUICKSTART
 
-QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 SAMPLING = ["--template", "raw", "--max-tokens", "40", "--temperature", "1", "--top-p", "1", "--top-k", "0"]
 SAMPLING += ["--batch-size", "512", "--resamples", "0"]
 

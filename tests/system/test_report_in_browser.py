@@ -15,8 +15,7 @@ import pytest
 from megatron_dcpo.evaluation import published, report
 from megatron_dcpo.evaluation.evaluate import write_evaluation
 from megatron_dcpo.evaluation.scoring import score_samples
-from tests.unit.test_report import trained
-from tests.unit.test_scoring import make_samples
+from tests.helpers.evaluated import make_samples, trained
 
 CHROMIUM = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None

@@ -13,7 +13,8 @@ import pytest
 
 from megatron_dcpo.cli.launch import exit_status
 from megatron_dcpo.errors import EXIT_PEER_LOST, EXIT_REQUEUE
-from tests.system.test_training import QUICKSTART, REPOSITORY, SMALL, command, metrics, run, without_clocks
+from tests.helpers.paths import QUICKSTART, REPOSITORY
+from tests.helpers.quickstart import SMALL, command, metrics, run, without_clocks
 
 OPTIONS = ("training.steps=400", "training.save_interval=0", "training.export_hf=false", "--resume", "auto")
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.system.test_training import QUICKSTART, REPOSITORY, command
+from tests.helpers.paths import QUICKSTART, REPOSITORY
+from tests.helpers.quickstart import command
 
 STEPS = int(os.environ.get("DCPO_SOAK", "40"))
 FULL = STEPS >= 500

@@ -2,55 +2,16 @@
 
 import fcntl
 import json
-import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-REPOSITORY = Path(__file__).parents[2]
-QUICKSTART = REPOSITORY / "examples" / "quickstart"
-SMALL = ["data.prompts_per_step=8", "rollout.group_size=4", "training.micro_batch_size=16", "logging.tensorboard=false"]
-
-
-def command(*arguments, processes=1):
-    launcher = [sys.executable]
-    if processes > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    return [*launcher, "-m", "megatron_dcpo", *map(str, arguments)]
-
-
-def run(*arguments, processes=1, timeout=300):
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command(*arguments, processes=processes),
-        capture_output=True,
-        text=True,
-        cwd=REPOSITORY,
-        env=environment,
-        timeout=timeout,
-    )
-
-
-def train(run_dir, *overrides, method="dcpo", processes=1):
-    arguments = ("train", "--config", QUICKSTART / f"{method}.yaml", f"run_dir={run_dir}", *SMALL, *overrides)
-    done = run(*arguments, processes=processes)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return metrics(run_dir)
-
-
-def metrics(run_dir):
-    return [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
-
-
-def without_clocks(records):
-    return [
-        {k: v for k, v in record.items() if not k.startswith(("time/", "tokens/s", "memory/"))} for record in records
-    ]
+from tests.helpers.paths import QUICKSTART, REPOSITORY
+from tests.helpers.quickstart import SMALL, command, metrics, run, train, without_clocks
 
 
 @pytest.fixture(scope="module")

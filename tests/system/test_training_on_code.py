@@ -25,7 +25,8 @@ from megatron_dcpo.sandbox.local import CodeLimits
 from megatron_dcpo.training import sampling
 from megatron_dcpo.training.run import build_run
 from megatron_dcpo.types import Judgement, Prompt, Response
-from tests.system.test_training import QUICKSTART, train, without_clocks
+from tests.helpers.paths import QUICKSTART
+from tests.helpers.quickstart import train, without_clocks
 
 NUMBERS = range(2, 8)
 

@@ -5,7 +5,8 @@ import os
 import subprocess
 from pathlib import Path
 
-from tests.system.test_training import QUICKSTART, REPOSITORY, SMALL, command, metrics
+from tests.helpers.paths import QUICKSTART, REPOSITORY
+from tests.helpers.quickstart import SMALL, command, metrics
 
 FAKE = """
 import json, os

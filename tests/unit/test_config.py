@@ -1,15 +1,13 @@
 """Configurations: every shipped file loads, bases and overrides merge, errors name the nearest valid key."""
 
-from pathlib import Path
-
 import pytest
 
 from megatron_dcpo.cli import main
 from megatron_dcpo.config import load_config, to_yaml
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.objectives import METHODS, resolve
+from tests.helpers.paths import EXAMPLES
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 SHIPPED = sorted(EXAMPLES.glob("**/*.yaml"))
 
 

@@ -1,7 +1,7 @@
 r"""Answers in one notation, before math-verify reads them: plain text in, plain text out, no sympy.
 
 math-verify errs on whole classes of spellings. Each class has a function here and tests in both directions
-(``tests/unit/test_notation.py``):
+(``tests/unit/judging/test_latex.py``):
 
 | class | example | becomes |
 |---|---|---|

@@ -1,0 +1,144 @@
+"""One rank: what it really holds (weights, gradients, optimizer state, tensors saved for the backward pass), and what
+the plan says about it. Started under torchrun by ``plan_memory.py``, and by the tests of the plan."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from megatron.core.pipeline_parallel import schedules
+
+from megatron_dcpo.config import Config, DataConfig, ModelConfig, ParallelConfig
+from megatron_dcpo.planning.memory import saved_bytes, stage_activations, stage_state
+from megatron_dcpo.policy.batching import Sample
+from megatron_dcpo.policy.model import build_policy
+from megatron_dcpo.policy.optimizer import build_optimizer, zero_gradients
+from megatron_dcpo.policy.schedule import accumulate_gradients
+from megatron_dcpo.runtime.distributed import destroy, initialize
+
+
+def measured_state(policy, optimizer) -> dict[str, int]:
+    """Bytes of weights, gradient buffers, fp32 main parameters and moments, each storage once."""
+    buffers = [buffer for chunk in policy.chunks for buffer in chunk.buffers]
+    weights = storages(p.data for gpt in policy.gpt for p in gpt.parameters())
+    inner = [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
+    moments = [state[key] for one in inner for state in one.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    main = storages(p.data for one in inner for group in one.param_groups for p in group["params"])
+    return {
+        "weights": sum(weights.values()),
+        "gradients": sum(buffer.grad_data.untyped_storage().nbytes() for buffer in buffers),
+        "main_params": sum(nbytes for pointer, nbytes in main.items() if pointer not in weights),
+        "moments": sum(storages(moments).values()),
+    }
+
+
+def storages(tensors) -> dict[int, int]:
+    found = (tensor.untyped_storage() for tensor in tensors)
+    return {storage.data_ptr(): storage.nbytes() for storage in found if storage.nbytes()}
+
+
+def measured_activations(policy, samples, splits, packing: bool) -> int:
+    """Bytes of the storages that this rank keeps when its first backward pass begins: saved tensors and what travels
+    between the stages. Parameters and buffers are not counted."""
+    owned = storages([p.data for gpt in policy.gpt for p in gpt.parameters()])
+    owned |= storages([b for gpt in policy.gpt for b in gpt.buffers()])
+    kept, saved = {}, {}
+    whole_forward, whole_backward = schedules.forward_step, schedules.backward_step
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in owned and not saved:
+            kept.setdefault(storage.data_ptr(), storage)  # held, so that no other gets its address
+        return tensor
+
+    def forward(*args, **kwargs):
+        output, tokens = whole_forward(*args, **kwargs)
+        inputs = args[4] if isinstance(args[4], list) else [args[4]]
+        for tensor in [*inputs, *(output if isinstance(output, list) else [output])]:
+            if tensor is not None:
+                keep(tensor)
+        return output, tokens
+
+    def backward(*args, **kwargs):
+        saved.setdefault("bytes", sum(storage.nbytes() for storage in kept.values()))
+        kept.clear()
+        return whole_backward(*args, **kwargs)
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with patch.object(schedules, "forward_step", forward), patch.object(schedules, "backward_step", backward), hooks:
+        accumulate_gradients(policy, samples, splits, loss, temperature=1.0, packing=packing)
+    return saved["bytes"]
+
+
+def measured_peak(policy, samples, splits, packing: bool) -> tuple[int, int]:
+    """Most bytes that one forward-backward has allocated at a time, as torch's CPU allocator counts them, and how many of
+    them may have been free already: gloo's threads release what they sent, and the profiler does not see it."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        accumulate_gradients(policy, samples, splits, loss, temperature=1.0, packing=packing)
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    live = list(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
+    return max(live), max(0, live[-1])
+
+
+def loss(batch, outputs):
+    return -(outputs.logprobs + 0.01 * outputs.entropy).sum(), {}
+
+
+def measure(options: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of every one of ``options["settings"]``: bytes measured and predicted."""
+    parallel = ParallelConfig(**options.get("parallel", {}))
+    topology = initialize(
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.virtual_pipeline_model_parallel_size,
+    )
+    results = []
+    for setting in options["settings"]:
+        config = Config(
+            run_dir="unused",
+            model=ModelConfig(
+                path=options["model"], params_dtype=setting.get("dtype", "bf16"), transformer_impl="local"
+            ),
+            data=DataConfig(path="unused"),
+            parallel=ParallelConfig(**{**options.get("parallel", {}), **setting.get("parallel", {})}),
+        )
+        policy = build_policy(config.model, config.parallel, topology)
+        optimizer, _ = build_optimizer(config, policy)
+        state = stage_state(policy.arch, policy.layout, config, topology.pp_rank, topology.dp_size)
+        result = {"predicted": {k: getattr(state, k) for k in ("weights", "gradients", "main_params", "moments")}}
+        prompt, response = options["prompt_tokens"], options["response_tokens"]
+        rng = np.random.default_rng(0)
+        ids = lambda n: rng.integers(1, policy.arch.vocab_size, n)  # noqa: E731, B023
+        samples = [Sample(ids(prompt), ids(response)) for _ in range(options.get("samples", 1))]
+        packing, stages = config.parallel.sequence_packing, topology.pp_size
+        # as many micro-batches as the schedules hold at most, all of the same samples
+        micro_batches = stages * parallel.virtual_pipeline_model_parallel_size
+        splits = [list(range(len(samples)))] * micro_batches
+        zero_gradients(policy, optimizer)
+        batch = len(samples) * (prompt + response), len(samples) * response, micro_batches
+        at = policy.arch, policy.layout, config, topology.pp_rank, *batch
+        if options.get("peak"):  # only where the model is large enough for the formula's terms to be all there is
+            measured, unseen = measured_peak(policy, samples, splits, packing)
+            result["peak"] = {"predicted": stage_activations(*at).total, "measured": measured, "unseen": unseen}
+        if options.get("activations"):
+            measured = measured_activations(policy, samples, splits, packing)
+            result["activations"] = {"predicted": saved_bytes(*at), "measured": measured}
+        else:
+            accumulate_gradients(policy, samples, splits, loss, temperature=1.0, packing=packing)
+        optimizer.step()
+        result["measured"] = measured_state(policy, optimizer)
+        results.append(result)
+    destroy()
+    return results
+
+
+if __name__ == "__main__":
+    chosen = json.loads(sys.argv[1])
+    Path(chosen["out"], f"rank{os.environ['RANK']}.json").write_text(json.dumps(measure(chosen)))

@@ -1,0 +1,54 @@
+"""What the cases share: samples, a configuration for a layout, and who takes which samples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from megatron_dcpo.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_dcpo.policy.batching import Sample, assign_to_ranks, sequence_length, split_micro_batches
+from megatron_dcpo.runtime.distributed import Topology, initialize
+
+
+def samples_for_test() -> list[Sample]:
+    """Twelve prompts and responses of odd lengths."""
+    rng = np.random.default_rng(0)
+    return [
+        Sample(rng.integers(1, 331, rng.integers(1, 9)), rng.integers(1, 331, rng.integers(1, 120))) for _ in range(12)
+    ]
+
+
+def initialize_layout(parallel: ParallelConfig) -> Topology:
+    return initialize(
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.virtual_pipeline_model_parallel_size,
+    )
+
+
+def config_for_test(model: str, dtype: str, parallel: ParallelConfig, **optimizer: Any) -> Config:
+    return Config(
+        run_dir="unused",
+        model=ModelConfig(path=model, params_dtype=dtype),
+        data=DataConfig(path="unused"),
+        parallel=parallel,
+        optimizer=OptimizerConfig(**optimizer),
+    )
+
+
+def shared_out(
+    samples: list[Sample], parallel: ParallelConfig, topology: Topology, micro_batch_size: int, max_tokens: int
+) -> tuple[list[int], list[list[int]]]:
+    """Indices of the samples of this rank, and its micro-batches of them."""
+    lengths = [sequence_length(sample) for sample in samples]
+    shares = assign_to_ranks(lengths, topology.dp_size)
+    splits = split_micro_batches(
+        [[lengths[i] for i in share] for share in shares],
+        topology.dp_rank,
+        micro_batch_size=micro_batch_size,
+        max_tokens=max_tokens,
+        packing=parallel.sequence_packing,
+        multiple_of=topology.pp_size if parallel.virtual_pipeline_model_parallel_size > 1 else 1,
+    )
+    return list(shares[topology.dp_rank]), splits

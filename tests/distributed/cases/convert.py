@@ -1,0 +1,141 @@
+"""One rank: load an imported checkpoint into a stock ``GPTModel`` with Megatron's own code, compare, save with it again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_dcpo.checkpoints.saver import Saver
+from megatron_dcpo.checkpoints.state import checkpoint_state
+from megatron_dcpo.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_dcpo.policy.model import build_policy
+from megatron_dcpo.policy.optimizer import build_optimizer
+from megatron_dcpo.runtime.distributed import all_gather_objects, barrier
+from megatron_dcpo.weights.architecture import read_architecture
+from tests.distributed.cases.common import initialize_layout
+
+from megatron.core import dist_checkpointing, parallel_state  # isort: skip
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def stock_chunks(arch, vocab_size, dtype, parallel, **config_options):
+    """What ``pretrain_gpt.py`` would build: Megatron's classes and layer spec, none of ours."""
+    vp = parallel.virtual_pipeline_model_parallel_size
+    config = TransformerConfig(
+        num_layers=arch.num_layers,
+        hidden_size=arch.hidden_size,
+        ffn_hidden_size=arch.ffn_hidden_size,
+        num_attention_heads=arch.num_attention_heads,
+        num_query_groups=arch.num_query_groups,
+        kv_channels=arch.kv_channels,
+        normalization="RMSNorm",
+        layernorm_epsilon=arch.layernorm_epsilon,
+        qk_layernorm=arch.qk_layernorm,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=arch.qkv_bias,
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=vp if vp > 1 else None,
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        use_cpu_initialization=True,
+        **config_options,
+    )
+    spec = get_gpt_layer_local_spec(qk_layernorm=arch.qk_layernorm, normalization="RMSNorm")
+    stage, stages = parallel_state.get_pipeline_model_parallel_rank(), parallel.pipeline_model_parallel_size
+    chunks = []
+    for virtual in range(vp):
+        chunk = GPTModel(
+            config=config,
+            transformer_layer_spec=spec,
+            vocab_size=vocab_size,
+            max_sequence_length=arch.max_position_embeddings,
+            pre_process=stage == 0 and virtual == 0,
+            post_process=stage == stages - 1 and virtual == vp - 1,
+            share_embeddings_and_output_weights=arch.tied_embeddings,
+            position_embedding_type="rope",
+            vp_stage=virtual if vp > 1 else None,
+        )
+        for parameter in chunk.parameters():
+            torch.nn.init.constant_(parameter, 7.0)  # whatever is not loaded shows
+        chunks.append(chunk)
+    return chunks
+
+
+def run(options: dict[str, Any]) -> Any:
+    parallel = ParallelConfig(**options["parallel"])
+    topology = initialize_layout(parallel)
+    different = []
+    for index, case in enumerate(options["cases"]):
+        arch = read_architecture(case["model"])
+        dtype = torch.bfloat16 if case["dtype"] == "bf16" else torch.float32
+        chunks = stock_chunks(arch, case["padded"], dtype, parallel, **case.get("config", {}))
+        if not case.get("mixed"):
+            chunks = [chunk.to(dtype) for chunk in chunks]  # as Float16Module does: the local RMSNorm is fp32 otherwise
+        if "checkpoint" in case:
+            state = {f"model{i}": chunk.sharded_state_dict() for i, chunk in enumerate(chunks)}
+            if len(chunks) == 1:
+                state = state["model0"]
+            loaded = dist_checkpointing.load(state, case["checkpoint"])
+            for i, chunk in enumerate(chunks):
+                chunk.load_state_dict(loaded if len(chunks) == 1 else loaded[f"model{i}"], strict=True)
+        model = ModelConfig(
+            path=case["model"],
+            params_dtype=case["dtype"],
+            make_vocab_size_divisible_by=case["padded"] // parallel.tensor_model_parallel_size,
+        )
+        policy = build_policy(model, parallel, topology, training=False)
+        for i, chunk in enumerate(chunks):
+            expected = policy.parameters(i)
+            found = dict(chunk.named_parameters())
+            if set(found) != set(expected):
+                different.append(f"names {sorted(set(found) ^ set(expected))}")
+            for name, parameter in found.items():
+                if "checkpoint" not in case:
+                    parameter.data.copy_(expected[name])
+                rows = _vocabulary_rows(arch, case["padded"], name, topology)
+                if not torch.equal(parameter.data[:rows].to(dtype), expected[name][:rows]):
+                    different.append(f"case {index} chunk {i} {name}")
+        if case.get("run"):
+            save_run(Path(case["save"]), model, parallel, topology)
+        elif case.get("save"):
+            if topology.rank == 0:
+                Path(case["save"]).mkdir(parents=True)
+            barrier()
+            metadata = case.get("metadata")
+            state = {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(chunks)}
+            dist_checkpointing.save(state["model0"] if len(chunks) == 1 else state, case["save"])
+    everyone = [name for names in all_gather_objects(different) for name in names]
+    return {"different": everyone}
+
+
+def save_run(directory, model, parallel, topology):
+    """A training run's checkpoint, optimizer included, with the weights still those of the model."""
+    config = Config(
+        run_dir="unused",
+        model=model,
+        data=DataConfig(path="unused"),
+        parallel=parallel,
+        optimizer=OptimizerConfig(lr=0.0),
+    )
+    policy = build_policy(model, parallel, topology)
+    optimizer, scheduler = build_optimizer(config, policy)
+    optimizer.step()  # gradients and learning rate are zero: it makes the state of the optimizer and leaves the weights
+    run = dict.fromkeys(("seed", "data", "reward", "engine"), 0)
+    state = checkpoint_state(policy, optimizer, scheduler, 0, run)
+    Saver(directory, topology.rank, keep=1, background=False).save(0, state)
+
+
+def _vocabulary_rows(arch, padded, name, topology):
+    """Rows of a shard that hold real tokens; the rest is padding, which a model of another padding does not load."""
+    if name not in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        return None
+    size = padded // topology.tp_size
+    return max(0, min(size, arch.vocab_size - topology.tp_rank * size))

@@ -1,0 +1,123 @@
+"""One rank: a policy in some layout and a vLLM engine beside it; after every update the engine must be the trainer.
+
+For each model: move the weights, synchronise, sample with the engine, score with the trainer. Written per model: the largest
+difference of log-probs, the greedy tokens, the traffic against the plan.
+"""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_dcpo.config import Config, DataConfig, ModelConfig, ParallelConfig
+from megatron_dcpo.policy.batching import Sample
+from megatron_dcpo.policy.model import build_policy
+from megatron_dcpo.policy.schedule import compute_logprobs
+from megatron_dcpo.rollout import SamplingConfig
+from megatron_dcpo.rollout.vllm_engine import VllmEngine, VllmOptions
+from megatron_dcpo.runtime.device import memory_gb
+from megatron_dcpo.runtime.distributed import barrier
+from megatron_dcpo.runtime.dtypes import torch_dtype
+from megatron_dcpo.types import Prompt
+from megatron_dcpo.weights.hf_checkpoint import write_checkpoint
+from megatron_dcpo.weights.reshard import Traffic, export_buckets, gather_full, plan_for
+from tests.distributed.cases.common import initialize_layout
+from tests.helpers.vllm import prompts_for_test
+
+TEMPERATURE = 0.7
+
+
+def move_weights(policy: Any, update: int) -> None:
+    """Change every weight, the same on all ranks that hold it: a function of its place in the whole tensor."""
+    for chunk, copies in enumerate(policy.copies):
+        parameters = policy.parameters(chunk)
+        for copy in copies:
+            seed = zlib.crc32(f"{copy.hf}/{update}".encode()) % 1000
+            here = parameters[copy.megatron].narrow(copy.dim, copy.start, copy.length)
+            index = torch.arange(copy.hf_start, copy.hf_stop, dtype=torch.float64)
+            wave = 1 + 0.2 * torch.sin(index * 0.37 + seed)
+            here.mul_(wave.view(-1, *([1] * (here.dim() - 1))) if copy.dim == 0 else wave).clamp_(-3, 3)
+
+
+def memory_peak(reset: bool = False) -> int:
+    """Peak memory of this process in bytes; ``reset``: begin anew, from what it holds now."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:")]
+    return int(line.split()[1]) * 1024
+
+
+def extra_memory_of_transport(policy: Any, plan: Any) -> int:
+    before = memory_peak(reset=True)
+    for _ in export_buckets(policy, plan):
+        pass
+    return memory_peak() - before
+
+
+def trainer_logprobs(policy: Any, prompts: list[Prompt], responses: list[Any]) -> list[np.ndarray]:
+    by_id = {p.prompt_id: p for p in prompts}
+    samples = [Sample(np.array(by_id[r.prompt_id].token_ids), r.token_ids) for r in responses]
+    splits = [list(range(i, min(i + 4, len(samples)))) for i in range(0, len(samples), 4)]
+    return compute_logprobs(policy, samples, splits, temperature=TEMPERATURE, packing=False)
+
+
+def check_model(model: str, options: dict[str, Any], topology: Any) -> dict[str, Any]:
+    parallel, dtype = ParallelConfig(**options["parallel"]), options["dtype"]
+    config = Config(run_dir="unused", model=ModelConfig(path=model, params_dtype=dtype), data=DataConfig(path="unused"))
+    policy = build_policy(config.model, parallel, topology, training=False)
+    size, prompts = options["engine_tp"], prompts_for_test()
+    settings = VllmOptions(
+        dtype=dtype, tensor_model_parallel_size=size, max_model_len=192, max_num_seqs=64,
+        kv_cache_memory_bytes=16 << 20, dummy_weights=True,
+    )  # fmt: skip
+    engine = VllmEngine(model, settings)
+    plan = plan_for(policy, size, options["bucket_bytes"])
+    rank = topology.pp_rank * topology.tp_size + topology.tp_rank
+    sampling = SamplingConfig(n=3, temperature=TEMPERATURE, max_tokens=24, seed=5)
+    differences, memory, mean, extra = [], [], [], []
+    for update in range(1, options["updates"] + 1):
+        move_weights(policy, update)
+        traffic = Traffic()
+        before = memory_peak(reset=True)
+        engine.update_weights(export_buckets(policy, plan, traffic), update)
+        extra.append(memory_peak() - before)
+        assert traffic.received == plan.received[rank] == plan.least[rank], (traffic, plan.received, plan.least)
+        assert traffic.peak <= plan.peak_bytes <= options["bucket_bytes"]
+        responses = engine.generate(prompts, sampling, update)
+        assert {r.weights_version for r in responses} == {update}
+        ours = trainer_logprobs(policy, prompts, responses)
+        gaps = np.concatenate([np.abs(a - r.logprobs) for a, r in zip(ours, responses, strict=True)])
+        differences.append(float(gaps.max()))
+        mean.append(float(gaps.mean()))
+        memory.append(memory_gb()["rss"])
+    transport = [extra_memory_of_transport(policy, plan), extra_memory_of_transport(policy, plan_for(policy, size))]
+    greedy = engine.generate(prompts, SamplingConfig(top_k=1, max_tokens=24), 0)
+    out = Path(options["out"], Path(model).name + "_exported")
+    writer = topology.rank == 0
+    write_checkpoint(
+        out, Path(model), policy.arch, torch_dtype(dtype), lambda shapes: gather_full(policy, shapes), writer
+    )
+    barrier()
+    engine.close()
+    return {
+        "differences": differences,
+        "mean": mean,
+        "memory": memory,
+        "extra": extra,
+        "transport": transport,
+        "greedy": [r.token_ids.tolist() for r in greedy],
+        "exported": str(out),
+        "received": plan.received[rank],
+        "least_whole": plan.least_whole[rank],
+        "buckets": len(plan.buckets),
+        "messages": sum(len(bucket.messages) for bucket in plan.buckets),
+    }
+
+
+def run(options: dict[str, Any]) -> Any:
+    topology = initialize_layout(ParallelConfig(**options["parallel"]))
+    return {name: check_model(model, options, topology) for name, model in options["models"].items()}

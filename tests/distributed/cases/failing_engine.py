@@ -1,0 +1,81 @@
+"""``train`` with the embedded engine made to fail: ``mode`` is the name of the failure."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import replace
+from typing import Any
+
+from megatron_dcpo import cli
+from megatron_dcpo.rollout import EngineError, TransformersEngine
+from megatron_dcpo.training import weight_sync
+from tests.helpers.paths import QUICKSTART
+
+
+class Failures:
+    """Counts calls and fails on the ones the mode names."""
+
+    def __init__(self, mode: str) -> None:
+        self.mode, self.generated, self.updated, self.restarted = mode, 0, 0, 0
+
+    def install(self) -> None:
+        generate, update, not_finite = (
+            TransformersEngine.generate,
+            TransformersEngine.update_weights,
+            weight_sync.not_finite,
+        )
+
+        def failing_generate(engine, prompts, sampling, step=0):
+            self.generated += 1
+            if self.mode == "always" or (self.mode == "generate" and self.generated == 2):
+                raise EngineError("killed in generation")
+            responses = generate(engine, prompts, sampling, step)
+            if self.mode == "stale" and step == 2:
+                return [replace(response, weights_version=response.weights_version - 1) for response in responses]
+            return responses
+
+        def failing_update(engine, buckets, version):
+            self.updated += 1
+            if self.mode == "update" and self.updated == 2:
+                next(iter(buckets))
+                raise EngineError("lost in the middle of an update")
+            if self.mode == "slow" and self.updated == 2:
+                time.sleep(4)
+            if self.mode == "corrupt" and self.updated == 2:
+                buckets = _with_a_corrupted_bucket(buckets)
+            update(engine, buckets, version)
+
+        def restart(engine):
+            self.restarted += 1
+            for parameter in engine.model.parameters():
+                parameter.data.zero_()  # an engine that comes back has no weights
+
+        TransformersEngine.generate, TransformersEngine.update_weights = failing_generate, failing_update
+        TransformersEngine.restart = restart
+        if self.mode == "nan":
+            weight_sync.not_finite = lambda policy: not_finite(_poisoned(policy)) if self.updated == 2 else []
+
+
+def _poisoned(policy):
+    policy.parameters(0)["decoder.layers.1.mlp.linear_fc2.weight"][0, 0] = float("nan")
+    return policy
+
+
+def _with_a_corrupted_bucket(buckets):
+    """One column of the first tensor arrives wrong."""
+    for number, bucket in enumerate(buckets):
+        if number == 0:
+            first = bucket[0]
+            values = first.values.clone()
+            values[:, 0] += 1.0
+            bucket = [replace(first, values=values), *bucket[1:]]
+        yield bucket
+
+
+def run(options: dict[str, Any]) -> None:
+    failures = Failures(options["mode"])
+    failures.install()
+    status = cli.main(["train", "--config", str(QUICKSTART / "dcpo.yaml"), *options["overrides"]])
+    print(f"restarted {failures.restarted} updated {failures.updated}")
+    sys.exit(status)

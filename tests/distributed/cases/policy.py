@@ -1,0 +1,102 @@
+"""One rank: build a policy in the given layout from a checkpoint, measure log-probs, train a few steps, export."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_dcpo.config import ParallelConfig
+from megatron_dcpo.policy.gradient_probe import probe_block_gradients
+from megatron_dcpo.policy.model import build_policy
+from megatron_dcpo.policy.optimizer import build_optimizer, zero_gradients
+from megatron_dcpo.policy.schedule import accumulate_gradients, compute_logprobs
+from megatron_dcpo.rollout import TransformersEngine
+from megatron_dcpo.runtime.distributed import all_gather_objects
+from megatron_dcpo.weights.reshard import Traffic, export_buckets, plan_for
+from tests.distributed.cases.common import config_for_test, initialize_layout, samples_for_test, shared_out
+
+
+def compare_with_engine(policy, options, samples, splits):
+    """Push the weights into a transformers engine: their hashes there, and the largest log-prob difference."""
+    packing = options.get("parallel", {}).get("sequence_packing", False)
+    engine = TransformersEngine.from_pretrained(options["model"], options.get("dtype", "fp32"))
+    plan, traffic = plan_for(policy, bucket_bytes=options.get("bucket_bytes", 2**29)), Traffic()
+    engine.update_weights(export_buckets(policy, plan, traffic), version=1)
+    rank = policy.topology.pp_rank * policy.topology.tp_size + policy.topology.tp_rank
+    assert traffic.received == plan.received[rank] == plan.least[rank], (traffic, plan.received, plan.least)
+    assert traffic.peak <= plan.peak_bytes
+    weights = {name: digest(parameter) for name, parameter in engine.model.named_parameters()}
+    ours = compute_logprobs(policy, samples, splits, temperature=1.0, packing=packing)
+    difference = 0.0
+    with torch.no_grad():
+        for sample, logprobs in zip(samples, ours, strict=True):
+            ids = torch.tensor(np.concatenate([sample.prompt_ids, sample.response_ids]))[None]
+            logp = torch.log_softmax(engine.model(ids).logits[0].float(), -1)[len(sample.prompt_ids) - 1 : -1]
+            theirs = logp.gather(-1, torch.tensor(sample.response_ids)[:, None]).squeeze(-1).numpy()
+            difference = max(difference, float(np.abs(theirs - logprobs).max()))
+    return weights, difference
+
+
+def digest(parameter):
+    return hashlib.sha256(parameter.detach().float().numpy().tobytes()).hexdigest()
+
+
+def run(options: dict[str, Any]) -> Any:
+    parallel = ParallelConfig(**options.get("parallel", {}))
+    topology = initialize_layout(parallel)
+    config = config_for_test(options["model"], options.get("dtype", "fp32"), parallel, lr=1e-2)
+    policy = build_policy(config.model, parallel, topology)
+    optimizer, scheduler = build_optimizer(config, policy)
+    packing = parallel.sequence_packing
+    samples = samples_for_test()
+    indices, splits = shared_out(samples, parallel, topology, options.get("micro_batch_size", 2), max_tokens=260)
+    mine = [samples[i] for i in indices]
+    logprobs = compute_logprobs(policy, mine, splits, temperature=1.0, packing=packing)
+    total = sum(len(sample.response_ids) for sample in samples)
+
+    def loss(batch, outputs, block=None):
+        # An uneven weighting over tokens and an entropy term, so that every part of the backward pass is exercised.
+        weight = (1 + batch.targets % 3).float() / total
+        if block is not None:
+            weight = weight * ((batch.targets % 2) == (block == "reasoning"))
+        value = -(weight * (outputs.logprobs + 0.01 * outputs.entropy)).sum()
+        return value, {"loss": float(value.detach())}
+
+    def everywhere(parts):
+        once = topology.is_last_stage and topology.tp_rank == 0
+        return sum(part["loss"] for rank in all_gather_objects(parts if once else []) for part in rank)
+
+    losses, norms, probes = [], [], []
+    for step in range(options.get("steps", 3)):
+        zero_gradients(policy, optimizer)
+        if step < 2 and options.get("probe"):
+            parts, probe = probe_block_gradients(
+                policy,
+                optimizer,
+                lambda block: accumulate_gradients(
+                    policy, mine, splits, lambda *a: loss(*a, block=block), temperature=1.0, packing=packing
+                ),
+            )
+            collected = parts[0] + parts[1]
+            probes.append(dataclasses.asdict(probe))
+        else:
+            collected = accumulate_gradients(policy, mine, splits, loss, temperature=1.0, packing=packing)
+        _, norm, _ = optimizer.step()
+        scheduler.step(1)
+        losses.append(everywhere(collected))
+        norms.append(norm)
+
+    weights, difference = compare_with_engine(policy, options, mine, splits)
+    return {
+        "losses": losses,
+        "norms": norms,
+        "logprobs": {str(i): lp.tolist() for i, lp in zip(indices, logprobs, strict=True)},
+        "engine_difference": difference,
+        "weights": weights,
+        "replicated": [digest(p) for name, p in policy.gpt[0].named_parameters() if "norm" in name],
+        "probes": probes,
+    }

@@ -1,0 +1,67 @@
+"""One rank of a training run on the quickstart's policy: faults are injected on request, states hashed after each step."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_dcpo.config import load_config
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.runtime.distributed import topology
+from megatron_dcpo.training import loop, update
+from tests.helpers.paths import QUICKSTART
+
+
+def digest(run, moments: bool = True) -> str:
+    """Of parameters, and with ``moments`` of the whole optimizer state, of this rank."""
+    hashed = hashlib.sha256()
+    for chunk in run.policy.chunks:
+        for parameter in chunk.parameters():
+            hashed.update(parameter.detach().float().numpy().tobytes())
+    for part in getattr(run.optimizer, "chained_optimizers", [run.optimizer]) if moments else ():
+        for group in part.optimizer.param_groups:
+            hashed.update(str(group.get("step", 0)).encode())
+            for parameter in group["params"]:
+                hashed.update(parameter.detach().float().numpy().tobytes())
+                for moment in part.optimizer.state.get(parameter, {}).values():
+                    hashed.update(moment.float().numpy().tobytes())
+    return hashed.hexdigest()
+
+
+def run(options: dict[str, Any]) -> Any:
+    torch.set_num_threads(1)
+    out = Path(options["out"])
+    fixed = [f"run_dir={out / 'run'}", "logging.tensorboard=false", "training.export_hf=false"]
+    config = load_config(QUICKSTART / "dcpo.yaml", [*fixed, *options["overrides"]])
+    digests, parameters, seen = [], [], {"step": 0}
+    updated, loss_of = loop.update_policy, update.micro_batch_loss
+
+    def update_policy(run, rollout, step):
+        if not digests:
+            digests.append(digest(run))
+            parameters.append(digest(run, moments=False))
+        seen["step"] = step
+        statistics = updated(run, rollout, step)
+        digests.append(digest(run))
+        parameters.append(digest(run, moments=False))
+        return statistics
+
+    def loss(*arguments):
+        value, stats = loss_of(*arguments)
+        if seen["step"] in options.get("poisoned_steps", []) and topology().rank == options.get("poisoned_rank", 0):
+            poison = float(options.get("poison", "nan"))
+            value = value * poison
+            if options.get("poison_shows_in_the_loss"):
+                stats = stats | {"loss": poison}
+        return value, stats
+
+    loop.update_policy, update.micro_batch_loss = update_policy, loss
+    error = None
+    try:
+        loop.train(config)
+    except UserError as refused:
+        error = str(refused)
+    return {"digests": digests, "parameters": parameters, "error": error}

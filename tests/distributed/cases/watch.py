@@ -1,0 +1,64 @@
+"""One rank that watches and is watched: killed, frozen or slow, as the scenario says. Started without a launcher."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_dcpo.runtime import signals, watchdog
+from megatron_dcpo.runtime.watchdog import Watchdog
+
+
+def run(options: dict[str, Any]) -> None:
+    scenario, directory = options["scenario"], Path(options["out"])
+    watchdog.LOST_AFTER_SECONDS = 5.0
+    signals.install_handlers()
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    with Watchdog(directory, rank, dist.get_world_size(), phase_warning_seconds=5).start() as watching:
+        watching.enter("train", 7)
+        time.sleep(2.5)  # every rank has said where it is
+        if rank == 1:
+            if scenario == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if scenario == "frozen":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if scenario == "slow":
+                dawdle()
+            if scenario == "broken":
+                raise RuntimeError("a mistake in the program")
+            if scenario == "signalled":
+                os.kill(os.getpid(), signal.SIGUSR1)
+        if scenario == "engine":
+            fail_alone(watching, rank)
+        if scenario == "signalled":
+            while not signals.stop_requested():
+                time.sleep(0.1)
+        dist.barrier()
+        if scenario == "late" and rank == 0:
+            time.sleep(8)  # the others have ended long before, and nobody misses them
+    print("ended well", flush=True)
+    dist.destroy_process_group()
+
+
+def fail_alone(watching: Watchdog, rank: int) -> None:
+    """The engine of both ranks fails on one; the other waits where no signal and no exception reaches it."""
+    from megatron_dcpo.training import weight_sync
+
+    weight_sync.LOST_AFTER_SECONDS = 3.0
+    run: Any = SimpleNamespace(
+        topology=SimpleNamespace(rank=rank), engine=SimpleNamespace(tensor_model_parallel_size=2), watch=watching
+    )
+    if rank == 0:
+        time.sleep(600)
+    weight_sync.recover_engines(run, "out of memory", version=6, restarts=0)
+
+
+def dawdle() -> None:
+    time.sleep(6)

@@ -1,0 +1,77 @@
+"""Start ranks that run cases of ``tests/distributed/cases``, and read what they leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from megatron_dcpo.runtime.distributed import _free_port
+from tests.helpers.paths import REPOSITORY
+
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+
+
+def worker(out: Path, *jobs: tuple[str, dict[str, Any]]) -> list[str]:
+    """Arguments for Python: run these cases, one after the other."""
+    out.mkdir(parents=True, exist_ok=True)
+    return ["-m", "tests.distributed.worker", str(out), json.dumps(jobs)]
+
+
+def results_of(out: Path, rank: int) -> list[Any]:
+    return json.loads((out / f"rank{rank}.json").read_text())
+
+
+def launched(processes: int, arguments: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    return subprocess.run(
+        [*launcher, *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | ENVIRONMENT,
+        cwd=REPOSITORY,
+        timeout=timeout,
+    )
+
+
+def alone(case: str, out: Path, options: dict[str, Any], timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    """One case in one process, however it ends."""
+    command = [sys.executable, *worker(out, (case, options))]
+    return subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | ENVIRONMENT, cwd=REPOSITORY, timeout=timeout
+    )
+
+
+def torchrun_all(
+    jobs: list[tuple[str, dict[str, Any]]], processes: int, out: Path, timeout: float = 600
+) -> list[list[Any]]:
+    """Run all jobs in one launch of ``processes`` ranks: for each job, the results of the ranks in order.
+
+    To start ranks costs more than most cases do: what runs on as many ranks had better be started once.
+    """
+    done = launched(processes, worker(out, *jobs), timeout)
+    assert done.returncode == 0, f"{[name for name, _ in jobs]} failed:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+    return [list(results) for results in zip(*(results_of(out, rank) for rank in range(processes)), strict=True)]
+
+
+def torchrun(case: str, processes: int, out: Path, options: dict[str, Any], timeout: float = 300) -> list[Any]:
+    """Run one case in ``processes`` ranks; returns each rank's result in rank order."""
+    return torchrun_all([(case, options)], processes, out, timeout)[0]
+
+
+def without_launcher(
+    case: str, processes: int, out: Path, options: dict[str, Any], **how: Any
+) -> list[subprocess.Popen[str]]:
+    """The same with no one who ends the other ranks when one dies."""
+    fixed = ENVIRONMENT | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    fixed |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+    command = [sys.executable, *worker(out, (case, options))]
+    return [
+        subprocess.Popen(
+            command, env=os.environ | fixed | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, cwd=REPOSITORY, **how
+        )
+        for rank in range(processes)
+    ]

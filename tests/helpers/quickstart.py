@@ -1,0 +1,51 @@
+"""``dcpo`` as a user runs it, on the quickstart's policy, in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.paths import QUICKSTART, REPOSITORY
+
+SMALL = ["data.prompts_per_step=8", "rollout.group_size=4", "training.micro_batch_size=16", "logging.tensorboard=false"]
+
+
+def command(*arguments: object, processes: int = 1) -> list[str]:
+    launcher = [sys.executable]
+    if processes > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    return [*launcher, "-m", "megatron_dcpo", *map(str, arguments)]
+
+
+def run(*arguments: object, processes: int = 1, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command(*arguments, processes=processes),
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+        env=environment,
+        timeout=timeout,
+    )
+
+
+def train(run_dir: Path, *overrides: str, method: str = "dcpo", processes: int = 1) -> list[dict[str, Any]]:
+    arguments = ("train", "--config", QUICKSTART / f"{method}.yaml", f"run_dir={run_dir}", *SMALL, *overrides)
+    done = run(*arguments, processes=processes)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return metrics(run_dir)
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
+
+
+def without_clocks(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Metrics that a repeated run repeats."""
+    return [
+        {k: v for k, v in record.items() if not k.startswith(("time/", "tokens/s", "memory/"))} for record in records
+    ]

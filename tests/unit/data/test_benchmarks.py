@@ -1,0 +1,116 @@
+"""The benchmark registry: spellings, counts, known defects, corrections, ad-hoc benchmarks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_dcpo.data.benchmarks import BENCHMARKS, find_benchmark, load_benchmark, parse_specs
+from megatron_dcpo.errors import UserError
+from tests.helpers.data import real
+from tests.helpers.paths import DATA
+
+
+@pytest.mark.parametrize(
+    ("spelling", "name"),
+    [
+        ("MATH-500", "math500"),
+        ("math_500", "math500"),
+        ("AIME24", "aime24"),
+        ("aime-2024", "aime24"),
+        ("AIME 2025", "aime25"),
+        ("AMC2023", "amc23"),
+        ("amc24", "amc24"),
+        ("GSM8K", "gsm8k"),
+    ],
+)
+def test_spellings(spelling: str, name: str) -> None:
+    assert find_benchmark(spelling).name == name
+
+
+def test_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(UserError, match="unknown benchmark 'aime99'; known: math500, aime24"):
+        load_benchmark("aime99")
+
+
+@pytest.mark.parametrize(
+    ("name", "found"), [("math500", 500), ("aime24", 30), ("aime25", 30), ("amc23", 40), ("amc24", 44), ("gsm8k", 1319)]
+)
+def test_real_benchmarks(name: str, found: int) -> None:
+    if not DATA.is_dir():
+        pytest.skip("no data directory; set DCPO_DATA")
+    loaded = load_benchmark(name, DATA)
+    assert len(loaded.records) == found
+    assert {record.task for record in loaded.records} == {name}
+    counted = [w for w in loaded.warnings if "are expected" in w]
+    assert bool(counted) == (found != BENCHMARKS[name].count)
+
+
+def test_amc24_defects_are_warned_about_and_repaired_on_request() -> None:
+    real("amc24/amc24.json")
+    plain, fixed = load_benchmark("amc24", DATA), load_benchmark("amc24", DATA, corrections=True)
+    assert any("wrong keys in 12B-14" in warning for warning in plain.warnings)
+    changed = {
+        b.index: (a.answer != b.answer, a.problem != b.problem)
+        for a, b in zip(plain.records, fixed.records, strict=True)
+        if a != b
+    }
+    assert sorted(changed.values()) == [(False, True)] * 3 + [(True, False)] * 4
+    assert any("corrections applied" in warning for warning in fixed.warnings)
+
+
+def test_recomputed_amc24_keys() -> None:
+    """12B-14, 12B-18 and 12B-25 by brute force, 12B-15 by the shoelace formula, 12B-11 by summing."""
+    import itertools
+    import math
+
+    fixes = BENCHMARKS["amc24"].corrections
+    assert int(fixes["2024-amc12b-14"]["answer"]) == len({pow(n, 100, 125) for n in range(125)})
+    fibonacci = [0, 1]
+    while len(fibonacci) < 21:
+        fibonacci.append(fibonacci[-1] + fibonacci[-2])
+    assert int(fixes["2024-amc12b-18"]["answer"]) == sum(fibonacci[2 * k] // fibonacci[k] for k in range(1, 11))
+    independent = sum(
+        math.factorial(6) // math.prod(math.factorial(k) for k in cells)
+        for cells in itertools.product(range(7), repeat=4)  # red striped, red dotted, blue striped, blue dotted
+        if sum(cells) == 6 and 6 * cells[0] == (cells[0] + cells[1]) * (cells[0] + cells[2])
+    )
+    assert int(fixes["2024-amc12b-25"]["answer"]) == independent // math.gcd(independent, 4**6)
+    area = abs(math.log2(3) * (3 - 1) - math.log2(7) * (2 - 1)) / 2  # A (0, 1), B (log2 3, 2), C (log2 7, 3)
+    assert math.log2(3 / math.sqrt(7)) == pytest.approx(area)
+    assert fixes["2024-amc12b-15"]["answer"] == r"\log_2 \frac{3}{\sqrt{7}}"
+    mean = sum(math.sin(math.radians(n)) ** 2 for n in range(1, 91)) / 90
+    assert mean == pytest.approx(91 / 180)
+
+
+def test_ad_hoc_benchmark_and_the_data_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [json.dumps({"problem": f"p{i}", "answer": str(i)}) for i in range(3)]
+    (tmp_path / "mine.jsonl").write_text("\n".join(rows))
+    loaded = load_benchmark(f"held-out={tmp_path / 'mine.jsonl'}")
+    assert (loaded.name, len(loaded.records), loaded.warnings) == ("held-out", 3, ())
+    assert loaded.records[0].prompt_id == "held-out/0"
+    (tmp_path / "math500.jsonl").write_text("\n".join(rows))
+    monkeypatch.setenv("DCPO_DATA", str(tmp_path))
+    assert load_benchmark("MATH-500").warnings == (
+        f"math500: 3 problems where 500 are expected ({tmp_path / 'math500.jsonl'})",
+    )
+
+
+def test_missing_data_says_where_it_was_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    with pytest.raises(UserError, match=rf"math500: no file below {tmp_path} \(set DCPO_DATA\), and HuggingFaceH4"):
+        load_benchmark("math500", tmp_path)
+    with pytest.raises(UserError, match="data directory /none does not exist"):
+        load_benchmark("math500", "/none")
+
+
+def test_specs() -> None:
+    assert parse_specs("math500, AIME24,mine=a.jsonl") == ["math500", "AIME24", "mine=a.jsonl"]
+    with pytest.raises(UserError, match="named twice: aime24"):
+        parse_specs("AIME24,aime2024")
+    with pytest.raises(UserError, match="no benchmark named"):
+        parse_specs(" , ")
+    with pytest.raises(UserError, match="write NAME=PATH"):
+        load_benchmark("a/b=x.jsonl")

@@ -1,0 +1,242 @@
+"""Loaders: every kind of file and row, broken ones included, and every real data file where it is present."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from megatron_dcpo.data import datasets
+from megatron_dcpo.data.datasets import load_prompts, load_records, read_rows
+from megatron_dcpo.errors import UserError
+from tests.helpers.data import real, write
+from tests.helpers.tokenizers import ByteTokenizer
+
+# file below the data directory: (rows, problems with an answer or tests; None: refused)
+REAL_FILES: dict[str, tuple[int, int | None]] = {
+    "aime24/aime.json": (30, 30),
+    "aime24/aime24.parquet": (30, 30),
+    "aime25/aime2025.reconstructed.jsonl": (30, 30),
+    "aime25/aime25.json": (30, 30),
+    "aime25/test.jsonl": (30, 30),
+    "amc23/amc_2022_2023.json": (83, 83),
+    "amc23/test.jsonl": (40, 40),
+    "amc24/amc24.json": (44, 44),
+    "code_rllm/test_code_contests.json": (165, 165),
+    "code_rllm/test_codeforces.json": (408, 408),
+    "code_rllm/test_leetcode.json": (200, 200),
+    "code_rllm/train_leetcode.json": (1889, 1889),
+    **{f"deepscaler_full/DeepScaleR_Difficulty_Level_{i}_test.json": (100, 100) for i in range(1, 6)},
+    "deepscaler_full/DeepScaleR_Difficulty_Level_1_train.json": (7961, 7961),
+    "deepscaler_full/DeepScaleR_Difficulty_Level_2_train.json": (7962, 7962),
+    "deepscaler_full/DeepScaleR_Difficulty_Level_3_train.json": (7961, 7961),
+    "deepscaler_full/DeepScaleR_Difficulty_Level_4_train.json": (7962, 7962),
+    "deepscaler_full/DeepScaleR_Difficulty_Level_5_train.json": (7962, 7962),
+    "deepscaler_uniform/deepscaler_uniform_train.parquet": (10000, 10000),
+    "deepscaler_uniform/deepscaler_uniform_train_with_confidence.parquet": (10000, 10000),
+    "gsm8k/test.jsonl": (1319, 1319),
+    "gsm8k/train.jsonl": (7473, 7473),
+    "humaneval/HumanEval.jsonl.gz": (164, 164),
+    "humanevalplus/HumanEvalPlus-Mini.jsonl.gz": (164, 164),
+    "humanevalplus/HumanEvalPlus-OriginFmt.jsonl.gz": (164, 164),
+    "humanevalplus/HumanEvalPlus.jsonl.gz": (164, 164),
+    "leetcodedataset/LeetCodeDataset-v0.2.0-test.jsonl.gz": (200, 200),
+    "leetcodedataset/LeetCodeDataset-v0.2.0-train.jsonl.gz": (1890, 1890),
+    "leetcodedataset/LeetCodeDataset-v0.3.1-test.jsonl.gz": (228, 228),
+    "math500/test.jsonl": (500, 500),
+    "math_train/math.json": (7474, 7470),  # four answers are null
+    "mbpp/mbpp.jsonl": (974, 974),
+    "mbppplus/MbppPlus-OriginFmt.jsonl.gz": (378, 378),
+    "mbppplus/MbppPlus.jsonl.gz": (378, None),  # refused: its JSON has lost which lists are tuples
+}
+
+
+@pytest.mark.parametrize("file", REAL_FILES)
+def test_real_files_load_with_their_count(file: str) -> None:
+    path, (rows, problems) = real(file), REAL_FILES[file]
+    assert sum(1 for _ in read_rows(path)) == rows
+    if problems is None:
+        with pytest.raises(UserError, match=r"use MbppPlus-OriginFmt"):
+            load_records(path)
+        return
+    records = load_records(path)
+    assert len(records) == problems
+    assert len({record.prompt_id for record in records}) == problems
+    assert all(record.answer and record.problem for record in records)
+
+
+def test_real_answers_are_clean() -> None:
+    assert all(r.answer.replace("-", "").replace(".", "").isdigit() for r in load_records(real("gsm8k/test.jsonl")))
+    for file in ("aime24/aime.json", "aime24/aime24.parquet", "aime25/test.jsonl", "aime25/aime25.json"):
+        assert all(str(int(record.answer)) == record.answer for record in load_records(real(file))), file
+    assert [r.answer for r in load_records(real("amc23/test.jsonl"))][:2] == ["27", "36"]
+
+
+def test_both_reference_training_files_render_to_the_same_prompts() -> None:
+    """Their confidence request (another marker, with typos) is replaced by ours."""
+    names = ("deepscaler_uniform_train.parquet", "deepscaler_uniform_train_with_confidence.parquet")
+    plain, asked = (load_records(real(f"deepscaler_uniform/{name}"))[:300] for name in names)
+    tokenizer = ByteTokenizer()
+    assert datasets.render_prompts(plain, tokenizer) == datasets.render_prompts(asked, tokenizer)
+
+
+def test_verl_rows(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "What is 1+1?"}]
+    row = {
+        "data_source": "toy",
+        "prompt": chat,
+        "reward_model": {"ground_truth": "2", "style": "rule"},
+        "extra_info": {},
+    }
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    parquet.write_table(
+        pa.Table.from_pylist([{k: v for k, v in row.items() if k != "extra_info"}] * 3), tmp_path / "a.parquet"
+    )
+    for path in (tmp_path / "a.parquet", write(tmp_path / "a.jsonl", [row] * 3)):
+        prompts = load_prompts(path, ByteTokenizer())
+        assert [p.prompt_id for p in prompts] == ["toy/0", "toy/1", "toy/2"]  # equal problems keep groups of their own
+        assert {p.ground_truth for p in prompts} == {"2"}
+        assert {p.task for p in prompts} == {"toy"}
+        assert isinstance(prompts[0].token_ids, tuple)
+
+
+@pytest.mark.parametrize("column", ["problem", "question", "prompt"])
+@pytest.mark.parametrize("answer", ["answer", "ground_truth", "final_answer"])
+def test_plain_columns(tmp_path: Path, column: str, answer: str) -> None:
+    path = write(tmp_path / "toy.jsonl", [{column: "1+1?", answer: 2}])
+    record = load_records(path)[0]
+    assert (record.problem, record.answer, record.task) == ("1+1?", "2", "toy")
+
+
+@pytest.mark.parametrize(
+    ("raw", "integer", "expected"),
+    [
+        ("reasoning\n#### 1,234,567", False, "1234567"),
+        ("so 3,\n#### 12", False, "12"),
+        ("#### -5.50", False, "-5.50"),
+        ("(1,234)", False, "(1,234)"),  # a pair, not a thousands comma: only GSM8K finals are touched
+        ("025", True, "25"),
+        ("000", True, "0"),
+        ("025", False, "025"),
+        ("336^\\circ", True, "336"),
+        ("336^\\circ", False, "336^\\circ"),
+        (27.0, False, "27"),
+        (0.5, False, "0.5"),
+        (float("nan"), False, ""),
+        (7, False, "7"),
+        (None, False, ""),
+        ("  \\frac{1}{2} ", False, "\\frac{1}{2}"),
+    ],
+)
+def test_final_answer(raw: object, integer: bool, expected: str) -> None:
+    assert datasets.final_answer(raw, integer) == expected
+
+
+def test_json_array_gzip_and_line_separators_inside_strings(tmp_path: Path) -> None:
+    rows = [{"problem": "line\u2028separator", "answer": "1"}, {"problem": "b", "answer": "2"}]
+    (tmp_path / "array.json").write_text(json.dumps(rows), encoding="utf-8")
+    (tmp_path / "lines.jsonl").write_text("\n".join(json.dumps(r, ensure_ascii=False) for r in rows), encoding="utf-8")
+    with gzip.open(tmp_path / "lines.jsonl.gz", "wt", encoding="utf-8") as file:
+        file.write("\n\n".join(json.dumps(r) for r in rows))
+    for name in ("array.json", "lines.jsonl", "lines.jsonl.gz"):
+        assert [r.answer for r in load_records(tmp_path / name)] == ["1", "2"], name
+
+
+def test_long_prompts_are_dropped_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write(tmp_path / "toy.jsonl", [{"problem": "x" * n, "answer": "1"} for n in (5, 500, 6, 700, 7)])
+    with caplog.at_level(logging.WARNING):
+        prompts = load_prompts(path, ByteTokenizer(), "raw", max_prompt_length=100)
+    assert [p.prompt_id for p in prompts] == ["toy/0", "toy/2", "toy/4"]
+    assert "dropped 2 prompts longer than 100 tokens" in caplog.text
+    assert len(load_prompts(path, ByteTokenizer(), "raw", max_prompt_length=100, limit=2)) == 2
+    assert len(load_prompts(path, ByteTokenizer(), "raw", limit=0)) == 5
+    with pytest.raises(UserError, match="every prompt is longer than 3 tokens"):
+        load_prompts(path, ByteTokenizer(), "raw", max_prompt_length=3)
+
+
+def test_rows_without_an_answer_are_dropped_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write(tmp_path / "t.jsonl", [{"problem": "a", "answer": None}, {"problem": "b", "answer": "1"}])
+    with caplog.at_level(logging.WARNING):
+        assert [r.prompt_id for r in load_records(path)] == ["t/1"]
+    assert "dropped 1 rows without an answer" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"problem": "a", "answer": "1"}\n{"problem": "b", \n', r"bad\.jsonl:2: not valid JSON \(.*\); fix or remove"),
+        ('{"problem": "a", "answer": "1"}\n\n[1]\n', r"bad\.jsonl:3: not a JSON object but list"),
+        ('{"text": "a", "answer": "1"}\n', r"row 1 has no problem column; found text, answer; expected one of problem"),
+        ('{"problem": "a", "solution": "1"}\n', r"row 1 has no answer column; found problem, solution"),
+        ('{"problem": 5, "answer": "1"}\n', r"row 1: the problem is neither text nor a list of messages"),
+        ('{"problem": "a", "answer": null}\n', r"no problem with an answer"),
+        ("version https://git-lfs.github.com/spec/v1\noid sha256:1\n", r"only a git-lfs pointer"),
+        ("", r"no problem with an answer"),
+        ('[{"problem": "a"},\n 3', r"bad\.jsonl:2: not valid JSON"),
+        ("[1]", r"element 1 is no object but int"),
+    ],
+)
+def test_broken_files_name_the_line(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "bad.jsonl").write_text(content, encoding="utf-8")
+    with pytest.raises(UserError, match=message):
+        load_records(tmp_path / "bad.jsonl")
+
+
+def test_missing_and_strange_files(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such data file"):
+        load_records(tmp_path / "none.jsonl")
+    with pytest.raises(UserError, match=r"\./none/here: no such data file"):
+        load_records("./none/here")
+    (tmp_path / "a.csv").write_text("x")
+    with pytest.raises(UserError, match="unknown kind of data file"):
+        load_records(tmp_path / "a.csv")
+    (tmp_path / "a.parquet").write_bytes(b"not parquet")
+    with pytest.raises(UserError, match="not a readable parquet file"):
+        load_records(tmp_path / "a.parquet")
+    (tmp_path / "a.jsonl").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="not UTF-8"):
+        load_records(tmp_path / "a.jsonl")
+    with pytest.raises(UserError, match=r"exactly one data file.*found a\.jsonl, a\.parquet"):
+        load_records(tmp_path)
+
+
+def test_a_directory_with_one_file(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    write(tmp_path / "mine" / "test.jsonl", [{"problem": "a", "answer": "1"}])
+    assert load_records(tmp_path / "mine")[0].task == "mine"
+    assert load_records(tmp_path / "mine" / "test.jsonl")[0].task == "mine"
+
+
+def test_hub_names_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    with pytest.raises(
+        UserError, match="owner/name@test: no such file, and reading it from the hub needs the datasets"
+    ):
+        load_records("owner/name@test")
+
+
+def test_hub_names_with_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+    import types
+
+    seen = []
+
+    def load_dataset(repository: str, config: str | None, split: str) -> list[dict[str, str]]:
+        seen.append((repository, config, split))
+        if repository == "owner/gone":
+            raise ConnectionError("offline\nand more")
+        return [{"question": "q", "answer": "#### 1,000"}]
+
+    module = types.ModuleType("datasets")
+    module.load_dataset = load_dataset  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    assert load_records("owner/name:main@test")[0].answer == "1000"
+    assert load_records("owner/name")[0].task == "name"
+    assert seen == [("owner/name", "main", "test"), ("owner/name", None, "train")]
+    with pytest.raises(UserError, match=r"cannot load it from the hub \(offline\)"):
+        load_records("owner/gone")

@@ -1,0 +1,218 @@
+"""The report: finds runs, is self-contained, contains the numbers, survives odd runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from megatron_dcpo.cli import main
+from megatron_dcpo.cli import report as cli
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.evaluation import published, report
+from megatron_dcpo.evaluation.samples import Sample
+from tests.helpers.evaluated import evaluated, make_samples, trained
+
+
+class Outside(HTMLParser):
+    """Collects everything that would load something, and checks that elements close."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.stack: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag in {"link", "img", "iframe", "object", "embed", "video", "image"}:
+            self.loads.append(tag)
+        self.loads += [
+            f"{tag} {k}={v}" for k, v in attrs if k in {"src", "href", "xlink:href"} and not str(v).startswith("#")
+        ]
+        if tag in {"section", "table", "details", "figure", "svg", "article", "pre"}:
+            self.stack.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in {"section", "table", "details", "figure", "svg", "article", "pre"}:
+            assert self.stack.pop() == tag
+
+
+def test_report_is_self_contained_and_holds_the_numbers(tmp_path: Path) -> None:
+    first = evaluated(tmp_path / "base")
+    second = evaluated(tmp_path / "dcpo", seed=5)
+    trained(tmp_path / "dcpo")
+    page = report.render_report(report.find_runs([tmp_path / "base", tmp_path / "dcpo"]))
+    outside = Outside()
+    outside.feed(page)
+    assert outside.loads == []
+    assert outside.stack == []
+    assert "url(http" not in page
+    assert "@import" not in page
+    for evaluation in (first, second):
+        overall = evaluation["overall"]
+        assert isinstance(overall, dict)
+        assert f"{overall['verbal']['ece']:.3f}</td>" in page
+        assert f"{overall['verbal']['auroc']:.3f}</td>" in page
+        assert f"{100 * overall['accuracy']:.1f}%</td>" in page
+    assert 'name="viewport"' in page
+    assert "prefers-color-scheme: dark" in page
+    assert page.count("<svg") == 4 + 2 + 2  # two runs x two kinds, coverage of two kinds, two logged curves
+    ids = re.findall(r'\bid="([^"]+)"', page)
+    assert len(ids) == len(set(ids))
+    embedded = json.loads(re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', page)[0])
+    assert embedded["dcpo"] == report.summary_of(report.find_runs([tmp_path / "dcpo"])[0])
+
+
+def test_runs_on_different_benchmarks_are_said_to_be_so(tmp_path: Path) -> None:
+    evaluated(tmp_path / "a", samples=make_samples(8, benchmark="one"))
+    evaluated(tmp_path / "b", samples=make_samples(8, benchmark="one") + make_samples(8, benchmark="two"))
+    page = report.render_report(report.find_runs([tmp_path]))
+    assert "evaluated on different benchmarks" in page
+    assert "<summary>two, verbal confidence</summary>" in page
+    assert "<tbody></tbody>" not in page.replace("\n", "")
+
+
+def test_responses_are_escaped_and_their_blocks_coloured(tmp_path: Path) -> None:
+    nasty = [
+        Sample("b", "b/0", 0, "<b>1 & 2</b>", "think </pre><script>x</script> \\boxed{1}\n<conf> Confidence: 0.9", "1", "2",
+               False, 0.9, "ok", 0.5, -1.0, 9, "stop")
+    ]  # fmt: skip
+    evaluated(tmp_path / "<run>", samples=nasty)
+    page = report.render_report(report.find_runs([tmp_path / "<run>"]))
+    assert "<script>x" not in page
+    assert "<mark>&lt;conf&gt; Confidence: 0.9</mark>" in page
+    assert "&lt;b&gt;1 &amp; 2&lt;/b&gt;" in page
+    assert "<run>" not in page
+
+
+def test_runs_are_found_in_subdirectories_and_evaluations_join_their_training(tmp_path: Path) -> None:
+    trained(tmp_path / "grpo")
+    evaluated(tmp_path / "grpo" / "evaluation")
+    trained(tmp_path / "dcpo")
+    evaluated(tmp_path / "dcpo" / "eval-100")
+    evaluated(tmp_path / "dcpo" / "eval-200", seed=1)
+    evaluated(tmp_path / "base")
+    runs = {run.name: run for run in report.find_runs([tmp_path])}
+    assert set(runs) == {"base", "dcpo", "dcpo/eval-100", "dcpo/eval-200", "grpo"}
+    assert runs["grpo"].evaluation is not None
+    assert len(runs["grpo"].metrics) == 12
+    assert runs["grpo"].samples
+    assert runs["dcpo"].evaluation is None
+
+
+def test_equal_names_are_told_apart(tmp_path: Path) -> None:
+    evaluated(tmp_path / "a" / "run")
+    evaluated(tmp_path / "b" / "run")
+    names = [run.name for run in report.find_runs([tmp_path / "a" / "run", tmp_path / "b" / "run"])]
+    assert names == ["a/run", "b/run"]
+
+
+def test_a_training_run_alone(tmp_path: Path) -> None:
+    trained(tmp_path / "run")
+    (tmp_path / "run" / "samples").mkdir()
+    row = {"prompt_id": "p", "problem": "1+1?", "reasoning": "so \\boxed{2}", "confidence_block": "<conf> sure"}
+    row |= {"correct": 1.0, "confidence": None, "status": "unparsable"}
+    (tmp_path / "run" / "samples" / "step_000010.jsonl").write_text(json.dumps(row) + "\n")
+    page = report.render_report(report.find_runs([tmp_path / "run"]))
+    assert "last training step shown: run" in page
+    assert "61.0%</td>" in page
+    assert "unparsable" in page
+    assert "<mark>&lt;conf&gt; sure</mark>" in page
+
+
+def test_a_line_cut_off_by_a_kill_is_left_out(tmp_path: Path) -> None:
+    trained(tmp_path / "run")
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 12, "rew')
+    assert len(report.find_runs([tmp_path / "run"])[0].metrics) == 12
+
+
+def test_wrong_directories_are_user_errors(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such run directory"):
+        report.find_runs([tmp_path / "none"])
+    with pytest.raises(UserError, match=r"neither evaluation\.json nor metrics\.jsonl"):
+        report.find_runs([tmp_path])
+    (tmp_path / "evaluation.json").write_text("{")
+    with pytest.raises(UserError, match=r"evaluation\.json:1: not valid JSON"):
+        report.find_runs([tmp_path])
+    (tmp_path / "evaluation.json").write_text("{}")
+    with pytest.raises(UserError, match="not an evaluation"):
+        report.find_runs([tmp_path])
+    (tmp_path / "evaluation.json").unlink()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": \n{"step": 3}\n')
+    with pytest.raises(UserError, match=r"metrics\.jsonl:2: not valid JSON"):
+        report.find_runs([tmp_path])
+
+
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    evaluated(tmp_path / "base")
+    evaluated(tmp_path / "dcpo", seed=3)
+    parser = argparse.ArgumentParser()
+    cli.add_parser(parser.add_subparsers())
+    args = parser.parse_args(
+        ["report", str(tmp_path / "base"), str(tmp_path / "dcpo"), "--json", "--out", str(tmp_path / "r.html")]
+    )
+    assert args.run(args) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert set(printed["runs"]) == {"base", "dcpo"}
+    assert (tmp_path / "r.html").read_text().startswith("<!doctype html>")
+    args = parser.parse_args(["report", str(tmp_path)])
+    assert args.run(args) == 0
+    assert "Accuracy" in capsys.readouterr().out
+    assert (tmp_path / "report.html").exists()
+
+
+def test_published_numbers_stand_beside_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every shipped row is shown with its mark; ours are the means over benchmarks, as the paper's are."""
+    evaluation = evaluated(tmp_path / "run")
+    assert main(["report", str(tmp_path / "run"), "--against", "paper", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["against"]
+    shipped = published.load_published("paper")
+    assert len(rows) == len(shipped) > 15
+    ours = {(r["method"], r["benchmark"], r["confidence"], r["metric"]): r["ours"]["run"] for r in rows}
+    macro = evaluation["overall"]["macro"]  # type: ignore[index]
+    assert ours["DCPO", "overall", "verbal", "pce"] == macro["verbal"]["pce"]
+    assert ours["DCPO", "overall", "verbal", "accuracy"] == macro["accuracy"]
+    assert ours["DCPO", "overall", "verbal", "mean_length"] == evaluation["overall"]["mean_length"]  # type: ignore[index]
+    assert ours["base", "aime24", "token", "ece"] is None
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert page.count("not the mean of the five columns") == sum("five columns" in row.mark for row in shipped) == 7
+    assert main(["report", str(tmp_path / "run"), "--against", "paper"]) == 0
+    assert "DCPO, overall, verbal pce: printed 0.126, ours run" in capsys.readouterr().out
+
+
+def test_marked_rows_are_really_inconsistent() -> None:
+    """What is called no mean differs from the mean of the columns by more than rounding."""
+    for row in published.load_published("paper"):
+        if "five columns" in row.mark:
+            assert row.recomputed is not None
+            assert abs(row.printed - row.recomputed) > 0.001
+        else:
+            assert row.recomputed is None
+    assert round(1 - 0.128 / 0.435, 3) == 0.706
+
+
+def test_another_table_and_bad_ones(tmp_path: Path) -> None:
+    head = "method,benchmark,confidence,metric,printed,recomputed,mark,source\n"
+    (tmp_path / "t.csv").write_text(head + "me,toy,verbal,ece,0.1,,,here\n")
+    assert published.load_published(str(tmp_path / "t.csv")) == [
+        published.Published("me", "toy", "verbal", "ece", 0.1, None, "", "here")
+    ]
+    for text in (head + "me,toy,verbal,ece,much,,,here\n", "method,printed\nme,0.1\n"):
+        (tmp_path / "bad.csv").write_text(text)
+        with pytest.raises(UserError, match=r"bad\.csv:2"):
+            published.load_published(str(tmp_path / "bad.csv"))
+    with pytest.raises(UserError, match="No such file"):
+        published.load_published(str(tmp_path / "none.csv"))
+
+
+def test_run_names_that_begin_with_a_digit_or_are_no_words(tmp_path: Path) -> None:
+    for name in ("1", "0_base", "a\\1 b", "λ=0.5"):
+        evaluated(tmp_path / name)
+        page = report.render_report(report.find_runs([tmp_path / name]))
+        outside = Outside()
+        outside.feed(page)
+        assert outside.stack == []

@@ -1,0 +1,127 @@
+"""Samples to evaluation.json: separable from sampling, equal when repeated, strict JSON, three kinds of confidence."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_dcpo.calibration import metrics, summarize
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.evaluation.samples import (
+    geometric_mean_probability,
+    read_samples,
+    with_consistency,
+    write_samples,
+)
+from megatron_dcpo.evaluation.scoring import HEADLINE, bins_from_json, headline, parse_kinds, score_samples
+from tests.helpers.evaluated import make_samples
+
+
+def test_scores_are_those_of_summarize() -> None:
+    samples = make_samples()
+    scores = score_samples(samples, model="m", resamples=50)
+    toy = scores["benchmarks"]["toy"]
+    verbal = summarize(
+        [s.confidence for s in samples], [s.correct for s in samples], statuses=[s.status for s in samples]
+    )
+    for key in ("ece", "pce", "brier", "auroc", "parse_rate", "violation_rate", "nll"):
+        assert toy["verbal"][key] == verbal[key]
+    assert toy["verbal"]["mean"] == verbal["mean_confidence"]
+    assert toy["accuracy"] == verbal["accuracy"]
+    assert (toy["n"], toy["problems"], toy["repeats"]) == (120, 30, 4)
+    assert toy["token"]["ece"] == metrics.ece([s.token_confidence for s in samples], [s.correct for s in samples])
+    assert toy["token"]["parse_rate"] == 1.0
+    assert scores["overall"] == {**toy, "macro": scores["overall"]["macro"]}
+    assert scores["model"] == "m"
+
+
+def test_runs_are_the_repeats() -> None:
+    """Pooled value and mean with standard deviation over the repeats, both reported."""
+    samples = make_samples()
+    toy = score_samples(samples, ["verbal"], resamples=0)["benchmarks"]["toy"]
+    accuracies = [np.mean([s.correct for s in samples if s.repeat == r]) for r in range(4)]
+    assert toy["runs"]["mean"] == pytest.approx(toy["accuracy"])
+    assert toy["runs"]["sd"] == pytest.approx(np.std(accuracies, ddof=1))
+    assert toy["verbal"]["runs"]["ece"]["mean"] >= toy["verbal"]["ece"] - 1e-12  # the triangle inequality
+    assert "ci95" not in toy
+
+
+def test_overall_pools_and_macro_averages() -> None:
+    one, two = make_samples(10, benchmark="one"), make_samples(40, benchmark="two", seed=1)
+    scores = score_samples(one + two, ["verbal"], resamples=0)
+    a, b = scores["benchmarks"]["one"], scores["benchmarks"]["two"]
+    assert scores["overall"]["accuracy"] == pytest.approx((10 * a["accuracy"] + 40 * b["accuracy"]) / 50)
+    assert scores["overall"]["macro"]["accuracy"] == pytest.approx((a["accuracy"] + b["accuracy"]) / 2)
+    assert scores["overall"]["macro"]["verbal"]["ece"] == pytest.approx((a["verbal"]["ece"] + b["verbal"]["ece"]) / 2)
+
+
+def test_rescoring_a_file_gives_the_same_evaluation(tmp_path: Path) -> None:
+    samples = make_samples()
+    write_samples(samples, tmp_path / "samples.jsonl")
+    again = read_samples(tmp_path / "samples.jsonl")
+    assert again == samples
+    assert score_samples(again, resamples=30) == score_samples(samples, resamples=30)
+
+
+def test_evaluation_is_strict_json_even_when_undefined() -> None:
+    samples = [replace(s, correct=True, confidence=None, status="missing") for s in make_samples(3, 1)]
+    scores = score_samples(samples, resamples=10)
+    json.dumps(scores, allow_nan=False)
+    assert scores["overall"]["verbal"]["ece"] is None
+    assert scores["overall"]["token"]["auroc"] is None
+    assert scores["overall"]["runs"]["sd"] is None
+
+
+def test_bins_survive_json() -> None:
+    samples = make_samples()
+    bins = bins_from_json(score_samples(samples, ["verbal"], resamples=0)["overall"]["verbal"]["bins"])
+    expected = metrics.bin_rows([s.confidence for s in samples], [s.correct for s in samples])
+    for name in ("edges", "count", "confidence_sum", "correct_sum"):
+        assert np.array_equal(getattr(bins, name), getattr(expected, name))
+
+
+def test_headline() -> None:
+    scores = score_samples(make_samples(), resamples=0)
+    line = headline(scores)
+    assert tuple(line) == HEADLINE
+    assert line["mean_confidence"] == scores["overall"]["verbal"]["mean"]
+    assert headline(scores, "token", "toy")["ece"] == scores["benchmarks"]["toy"]["token"]["ece"]
+
+
+def test_consistency_counts_equivalent_answers() -> None:
+    base = make_samples(1, 4)[0]
+    answers = ["1/2", "0.5", "3", None]
+    samples = [replace(base, repeat=i, answer=answer) for i, answer in enumerate(answers)]
+    asked = []
+
+    def equivalent(a: str, b: str) -> bool:
+        asked.append((a, b))
+        return {a, b} == {"1/2", "0.5"}
+
+    found = with_consistency(samples, equivalent)
+    assert [s.consistency_confidence for s in found] == [0.5, 0.5, 0.25, None]
+    assert asked == [("0.5", "1/2"), ("3", "1/2")]
+    other = replace(samples[0], prompt_id="toy/other")
+    assert with_consistency([*samples, other], equivalent)[-1].consistency_confidence == 1.0
+
+
+def test_token_confidence_is_the_geometric_mean() -> None:
+    assert geometric_mean_probability([math.log(0.5), math.log(0.125)]) == pytest.approx(0.25)
+    assert geometric_mean_probability([]) is None
+    assert geometric_mean_probability([1e-9]) == 1.0  # rounding above zero must not leave [0, 1]
+
+
+def test_bad_input(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="unknown confidence 'vocal'; known: verbal, token, token_product, "):
+        parse_kinds("verbal,vocal")
+    assert parse_kinds("token, verbal,token") == ("token", "verbal")
+    (tmp_path / "s.jsonl").write_text('{"benchmark": "a"}\n')
+    with pytest.raises(UserError, match=r"s\.jsonl:1: not a sample of dcpo evaluate \(missing"):
+        read_samples(tmp_path / "s.jsonl")
+    with pytest.raises(UserError, match="no such file"):
+        read_samples(tmp_path / "none.jsonl")

@@ -1,0 +1,129 @@
+"""Verifier processes: hanging and dying pairs, caching, forks, their end."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from megatron_dcpo.judging.math.pool import VerifierPool
+
+HANGING = ["9^{9^{9^{9}}}", "100000000!", r"\sum_{k=1}^{10000000} \frac{1}{k^2+k+1}"]
+
+
+@pytest.fixture
+def pool() -> Iterator[VerifierPool]:
+    made = VerifierPool(workers=1, cpu_seconds=1.0, wall_seconds=3.0)
+    yield made
+    made.close()
+
+
+def workers_of(pool: VerifierPool) -> list[int]:
+    return [worker.process.pid for worker in pool._workers]
+
+
+def alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().split()[2] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_hanging_pairs_are_wrong_in_time_and_stop_nobody(pool: VerifierPool) -> None:
+    pool.verify([("x+1", "1+x")])  # the start of the worker is not what is timed
+    begin = time.monotonic()
+    verdicts = pool.verify([(HANGING[0], "5x"), ("x+2", "2+x"), (HANGING[1], "5x"), ("x+2", "x+3"), (HANGING[2], "5x")])
+    assert verdicts == [False, True, False, False, False]
+    assert time.monotonic() - begin < 3 * (3.0 + 1.0) + 5
+    begin = time.monotonic()
+    assert pool.verify([(HANGING[0], "5x")] * 50) == [False] * 50  # remembered
+    assert time.monotonic() - begin < 0.5
+
+
+def test_a_worker_beyond_interruption_is_replaced() -> None:
+    """The watchdog ends the process: with a processor limit that never comes, only the wall time is left."""
+    pool = VerifierPool(workers=1, cpu_seconds=1000.0, wall_seconds=1.0)
+    try:
+        assert pool.verify([(HANGING[2], "5x"), ("x+1", "1+x")]) == [False, True]
+        assert pool.statistics.replaced >= 1
+        assert pool.statistics.late == pool.statistics.replaced
+    finally:
+        pool.close()
+
+
+def test_a_killed_worker_costs_one_start(pool: VerifierPool) -> None:
+    assert pool.verify([("x+1", "1+x")]) == [True]
+    os.kill(workers_of(pool)[0], signal.SIGKILL)
+    assert pool.verify([("x+4", "4+x")]) == [True]
+
+
+def test_quick_pairs_start_no_process(pool: VerifierPool) -> None:
+    assert pool.verify([("5", "5"), ("6", "5"), ("1/2", "0.5"), ("", ""), ("x", "x")]) == [
+        True,
+        False,
+        True,
+        False,
+        True,
+    ]
+    assert workers_of(pool) == []
+    assert pool.statistics.quick == 5
+
+
+def test_odd_text_is_wrong_and_harmless() -> None:
+    """No worker dies of it; so the limit is one that a loaded machine does not reach."""
+    pool = VerifierPool(workers=1, cpu_seconds=5.0, wall_seconds=120.0)
+    odd = ["\ud800", "\x00", "a\nb", "\u2028", "(" * 900 + "x", "\\frac{", "}{", "\\" * 500, "\\int \\int", "#!%&"]
+    assert pool.verify([(text, "x+y") for text in odd]) == [False] * len(odd)
+    assert pool.statistics.replaced == 0
+    pool.close()
+
+
+def _in_child(pool: VerifierPool, results: multiprocessing.Queue[list[bool]]) -> None:
+    results.put(pool.verify([("x+1", "1+x"), ("x+5", "5+x")]))
+    pool.close()
+
+
+def test_a_forked_child_makes_its_own_workers(pool: VerifierPool) -> None:
+    pool.verify([("x+1", "1+x")])
+    mine = workers_of(pool)
+    fork = multiprocessing.get_context("fork")
+    results: multiprocessing.Queue[list[bool]] = fork.Queue()
+    child = fork.Process(target=_in_child, args=(pool, results))
+    child.start()
+    assert results.get(timeout=60) == [True, True]
+    child.join(60)
+    assert workers_of(pool) == mine
+    assert pool.verify([("x+6", "6+x")]) == [True]
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_workers_end_with_their_parent(how: signal.Signals) -> None:
+    script = (
+        "from megatron_dcpo.judging.math.pool import shared_pool; import time\n"
+        "shared_pool().verify([('x+1', '1+x')])\n"
+        "print(*[w.process.pid for w in shared_pool()._workers], flush=True); time.sleep(600)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    assert pids
+    parent.send_signal(how)
+    parent.wait()
+    deadline = time.monotonic() + 15
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(map(alive, pids))
+
+
+def test_workers_import_no_torch() -> None:
+    script = "import sys, megatron_dcpo.judging.math.worker, megatron_dcpo.judging.math.equivalence as e"
+    script += "; e.equivalent('x+1','1+x')"
+    script += "; assert 'math_verify' in sys.modules and 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True)

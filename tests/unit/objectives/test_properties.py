@@ -1,0 +1,519 @@
+"""What must hold for every group: invariances, gradients, scores, options."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.objectives import METHODS, ObjectiveConfig, TokenBatch, resolve
+from megatron_dcpo.objectives.advantages import MIN_BATCH_RMS, SCORES, normalize
+from megatron_dcpo.objectives.policy_loss import kl_estimate
+from megatron_dcpo.types import BLOCK_CONFIDENCE, BLOCK_NONE, MALFORMED, Judgement
+from tests.helpers.objective_cases import (
+    NEW,
+    OLD,
+    flat,
+    golden_judgements,
+    judgement,
+    loss_and_gradient,
+    objective,
+    token_batch,
+)
+
+VARIANTS: list[dict[str, Any]] = [
+    {"name": name, **more}
+    for name in METHODS
+    for more in ({}, {"preset": "verl_compat"}, {"preset": "dcpo_proper"}, {"loss_aggregation": "block_mean"})
+]
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[list[Judgement], list[np.ndarray], list[np.ndarray]]:
+    """One to three prompts with two to five responses each, in a random order, with log-probs."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    rows: list[Judgement] = []
+    for prompt in range(draw(st.integers(1, 3))):
+        for _ in range(draw(st.integers(2, 5))):
+            length = int(rng.integers(1, 9))
+            status: Any = "ok" if rng.random() < 0.7 else MALFORMED[rng.integers(len(MALFORMED))]
+            boundary = length if status == "truncated" else int(rng.integers(0, length))
+            c = float(rng.random()) if status == "ok" else None
+            rows.append(Judgement(f"p{prompt}", float(rng.random() < 0.5), c, status, boundary, length))
+    order = rng.permutation(len(rows))
+    old = [-rng.exponential(1.0, rows[i].length) for i in order]
+    new = [row + rng.normal(0, 0.3, len(row)) for row in old]
+    return [rows[i] for i in order], old, new
+
+
+@settings(max_examples=50, deadline=None)
+@given(batch=batches(), lam=st.floats(0, 1))
+def test_dcpo_is_the_papers_equation_written_as_loops(batch: Any, lam: float) -> None:
+    """(1/N) sum_i (1/|o_i|) sum_t -min(rho A, clip(rho) A) with A_r before and A_c behind the boundary."""
+    rows, old, new = batch
+    total = 0.0
+    for row, old_row, new_row in zip(rows, old, new, strict=True):
+        group = [other for other in rows if other.prompt_id == row.prompt_id]
+        accuracy = sum(other.correct for other in group) / len(group)
+
+        def R_c(one: Judgement, accuracy: float = accuracy) -> float:
+            return -1.0 if one.confidence is None else -abs(one.confidence - lam * accuracy - (1 - lam) * one.correct)
+
+        for t in range(row.length):
+            reward = (lambda one: one.correct) if t < row.boundary else R_c
+            values = [reward(other) for other in group]
+            mean = sum(values) / len(values)
+            std = (sum((value - mean) ** 2 for value in values) / len(values)) ** 0.5
+            A = (reward(row) - mean) / (std + 1e-6) if max(values) - min(values) >= 1e-6 else 0.0
+            rho = float(np.exp(new_row[t] - old_row[t]))
+            total -= min(rho * A, min(max(rho, 0.8), 1.28) * A) / row.length / len(rows)
+    assert loss_and_gradient(objective(lam=lam), rows, old, new)[0] == pytest.approx(total, abs=1e-9)
+
+
+@pytest.mark.parametrize("options", VARIANTS, ids=str)
+@settings(max_examples=15, deadline=None)
+@given(batch=batches(), data=st.data())
+def test_permuting_the_rows_changes_nothing(options: dict[str, Any], batch: Any, data: st.DataObject) -> None:
+    rows, old, new = batch
+    chosen = objective(**options)
+    order = data.draw(st.permutations(range(len(rows))))
+    loss, gradient = loss_and_gradient(chosen, rows, old, new)
+    moved, moved_gradient = loss_and_gradient(
+        chosen, [rows[i] for i in order], [old[i] for i in order], [new[i] for i in order]
+    )
+    assert moved == pytest.approx(loss, rel=1e-9, abs=1e-12)
+    for place, i in enumerate(order):
+        np.testing.assert_allclose(moved_gradient[place], gradient[i], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", VARIANTS, ids=str)
+@settings(max_examples=15, deadline=None)
+@given(batch=batches(), size=st.sampled_from([1, 2, 4, 8]), ranks=st.sampled_from([1, 2]), padding=st.integers(0, 3))
+def test_micro_batches_ranks_and_padding_change_nothing(
+    options: dict[str, Any], batch: Any, size: int, ranks: int, padding: int
+) -> None:
+    """The loss is the plain sum over ranks and micro-batches; the gradient is the one of everything at once."""
+    rows, old, new = batch
+    chosen = objective(**options)
+    expected, gradient = loss_and_gradient(chosen, rows, old, new, torch.float32)
+    scored = chosen.score(rows, old)
+    shares = [np.arange(rank, len(rows), ranks) for rank in range(ranks)]
+    counts = sum(chosen.counts(scored.select(share)) for share in shares)
+    np.testing.assert_array_equal(counts, chosen.counts(scored))
+    total = 0.0
+    for share in shares:
+        for micro in np.split(share, range(size, len(share), size)):
+            part = scored.select(micro)
+            packed = token_batch(
+                part, chosen.token_weights(part, counts), [old[i] for i in micro], [new[i] for i in micro],
+                torch.float32,
+            )  # fmt: skip
+            packed = pad(packed, padding)
+            losses, _ = chosen.token_loss(packed)
+            losses.sum().backward()
+            total += float(losses.detach().sum())
+            assert packed.logprobs.grad is not None
+            found = packed.logprobs.grad.numpy()
+            np.testing.assert_array_equal(found[len(found) - padding :], 0.0)
+            whole = np.concatenate([gradient[i] for i in micro])
+            np.testing.assert_allclose(found[: len(whole)], whole, rtol=1e-5, atol=1e-9)
+    assert total == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+def pad(batch: TokenBatch, n: int) -> TokenBatch:
+    """Padding tokens as hostile as they come: NaN log-probs and weights, huge advantages, no block."""
+    hostile = {
+        "logprobs": float("nan"),
+        "old_logprobs": -1e9,
+        "advantages": 1e9,
+        "weights": float("nan"),
+        "block_ids": 0,
+    }
+    values: dict[str, Any] = {"sequence_ids": torch.cat([batch.sequence_ids, torch.zeros(n, dtype=torch.int64)])}
+    for name, value in hostile.items():
+        tensor = getattr(batch, name).detach()
+        values[name] = torch.cat([tensor, torch.full((n,), value).to(tensor.dtype)])
+    values["logprobs"].requires_grad_()
+    return dataclasses.replace(batch, **values)
+
+
+def test_gradient_is_zero_on_prompt_and_padding_with_every_term_on() -> None:
+    chosen = objective(kl_coef=0.1, entropy_coef=0.1, tis_level="sequence", dual_clip=3.0)
+    scored = chosen.score(golden_judgements(), OLD)
+    plain = pad(token_batch(scored, chosen.token_weights(scored, chosen.counts(scored))), 5)
+    nan = torch.full_like(plain.logprobs, float("nan"))
+    more = {
+        name: torch.where(plain.block_ids == BLOCK_NONE, nan, plain.old_logprobs).detach()
+        for name in ("ref_logprobs", "engine_logprobs", "entropy")
+    }
+    losses, stats = chosen.token_loss(dataclasses.replace(plain, **more))
+    losses.sum().backward()
+    assert plain.logprobs.grad is not None
+    assert torch.isfinite(losses).all()
+    assert losses[-5:].tolist() == [0.0] * 5
+    assert plain.logprobs.grad[-5:].tolist() == [0.0] * 5
+    assert all(torch.isfinite(value) for value in stats.values())
+
+
+@settings(max_examples=30, deadline=None)
+@given(batch=batches(), scale=st.floats(0.1, 10))
+def test_scaling_the_calibration_reward_moves_confidence_tokens_only(batch: Any, scale: float) -> None:
+    rows, old, new = batch
+    plain = objective(preset="dcpo_proper")
+    scored = plain.score(rows, old)
+    scaled = objective(preset="dcpo_proper", weight_confidence=plain.options.weight_confidence * scale)
+    _, before = loss_and_gradient(plain, rows, old, new)
+    _, after = loss_and_gradient(scaled, rows, old, new)
+    for tokens, a, b in zip(scored.tokens, before, after, strict=True):
+        confidence = tokens.block_ids == BLOCK_CONFIDENCE
+        np.testing.assert_array_equal(a[~confidence], b[~confidence])
+        np.testing.assert_allclose(a[confidence] * scale, b[confidence], rtol=1e-9, atol=1e-15)
+
+
+def test_changing_a_confidence_moves_confidence_tokens_only() -> None:
+    rows = golden_judgements()
+    other = [dataclasses.replace(rows[0], confidence=0.2), *rows[1:]]
+    _, a = loss_and_gradient(objective(), rows)
+    _, b = loss_and_gradient(objective(), other)
+    for tokens, x, y in zip(objective().score(rows).tokens, a, b, strict=True):
+        confidence = tokens.block_ids == BLOCK_CONFIDENCE
+        np.testing.assert_array_equal(x[~confidence], y[~confidence])
+    assert any((x != y).any() for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("name", ["dcpo", "grpo"])
+def test_on_policy_gradient_is_the_advantage(name: str) -> None:
+    """At rho = 1 the gradient of a token is -A / (G |o_i|)."""
+    chosen = objective(name=name)
+    scored = chosen.score(golden_judgements())
+    _, gradient = loss_and_gradient(chosen, new=OLD)
+    for tokens, row in zip(scored.tokens, gradient, strict=True):
+        np.testing.assert_allclose(row, -tokens.advantages / (8 * len(row)), rtol=1e-12)
+
+
+@pytest.mark.parametrize("R", [0.0, 1.0])
+def test_saturated_group_keeps_its_confidence_gradient(R: float) -> None:
+    rows = [judgement("p", R, c) for c in (0.2, 0.5, 0.9)]
+    old = [np.full(5, -1.0)] * 3
+    for preset in ("paper", "dcpo_proper", "verl_compat"):
+        scored = objective(preset=preset).score(rows)
+        assert scored.A_r.tolist() == [0.0] * 3
+        assert np.isfinite(scored.A_c).all()
+        assert np.abs(scored.A_c).min() > 0
+        _, gradient = loss_and_gradient(objective(preset=preset), rows, old, old)
+        assert all((row[:3] == 0).all() and (row[3:] != 0).all() for row in gradient)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("value", [0.1, -0.3, 1.0, 0.7])
+@pytest.mark.parametrize("how", ["std", "mean"])
+def test_identical_rewards_give_exactly_zero(dtype: type, value: float, how: Any) -> None:
+    options = resolve(ObjectiveConfig())
+    rewards = np.full(8, value, dtype=dtype)
+    assert normalize(rewards, how, options).tolist() == [0.0] * 8
+    rewards[3] = np.nextafter(rewards[3], dtype(9))  # rounding noise is no difference
+    assert normalize(rewards, how, options).tolist() == [0.0] * 8
+
+
+def test_batch_std_is_one_scale_for_all_groups() -> None:
+    """A_c centred per group, over the root mean square of the mini-batch; A_r stays as it is."""
+    rows = [
+        judgement(p, R, c) for p, R, c in (("a", 1, 0.9), ("a", 0, 0.2), ("b", 1, 0.6), ("b", 1, 0.61), ("b", 0, None))
+    ]
+    for baseline in ("group", "counterfactual"):
+        plain = objective(advantage_normalization_confidence="mean", confidence_baseline=baseline).score(rows)
+        scaled = objective(advantage_normalization_confidence="batch_std", confidence_baseline=baseline).score(rows)
+        np.testing.assert_allclose(scaled.A_c, plain.A_c / np.sqrt(np.mean(plain.A_c**2)), rtol=1e-12)
+        np.testing.assert_array_equal(scaled.A_r, plain.A_r)
+        for tokens, A_c in zip(scaled.tokens, scaled.A_c, strict=True):
+            assert (tokens.advantages[tokens.block_ids == BLOCK_CONFIDENCE] == A_c).all()
+
+
+def test_batch_std_does_not_blow_up_what_is_almost_nothing() -> None:
+    rows = [judgement(p, 1, c) for p in "ab" for c in (0.99, 0.99, 0.98)]
+    plain = objective(calibration_loss="brier", advantage_normalization_confidence="mean").score(rows)
+    scaled = objective(calibration_loss="brier", advantage_normalization_confidence="batch_std").score(rows)
+    np.testing.assert_allclose(scaled.A_c, plain.A_c / MIN_BATCH_RMS, rtol=1e-12)
+
+
+def test_batch_std_of_posthoc_scales_all_its_tokens_alike() -> None:
+    rows = [judgement("a", R, c) for R, c in ((1, 0.9), (0, 0.2), (0, 0.7))]
+    for tokens in ("all", "confidence"):
+        plain = objective(name="posthoc", tokens=tokens, advantage_normalization_confidence="mean").score(rows)
+        scaled = objective(name="posthoc", tokens=tokens, advantage_normalization_confidence="batch_std").score(rows)
+        scale = np.sqrt(np.mean(plain.A_c**2))
+        np.testing.assert_allclose(scaled.A_c, plain.A_c / scale, rtol=1e-12)
+        np.testing.assert_allclose(scaled.A_r, plain.A_r / scale, rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["brier", "log", "spherical"])
+@pytest.mark.parametrize("p", [0.1, 0.35, 0.5, 0.8])
+@pytest.mark.parametrize("lam", [0.0, 0.5, 1.0])
+def test_proper_scores_are_best_at_the_probability(name: str, p: float, lam: float) -> None:
+    """E over R ~ Bernoulli(p) of S(c, lam p + (1 - lam) R) is largest at c = p, whatever lam."""
+    c = np.linspace(0.01, 0.99, 99)
+    expected = sum(
+        weight * SCORES[name](c, np.full_like(c, lam * p + (1 - lam) * R), 0.005)
+        for R, weight in ((1.0, p), (0.0, 1 - p))
+    )
+    assert c[np.argmax(expected)] == pytest.approx(p, abs=1e-9)
+
+
+def test_l1_is_not_proper_below_lam_one() -> None:
+    c, p = np.linspace(0, 1, 101), 0.7
+    expected = p * SCORES["l1"](c, np.full_like(c, 1.0), 0) + (1 - p) * SCORES["l1"](c, np.zeros_like(c), 0)
+    assert c[np.argmax(expected)] == 1.0
+
+
+@given(st.sampled_from(sorted(SCORES)), st.floats(0, 1), st.floats(0, 1))
+def test_scores_lie_between_minus_one_and_zero(name: str, c: float, target: float) -> None:
+    """So the malformed penalty of -1 is never better than an honest answer."""
+    score = SCORES[name](np.array([c]), np.array([target]), 0.01)[0]
+    assert -1 - 1e-12 <= score <= 1e-12
+
+
+def test_malformed_placements() -> None:
+    rows = [judgement("p", 1.0, 0.5), judgement("p", 0.0, 0.5), judgement("p", 1.0, None)]
+    scores = {
+        place: objective(malformed_placement=place).score(rows)
+        for place in ("confidence", "reasoning", "both", "sentinel")
+    }
+    t = 0.5 * 2 / 3 + 0.5
+    assert [scores[place].R[2] for place in scores] == [1.0, 0.0, 0.0, 1.0]
+    np.testing.assert_allclose([scores[p].R_c[2] for p in scores], [-1, scores["reasoning"].R_c[:2].mean(), -1, -1 - t])
+    assert scores["reasoning"].A_c[2] == pytest.approx(0, abs=1e-12)
+    assert objective(malformed_penalty=-0.5).score(rows).R_c[2] == -0.5
+
+
+def test_leave_one_out_target() -> None:
+    rows = [judgement("p", R, 0.5) for R in (1.0, 1.0, 0.0)]
+    assert objective(lam=1.0, leave_one_out=True).score(rows).targets.tolist() == [0.5, 0.5, 1.0]
+
+
+def test_posthoc_tokens() -> None:
+    rows = [judgement("p", R, c) for R, c in ((1.0, 0.9), (0.0, 0.9), (1.0, 0.1))]
+    everywhere, confined = (objective(name="posthoc", tokens=t).score(rows) for t in ("all", "confidence"))
+    np.testing.assert_allclose(everywhere.R_c, [-0.01, -0.81, -0.81])
+    np.testing.assert_array_equal(everywhere.A_r, everywhere.A_c)
+    assert confined.A_r.tolist() == [0.0] * 3
+    np.testing.assert_array_equal(confined.A_c, everywhere.A_c)
+
+
+def test_aggregations_have_their_own_denominators() -> None:
+    lengths = np.array([len(row) for row in OLD])
+    for name, expected in {
+        "sequence_mean": [1 / (8 * n) for n in lengths],
+        "token_mean": [1 / lengths.sum()] * 8,
+    }.items():
+        chosen = objective(loss_aggregation=name)
+        scored = chosen.score(golden_judgements())
+        for row, value in zip(chosen.token_weights(scored, chosen.counts(scored)), expected, strict=True):
+            np.testing.assert_allclose(row, value, rtol=1e-15)
+    chosen = objective(loss_aggregation="block_mean", weight_reasoning=2.0, weight_confidence=3.0)
+    scored = chosen.score(golden_judgements())
+    sequences, reasoning, confidence = counts = chosen.counts(scored)
+    assert (sequences, reasoning + confidence) == (8, lengths.sum())
+    weights = np.concatenate(chosen.token_weights(scored, counts))
+    blocks = np.concatenate([tokens.block_ids for tokens in scored.tokens])
+    np.testing.assert_allclose(weights, np.where(blocks == BLOCK_CONFIDENCE, 3 / confidence, 2 / reasoning))
+    # Global counts: a rank that has only half of the tokens still divides by all of them.
+    half = scored.select(range(4))
+    np.testing.assert_array_equal(np.concatenate(chosen.token_weights(half, counts)), weights[: lengths[:4].sum()])
+
+
+def test_mask_truncated_trains_nothing_on_it() -> None:
+    chosen = objective(mask_truncated=True)
+    scored = chosen.score(golden_judgements())
+    assert scored.trained.tolist() == [True] * 7 + [False]
+    assert chosen.counts(scored)[0] == 7
+    assert (loss_and_gradient(chosen)[1][7] == 0).all()
+
+
+def test_each_block_has_its_own_clip_range() -> None:
+    """rho = 1.25 with A > 0: clipped where clip_high is 0.1, not where it is 0.3."""
+    for name, expected in (("clip_high_reasoning", [0, -1]), ("clip_high_confidence", [-1, 0])):
+        chosen = objective(**{"clip_high": 0.3, name: 0.1})
+        rows = [judgement("p", 1.0, 1.0, 1, 2), judgement("p", 0.0, 1.0, 1, 2)]
+        old = [np.array([-1.0, -1.0])] * 2
+        _, gradient = loss_and_gradient(chosen, rows, old, [row + np.log(1.25) for row in old])
+        assert [-1 if g else 0 for g in gradient[0]] == expected
+
+
+def test_kl_estimators() -> None:
+    """k1 and k3 are unbiased for KL(policy || reference), k2 nearly so; k3 and k2 are never negative."""
+    p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.4, 0.35, 0.25])
+    exact = float((p * (p / q).log()).sum())
+    d = (q / p).log()
+    for name, tolerance in (("k1", 1e-7), ("k3", 1e-7), ("k2", 2e-3)):
+        assert float((p * kl_estimate(d, name)).sum()) == pytest.approx(exact, abs=tolerance)
+    assert (kl_estimate(d, "k3") >= 0).all()
+    far = torch.tensor([1e4, -1e4], requires_grad=True)
+    bounded = kl_estimate(far, "k3")
+    bounded.sum().backward()
+    assert bounded.max() <= 10
+    assert far.grad is not None
+    assert torch.isfinite(far.grad).all()
+
+
+@pytest.mark.parametrize(("estimator", "kl"), [("k1", 0.2), ("k2", 0.02), ("k3", np.exp(-0.2) + 0.2 - 1)])
+def test_kl_loss_pulls_towards_the_reference(estimator: str, kl: float) -> None:
+    """kills_kl_sign: the policy is 0.2 above the reference at every token; each token adds kl_coef * kl."""
+    base, gradient = loss_and_gradient(objective())
+    options = {"kl_coef": 0.5, "kl_estimator": estimator}
+    loss, pulled = loss_and_gradient(objective(**options), ref_logprobs=flat(NEW) - 0.2)
+    assert loss - base == pytest.approx(0.5 * kl, abs=1e-12)
+    assert all((b > a).all() for a, b in zip(gradient, pulled, strict=True))  # descent lowers logp
+
+
+@pytest.mark.parametrize("block", ["reasoning", "confidence"])
+def test_kl_and_entropy_act_on_their_block_only(block: str) -> None:
+    like = flat(OLD)
+    extra = {"ref_logprobs": like - 0.1, "entropy": torch.full_like(like, 2.0)}
+    scored = objective().score(golden_judgements())
+    _, plain = loss_and_gradient(objective(), **extra)
+    _, with_kl = loss_and_gradient(objective(**{f"kl_coef_{block}": 0.5}), **extra)
+    for tokens, a, b in zip(scored.tokens, plain, with_kl, strict=True):
+        changed = tokens.block_ids == (BLOCK_CONFIDENCE if block == "confidence" else 1)
+        np.testing.assert_array_equal(a[~changed], b[~changed])
+        assert (a[changed] != b[changed]).all()
+    base, _ = loss_and_gradient(objective(), **extra)
+    share = sum((t.block_ids == (BLOCK_CONFIDENCE if block == "confidence" else 1)).mean() for t in scored.tokens) / 8
+    bonus, _ = loss_and_gradient(objective(**{f"entropy_coef_{block}": 0.5}), **extra)
+    assert bonus == pytest.approx(base - 0.5 * 2.0 * share, abs=1e-12)
+
+
+def test_truncated_importance_sampling() -> None:
+    """A constant gap of log 1.1 per token: 1.1 on each token, or 1.1^|o| capped, on the policy term alone."""
+    gap = float(np.log(1.1))
+    engine = flat(OLD) - gap
+    base, gradient = loss_and_gradient(objective())
+    token, _ = loss_and_gradient(objective(tis_level="token"), engine_logprobs=engine)
+    assert token == pytest.approx(1.1 * base, rel=1e-12)
+    capped, _ = loss_and_gradient(objective(tis_level="token", tis_cap=1.05), engine_logprobs=engine)
+    assert capped == pytest.approx(1.05 * base, rel=1e-12)
+    _, by_sequence = loss_and_gradient(objective(tis_level="sequence", tis_cap=2.0), engine_logprobs=engine)
+    for a, b in zip(gradient, by_sequence, strict=True):
+        np.testing.assert_allclose(b, min(1.1 ** len(a), 2.0) * a, rtol=1e-12, atol=1e-15)
+
+
+def test_missing_inputs_are_named() -> None:
+    for options, missing in (
+        ({"kl_coef": 0.1}, "ref_logprobs"),
+        ({"tis_level": "token"}, "engine_logprobs"),
+        ({"entropy_coef": 0.1}, "entropy"),
+    ):
+        with pytest.raises(ValueError, match=missing):
+            loss_and_gradient(objective(**options))
+    with pytest.raises(ValueError, match="old_logprobs"):
+        objective(name="ccgspg").score(golden_judgements())
+    with pytest.raises(ValueError, match="one value per response token"):
+        objective(name="ccgspg").score(golden_judgements(), NEW[::-1])
+    with pytest.raises(UserError, match="at least 2"):
+        objective().score(golden_judgements()[:1])
+    with pytest.raises(UserError, match=r"in \[0, 1\]"):
+        objective().score([judgement("p", 1.0, 1.2), judgement("p", 1.0, 0.2)])
+
+
+def test_ccgspg_is_bounded_when_the_model_is_sure() -> None:
+    rows = [judgement("p", R, None) for R in (1.0, 0.0)]
+    sure = [np.zeros(5), np.full(5, -1e-9)]
+    for dtype in (torch.float32, torch.float64):
+        loss, gradient = loss_and_gradient(objective(name="ccgspg"), rows, sure, sure, dtype)
+        assert np.isfinite(loss)
+        assert all(np.isfinite(row).all() and np.abs(row).max() <= 1e4 for row in gradient)
+
+
+def test_options_resolve_explicit_then_method_then_preset() -> None:
+    assert resolve(ObjectiveConfig()).lam == 0.5
+    assert resolve(ObjectiveConfig(name="rlcr")).lam == 0.0
+    assert resolve(ObjectiveConfig(name="rlcr", lam=0.3)).lam == 0.3
+    proper = resolve(ObjectiveConfig(preset="dcpo_proper"))
+    assert proper.blocks("advantage_normalization") == ("std", "batch_std")
+    assert proper.blocks("weight") == (1.0, 0.35)
+    assert resolve(ObjectiveConfig(preset="dcpo_proper", weight=2.0)).blocks("weight") == (2.0, 2.0)
+    assert resolve(ObjectiveConfig(preset="dcpo_proper", confidence_gradient="sampled")).blocks("weight") == (1.0, 1.0)
+    assert resolve(ObjectiveConfig(name="rlcr", preset="dcpo_proper")).blocks("weight") == (1.0, 1.0)
+    assert resolve(ObjectiveConfig(clip_high=0.3, clip_high_confidence=0.1)).blocks("clip_high") == (0.3, 0.1)
+    assert resolve(ObjectiveConfig(name="ccgspg", preset="verl_compat")).loss_aggregation == "sequence_mean"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lam": 1.5}, "less than or equal to 1"),
+        ({"lam": float("nan")}, "finite"),
+        ({"preset": "papr"}, "verl_compat"),
+        ({"clip_low": 1.0}, "less than 1"),
+        ({"dual_clip": 0.5}, "greater than 1"),
+        ({"ddof": 2}, "0 or 1"),
+        ({"lamda": 0.5}, "Extra inputs are not permitted"),
+    ],
+)
+def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        ObjectiveConfig(**options)
+
+
+def test_an_unknown_method_is_named() -> None:
+    with pytest.raises(UserError, match="unknown objective 'dcop'; did you mean 'dcpo'"):
+        objective(name="dcop")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"name": "grpo", "lam": 0.5},
+            "objective.lam has no effect with objective.name=grpo.*dcpo, coupled, rlcr, posthoc",
+        ),
+        ({"name": "dcpo", "w": 0.5}, r"objective.w has no effect.*\(coupled, rlcr\)"),
+        ({"name": "ccgspg", "clip_low": 0.1}, "objective.clip_low_reasoning has no effect"),
+        (
+            {"name": "coupled", "advantage_normalization_confidence": "mean"},
+            "advantage_normalization_confidence has no",
+        ),
+        ({"name": "rlcr", "confidence_gradient": "digits"}, r"\(dcpo\)"),
+        ({"name": "posthoc", "beta": 0.1}, r"\(ccgspg\)"),
+    ],
+)
+def test_options_that_a_method_ignores_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        objective(**options)
+
+
+def test_a_short_name_is_accepted_where_one_block_reads_it_and_null_unsets() -> None:
+    assert (
+        resolve(ObjectiveConfig(name="grpo", advantage_normalization="mean")).advantage_normalization_reasoning
+        == "mean"
+    )
+    assert resolve(ObjectiveConfig(name="grpo", lam=None)).name == "grpo"
+    assert resolve(ObjectiveConfig(name="dcpo", w=1.0).changed(w=None)).w == 1.0
+
+
+def test_every_option_is_read_by_a_method_and_every_method_names_real_options() -> None:
+    read = frozenset().union(*(method.options for method in METHODS.values()))
+    assert read == set(ObjectiveConfig.model_fields)
+
+
+def test_statistics_sum_over_micro_batches() -> None:
+    chosen = objective(kl_coef=0.1)
+    scored = chosen.score(golden_judgements())
+    weights = chosen.token_weights(scored, chosen.counts(scored))
+    _, whole = chosen.token_loss(token_batch(scored, weights, ref_logprobs=flat(OLD)))
+    parts = []
+    for rows in (range(3), range(3, 8)):
+        batch = token_batch(
+            scored.select(rows), [weights[i] for i in rows], [OLD[i] for i in rows], [NEW[i] for i in rows],
+            ref_logprobs=flat([OLD[i] for i in rows]),
+        )  # fmt: skip
+        parts.append(chosen.token_loss(batch)[1])
+    assert whole["tokens/reasoning"] + whole["tokens/confidence"] == sum(map(len, OLD))
+    for name, value in whole.items():
+        assert float(sum(part[name] for part in parts)) == pytest.approx(float(value), rel=1e-12)

@@ -1,0 +1,122 @@
+"""``dcpo plan``: known models by hand arithmetic, and every bad input named in one line."""
+
+import json
+
+import pytest
+
+from megatron_dcpo.cli import main
+from megatron_dcpo.weights.architecture import parse_architecture
+from megatron_dcpo.weights.planner import Layout
+from megatron_dcpo.weights.reshard_plan import reshard_plan
+from tests.helpers.paths import EXAMPLES
+
+LLAMA_70B = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 80,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000,
+}
+TP, PP, VPP = (f"parallel.{name}_model_parallel_size" for name in ("tensor", "pipeline", "virtual_pipeline"))
+
+
+@pytest.fixture
+def plan(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
+    config = str(EXAMPLES / "llama3.1_8b" / "math" / "dcpo.yaml")
+
+    def run(gpus, *arguments, json_output=True):
+        command = ["plan", "--config", config, "--gpus", str(gpus), f"model.path={tmp_path}"]
+        status = main([*command, *(["--json"] if json_output else []), *arguments])
+        out, err = capsys.readouterr()
+        return status, json.loads(out) if json_output and not status else out, err
+
+    return run
+
+
+def test_70b_by_hand(plan):
+    status, facts, _ = plan(64, f"{TP}=8", f"{PP}=4", "parallel.sequence_parallel=true")
+    assert status == 0
+    assert facts["parameters"] == 70_553_706_496
+    # 20 layers of a rank, and on the first stage the embedding
+    layer = (8192 * (64 + 2 * 8) * 128 + 8192 * 64 * 128 + 3 * 8192 * 28672) // 8 + 2 * 8192
+    assert facts["stages"][0]["numel"] == 20 * layer + 129024 // 8 * 8192
+    assert facts["stages"][1]["numel"] == 20 * layer
+    assert [stage["micro_batches_in_flight"] for stage in facts["stages"]] == [4, 3, 2, 1]
+    assert facts["stages"][0]["gradients"] == pytest.approx(4 * facts["stages"][0]["numel"], rel=1e-5)
+
+
+def test_optimizer_state_shrinks_with_data_parallelism_and_activations_with_recomputation(plan):
+    layout = (f"{TP}=8", f"{PP}=4", "parallel.sequence_parallel=true", "parallel.use_distributed_optimizer=true")
+    small, large = plan(64, *layout)[1], plan(4096, *layout)[1]
+    assert large["layout"]["data_parallel_size"] == 128
+    assert large["stages"][0]["moments"] == pytest.approx(small["stages"][0]["moments"] / 64, rel=0.01)
+    assert large["stages"][0]["weights"] == pytest.approx(small["stages"][0]["weights"], rel=1e-4)
+    kept = [
+        plan(64, *layout, f"parallel.recompute_granularity={granularity}")[1]["stages"][0]["activations"]
+        for granularity in ("none", "selective", "full")
+    ]
+    assert kept[0] > kept[1] > 2 * kept[2]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "arguments", "engine", "replicas"),
+    [
+        (64, (f"{TP}=8", f"{PP}=4"), 8, 2),
+        (8, (f"{TP}=4",), 2, 2),
+        (16, (f"{TP}=2", f"{PP}=2", f"{VPP}=2"), 8, 4),  # engines over several replicas
+        (8, (f"{TP}=1", "parallel.sequence_parallel=false"), 4, 8),  # every rank has all
+    ],
+)
+def test_resharding_is_what_the_synchronisation_moves(plan, gpus, arguments, engine, replicas):
+    shape = ("rollout.engine=vllm", f"rollout.tensor_model_parallel_size={engine}", "model.params_dtype=bf16")
+    status, facts, err = plan(gpus, *arguments, *shape)
+    assert status == 0, err
+    layout = Layout(**{k: v for k, v in facts["layout"].items() if k != "data_parallel_size"})
+    assert facts["layout"]["data_parallel_size"] == replicas
+    arch = parse_architecture(LLAMA_70B)
+    made = [reshard_plan(arch, layout, engine, replicas, itemsize=2, replica=i) for i in range(replicas)]
+    assert facts["resharding_bytes"] == max(max(one.received) for one in made)
+
+
+def test_verdict_names_what_to_change(plan):
+    greedy = (
+        "parallel.sequence_parallel=false",
+        "parallel.recompute_granularity=none",
+        "rollout.gpu_memory_utilization=0.9",
+    )
+    status, text, _ = plan(64, f"{TP}=8", f"{PP}=4", *greedy, json_output=False)
+    assert status == 0
+    assert "does not fit" in text
+    assert "parallel.sequence_parallel=true" in text
+    assert "Assumed: 989 TFLOP/s" in text
+    facts = plan(64, f"{TP}=8", f"{PP}=4", "--gpu-memory-gb", "100000")[1]
+    assert facts["fits"]
+    assert not facts["change"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "arguments", "message"),
+    [
+        (12, [f"{TP}=8"], "does not divide the 12 process(es)"),
+        (8192, [], "--gpus 8192 is outside 1 ... 4096"),
+        (48, [f"{TP}=6"], "does not divide the model's 64 attention heads"),
+        (64, [f"{TP}=16"], "does not divide the model's 8 query groups"),
+        (9, [f"{PP}=3"], "does not divide the model's 80 layers"),
+        (8, ["--response-tokens", "999999"], "--response-tokens 999999 is outside"),
+        (8, ["--mfu", "2"], "--mfu 2 is above 1"),
+        (8, ["--reserve-gb", "90"], "--reserve-gb 90 is outside"),
+        (8, ["model.path=/no/such/model"], "/no/such/model does not exist"),
+        (8, ["parallel.tensor=1"], "unknown key parallel.tensor"),
+    ],
+)
+def test_bad_input_is_one_line(plan, gpus, arguments, message):
+    status, _, err = plan(gpus, *arguments)
+    assert status == 2
+    assert message in err
+    assert err.count("\n") == 1

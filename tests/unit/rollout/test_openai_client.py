@@ -1,0 +1,190 @@
+"""The endpoint engine against a small server of our own: concurrency, retries, refusals, kill and resume."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_dcpo.cli import main
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.evaluation.evaluate import Request
+from megatron_dcpo.evaluation.samples import read_samples
+from megatron_dcpo.rollout import SamplingConfig
+from megatron_dcpo.rollout.openai_client import Endpoint, served_model
+from megatron_dcpo.rollout.seeds import sample_seed
+from megatron_dcpo.types import Prompt, Response
+from tests.helpers.fake_server import FakeServer, Reply, good_reply
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    fake = FakeServer().start()
+    yield fake
+    fake.stop()
+
+
+def prompts(count: int) -> list[Prompt]:
+    return [
+        Prompt(f"p{i}", ({"role": "user", "content": f"what is {i} = ?"},), (), str(i), "toy") for i in range(count)
+    ]
+
+
+def endpoint(server: FakeServer, **options: Any) -> Endpoint:
+    sampling = SamplingConfig(temperature=0.7, top_p=0.8, top_k=20, max_tokens=9, top_logprobs=3)
+    return Endpoint(server.url, "fake", sampling, **{"first_pause": 0.01, "timeout": 5.0, **options})
+
+
+def all_of(found: Iterator[list[Response]]) -> dict[tuple[str, int], Response]:
+    flat = [completion for batch in found for completion in batch]
+    assert len({(c.prompt_id, c.sample_index) for c in flat}) == len(flat)
+    return {(c.prompt_id, c.sample_index): c for c in flat}
+
+
+@pytest.mark.parametrize("api", ["chat", "completions"])
+def test_every_sample_once_and_side_by_side(server: FakeServer, api: Any) -> None:
+    server.pause = 0.05
+    engine = endpoint(server, api=api, concurrency=6, extra_body={"min_p": 0.1}, api_key="secret")
+    found = all_of(engine.complete([Request(p, (0, 1, 2)) for p in prompts(8)]))
+    assert set(found) == {(f"p{i}", r) for i in range(8) for r in range(3)}
+    assert 2 <= server.most_at_once <= 6
+    assert len({body["seed"] for body in server.asked}) == len(server.asked) == 24
+    body = server.asked[0]
+    assert (body["model"], body["temperature"], body["top_p"], body["top_k"], body["max_tokens"], body["min_p"]) == (
+        "fake", 0.7, 0.8, 20, 9, 0.1,
+    )  # fmt: skip
+    assert body["authorization"] == "Bearer secret"
+    one = found["p3", 1]
+    np.testing.assert_array_equal(one.logprobs, np.array([-0.5, -0.25, -9999.0], np.float32))
+    assert one.top_logprobs is not None
+    np.testing.assert_array_equal(one.top_logprobs, np.array([[-0.5, -1.5], [-0.25, -2.0], [-0.1, -3.0]], np.float32))
+    again = all_of(endpoint(server, api=api, concurrency=1).complete([Request(p, (0, 1, 2)) for p in prompts(8)]))
+    assert {key: c.text for key, c in again.items()} == {key: c.text for key, c in found.items()}
+
+
+def test_passing_failures_are_repeated(server: FakeServer) -> None:
+    seen: Counter[int] = Counter()
+
+    def sometimes(body: dict[str, Any]) -> Reply:
+        seen[body["seed"]] += 1
+        if seen[body["seed"]] <= 2:
+            return (429, {}, {"Retry-After": "0"}) if seen[body["seed"]] == 1 else (503, {}, {})
+        return good_reply(body)
+
+    server.reply = sometimes
+    found = all_of(endpoint(server).complete([Request(p, (0,)) for p in prompts(4)]))
+    assert len(found) == 4
+    assert set(seen.values()) == {3}
+
+
+def test_refusals_are_errors_at_once_and_keep_what_is_finished(server: FakeServer) -> None:
+    server.reply = lambda body: (400, {"error": "no such model"}, {}) if len(server.asked) > 3 else good_reply(body)
+    found = endpoint(server, concurrency=1).complete([Request(p, (0,)) for p in prompts(9)])
+    kept: list[Response] = []
+    with pytest.raises(UserError, match=r"HTTP 400.*no such model"):
+        kept.extend(completion for batch in found for completion in batch)
+    assert len(kept) == 3
+    assert len(server.asked) == 4
+
+
+def test_a_server_that_is_gone_is_an_error_after_all_attempts(server: FakeServer) -> None:
+    server.stop()
+    with pytest.raises(UserError, match="no answer after 3 attempts"):
+        all_of(endpoint(server, attempts=3).complete([Request(prompts(1)[0], (0,))]))
+    with pytest.raises(UserError, match="cannot list its models"):
+        served_model(server.url)
+
+
+@pytest.mark.parametrize("reply", [{}, {"choices": []}, {"choices": [{"message": {}, "logprobs": {"content": [1]}}]}])
+def test_odd_replies_are_named(server: FakeServer, reply: dict[str, Any]) -> None:
+    server.reply = lambda body: (200, reply, {})
+    with pytest.raises(UserError, match="unexpected reply"):
+        all_of(endpoint(server).complete([Request(prompts(1)[0], (0,))]))
+
+
+# ------------------------------------------------------------------------------------------------ the command
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> str:
+    path = tmp_path / "toy.jsonl"
+    path.write_text("\n".join(json.dumps({"problem": f"what is {i} = ?", "answer": str(i)}) for i in range(12)))
+    return f"toy={path}"
+
+
+def command(server: FakeServer, toy: str, out: Path, *more: str) -> list[str]:
+    fixed = ["--template", "raw", "--repeats", "4", "--resamples", "20", "--timeout", "5", "--concurrency", "3"]
+    return ["evaluate", "--endpoint", server.url, "--benchmarks", toy, "--out", str(out), *fixed, *more]
+
+
+def lines_of(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def test_killed_and_started_again_loses_no_sample_and_asks_none_twice(tmp_path: Path, toy: str) -> None:
+    """SIGKILL of the client in the middle, and another server on the same port afterwards."""
+    server, out = FakeServer(pause=0.1).start(), tmp_path / "run"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    client = subprocess.Popen([sys.executable, "-m", "megatron_dcpo", *command(server, toy, out)], env=environment)
+    deadline = time.monotonic() + 90
+    while lines_of(out / "samples.jsonl") < 12 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    client.send_signal(signal.SIGKILL)
+    client.wait()
+    time.sleep(0.3)
+    server.stop()
+    kept = lines_of(out / "samples.jsonl")
+    assert 12 <= kept < 48
+    rows = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()[:kept]]
+    recorded = {sample_seed(0, row["prompt_id"], row["repeat"]) for row in rows}
+    assert recorded <= {body["seed"] for body in server.answered}
+    with open(out / "samples.jsonl", "a") as file:
+        file.write('{"benchmark": "toy", "prom')  # as a power cut leaves it
+
+    second = FakeServer(port=server.port).start()
+    try:
+        assert main(command(second, toy, out)) == 0
+        assert len(second.asked) == 48 - kept
+        assert recorded.isdisjoint(body["seed"] for body in second.asked)
+        samples = read_samples(out / "samples.jsonl")
+        assert [(s.prompt_id, s.repeat) for s in samples] == [(f"toy/{i}", r) for i in range(12) for r in range(4)]
+
+        whole = tmp_path / "whole"
+        assert main(command(second, toy, whole, "--concurrency", "7")) == 0
+        for name in ("evaluation.json", "samples.jsonl"):
+            assert (whole / name).read_text() == (out / name).read_text(), name
+        before = len(second.asked)
+        assert main(command(second, toy, out)) == 0
+        assert len(second.asked) == before  # nothing is left to ask
+        assert main(command(second, toy, out, "--repeats", "5")) == 0
+        assert len(second.asked) == before + 12
+    finally:
+        second.stop()
+
+
+def test_other_settings_are_refused(
+    server: FakeServer, toy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command(server, toy, tmp_path / "run", "--limit", "2")) == 0
+    assert main(command(server, toy, tmp_path / "run", "--limit", "2", "--temperature", "1")) == 2
+    assert "was begun with temperature = 0.7, now it is 1.0" in capsys.readouterr().err
+    assert main(command(server, toy, tmp_path / "run", "--limit", "2", "--temperature", "1", "--fresh")) == 0
+    assert len(server.asked) == 16
+
+
+def test_chat_messages_carry_the_training_prompt(server: FakeServer, toy: str, tmp_path: Path) -> None:
+    assert main(command(server, toy, tmp_path / "run", "--limit", "1", "--template", "paper")) == 0
+    content = server.asked[0]["messages"][-1]["content"]
+    assert content.startswith("what is 0 = ?")
+    assert "<conf> Confidence: 0.83" in content
+    assert "prompt" not in server.asked[0]

@@ -1,0 +1,83 @@
+"""Every illegal combination is named by a dry run, in one line, before anything is allocated."""
+
+import pytest
+
+from megatron_dcpo.cli import main
+from tests.helpers.paths import QUICKSTART
+
+TP, PP, VPP = (
+    f"parallel.{name}_model_parallel_size" for name in ("tensor", "pipeline", "virtual_pipeline")
+)  # 2 layers, 2 heads, 2 key/value heads, ffn 192, vocabulary 282
+
+ILLEGAL = [
+    (["parallel.sequence_parallel=true"], "parallel.sequence_parallel needs parallel.tensor_model_parallel_size > 1"),
+    ([f"{VPP}=2"], f"{VPP} > 1 needs {PP} > 1"),
+    ([f"{PP}=2", f"{VPP}=2"], "(x virtual stages = 4) does not divide the model's 2 layers"),
+    ([f"{PP}=3"], "does not divide the model's 2 layers"),
+    ([f"{TP}=3"], "does not divide the model's 2 attention heads"),
+    ([f"{TP}=4"], "does not divide the model's 2 attention heads"),
+    (
+        ["parallel.context_parallel_size=2"],
+        "parallel.context_parallel_size=2: context parallelism is not in this version",
+    ),
+    (["parallel.overlap_param_gather=true"], "parallel.overlap_param_gather needs parallel.use_distributed_optimizer"),
+    (
+        ["parallel.overlap_param_gather=true", "parallel.use_distributed_optimizer=true"],
+        "parallel.overlap_param_gather needs parallel.overlap_grad_reduce",
+    ),
+    (["training.updates_per_rollout=5"], "training.updates_per_rollout=5 does not divide data.prompts_per_step=48"),
+    (["optimizer.min_lr=1"], "optimizer.min_lr=1.0 is above optimizer.lr=0.0003"),
+    ([f"{TP}=0"], TP),
+    ([f"{PP}=-1"], PP),
+    (["training.micro_batch_size=0"], "training.micro_batch_size"),
+    (["training.max_tokens_per_micro_batch=0"], "training.max_tokens_per_micro_batch"),
+    (["parallel.recompute_granularity=some"], "parallel.recompute_granularity"),
+    (["model.transformer_impl=transformer_engine"], "Transformer Engine needs a GPU"),
+    (["model.make_vocab_size_divisible_by=0"], "model.make_vocab_size_divisible_by"),
+    (["training.max_nonfinite_steps=0"], "training.max_nonfinite_steps"),
+]
+
+
+def dry_run(overrides, capsys):
+    status = main(["train", "--config", str(QUICKSTART / "dcpo.yaml"), "--dry-run", *overrides])
+    return status, capsys.readouterr().err
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch):
+    monkeypatch.chdir(QUICKSTART.parents[1])
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"), ILLEGAL, ids=lambda value: "-".join(value) if list is type(value) else ""
+)
+def test_illegal_combination_is_named(overrides, message, capsys):
+    status, said = dry_run(overrides, capsys)
+    assert status == 2
+    assert message in said
+    assert len(said.splitlines()) == 1
+
+
+def test_world_size_of_the_launcher(capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    status, said = dry_run([f"{TP}=2"], capsys)
+    assert status == 2
+    assert "= 2 does not divide the 3 process(es) started" in said
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [f"{TP}=2", "parallel.sequence_parallel=true", "parallel.sequence_packing=true"],
+        [f"{PP}=2", "parallel.recompute_granularity=full"],
+        ["parallel.overlap_grad_reduce=true"],
+        [
+            "parallel.overlap_grad_reduce=true",
+            "parallel.overlap_param_gather=true",
+            "parallel.use_distributed_optimizer=1",
+        ],
+    ],
+)
+def test_legal_combination_passes(overrides, capsys):
+    assert dry_run(overrides, capsys)[0] == 0
