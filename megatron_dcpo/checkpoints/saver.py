@@ -181,8 +181,8 @@ def _snapshot(buckets: list[Any] | None, clone: bool) -> list[Any]:
     """The tensors to write, on the CPU; ``clone``: none of them shared with the training state."""
     staged = []
     for path, key, (data, tensors) in buckets or []:
-        held = [(item, t.cpu() if t.device.type != "cpu" else t.clone() if clone else t) for item, t in tensors]
-        staged.append((path, key, (data, held)))
+        on_host = [(item, t.cpu() if t.device.type != "cpu" else t.clone() if clone else t) for item, t in tensors]
+        staged.append((path, key, (data, on_host)))
     return staged
 
 

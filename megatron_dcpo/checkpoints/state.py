@@ -64,10 +64,10 @@ def newest_intact(directory: Path, topology: Topology) -> tuple[int | None, dict
     if announced not in present:
         wrong[announced] = "the directory is missing"
     for iteration in reversed([i for i in present if i <= announced]):
-        found = _check(iteration_dir(directory, iteration), iteration, topology)
-        if found is None:
+        problem = _check(iteration_dir(directory, iteration), iteration, topology)
+        if problem is None:
             return iteration, wrong
-        wrong[iteration] = found
+        wrong[iteration] = problem
     listed = "; ".join(f"{iteration_dir(directory, i)}: {why}" for i, why in wrong.items())
     raise UserError(f"no intact checkpoint to resume from ({listed}); restore one, or start in another run_dir")
 
@@ -164,7 +164,7 @@ def _check(path: Path, iteration: int, topology: Topology) -> str | None:
         problem = damage(path, files[topology.rank :: topology.world_size])
     except ValueError as error:
         problem = str(error)
-    return next((found for found in all_gather_objects(problem) if found), None)
+    return next(filter(None, all_gather_objects(problem)), None)
 
 
 def _model_key(policy: Policy, index: int) -> str:

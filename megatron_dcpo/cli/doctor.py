@@ -73,9 +73,9 @@ def _sandbox() -> Finding:
     from megatron_dcpo.sandbox.local import problem_of
 
     problems = {level: problem_of(level) for level in ("bubblewrap", "landlock")}  # type: ignore[arg-type]
-    found = next((level for level, problem in problems.items() if not problem), "none")
+    usable = next((level for level, problem in problems.items() if not problem), "none")
     missing = "; ".join(f"{level}: {problem}" for level, problem in problems.items() if problem)
-    return Finding("sandbox for programs", found, None, missing)
+    return Finding("sandbox for programs", usable, None, missing)
 
 
 def _devices() -> list[Finding]:

@@ -124,13 +124,13 @@ def _pass_on(number: int, _: Any) -> None:
 
 def _workers() -> list[int]:
     """The processes that this one started to run a verb and that have not ended."""
-    found, me = [], os.getpid()
+    workers, me = [], os.getpid()
     for task in Path(f"/proc/{me}/task").iterdir():
         for child in (task / "children").read_text().split():
             with contextlib.suppress(OSError):
                 if b"megatron_dcpo" in Path(f"/proc/{child}/cmdline").read_bytes():
-                    found.append(int(child))
-    return found
+                    workers.append(int(child))
+    return workers
 
 
 def _describe(rank: int, failure: Any) -> str:

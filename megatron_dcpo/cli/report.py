@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     against = published.load_published(args.against) if args.against else []
     page = report.write_report(runs, args.out or Path(args.runs[0]) / "report.html", args.title, against)
     numbers = report.comparison(runs)
-    beside = published.compare({found.name: found.evaluation for found in runs}, against)
+    beside = published.compare({one.name: one.evaluation for one in runs}, against)
     if args.json:
         beside_runs = {"against": beside} if args.against else {}
         print(json.dumps(json_ready({"report": str(page), "runs": numbers, **beside_runs}), indent=1))

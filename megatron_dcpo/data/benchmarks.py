@@ -296,12 +296,12 @@ def _corrected(row: Row, corrections: Mapping[str, Mapping[str, str]]) -> Row:
     return {**row, **fix} if fix else row
 
 
-def _differences(entry: Benchmark, source: str, found: int, corrected: bool) -> tuple[str, ...]:
+def _differences(entry: Benchmark, source: str, count: int, corrected: bool) -> tuple[str, ...]:
     warnings = []
     if entry.window:
         warnings.append(f"{entry.name}: contests from {entry.window[0]} until before {entry.window[1]}")
-    if entry.count and found != entry.count:
-        warnings.append(f"{entry.name}: {found} problems where {entry.count} are expected ({source})")
+    if entry.count and count != entry.count:
+        warnings.append(f"{entry.name}: {count} problems where {entry.count} are expected ({source})")
     for file, note in entry.notes.items():
         if source.endswith(file):
             state = "; corrections applied" if corrected and entry.corrections else ""

@@ -173,10 +173,10 @@ def to_record(row: Row, index: int, task: str, forced: bool = True, source: str 
     answer_column = _first_column(row, ANSWER_COLUMNS)
     if problem is None or (answer_column is None and not has_ground_truth):
         missing = "problem" if problem is None else "answer"
-        wanted = PROBLEM_COLUMNS if problem is None else (*ANSWER_COLUMNS, "reward_model.ground_truth")
+        expected = PROBLEM_COLUMNS if problem is None else (*ANSWER_COLUMNS, "reward_model.ground_truth")
         raise UserError(
             f"{where} has no {missing} column; found {', '.join(map(str, row)) or 'nothing'}; "
-            f"expected one of {', '.join(wanted)}"
+            f"expected one of {', '.join(expected)}"
         )
     raw = reward_model["ground_truth"] if has_ground_truth else row[str(answer_column)]  # type: ignore[index]
     answer = final_answer(raw, integer="aime" in name.lower() or "aime_number" in row)
@@ -357,8 +357,8 @@ def _only_data_file(directory: Path) -> Path:
     files = sorted(file for file in directory.iterdir() if file.name.endswith(SUFFIXES))
     if len(files) == 1:
         return files[0]
-    found = ", ".join(file.name for file in files) or "none"
-    raise UserError(f"{directory}: expected exactly one data file in this directory, found {found}; name the file")
+    names = ", ".join(file.name for file in files) or "none"
+    raise UserError(f"{directory}: expected exactly one data file in this directory, found {names}; name the file")
 
 
 def _looks_like_hub_name(name: str) -> bool:

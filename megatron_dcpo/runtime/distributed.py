@@ -163,10 +163,10 @@ class BucketBarrier:
         if len(self.ranks) == 1:
             return "" if accepted else "this rank's engine did not take it"
         self._say(number)
-        mine = torch.tensor([number, int(accepted)], dtype=torch.int64, device=current_device())
-        answers = [torch.zeros_like(mine) for _ in self.ranks]
+        own_answer = torch.tensor([number, int(accepted)], dtype=torch.int64, device=current_device())
+        answers = [torch.zeros_like(own_answer) for _ in self.ranks]
         try:
-            dist.all_gather(answers, mine, group=self.group)
+            dist.all_gather(answers, own_answer, group=self.group)
         except RuntimeError as error:
             return f"{self.who_is_behind(number)} ({' '.join(str(error).split())[:200]})"
         refused = [r for r, answer in zip(self.ranks, answers, strict=True) if answer.tolist() != [number, 1]]

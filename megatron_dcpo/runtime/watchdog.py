@@ -161,10 +161,10 @@ class Watchdog:
     def _beat(self) -> None:
         self._store.set(f"beat/{self.rank}", self._note())
         stop, lost = (value.decode() for value in self._store.multi_get(["stop", "lost"]))
-        mine = signals.stop_requested()
-        if mine and not stop:
-            self._store.set("stop", str(int(mine)))
-        elif stop and not mine:
+        signalled = signals.stop_requested()
+        if signalled and not stop:
+            self._store.set("stop", str(int(signalled)))
+        elif stop and not signalled:
             signals.request_stop(int(stop))
         if lost and not self._over.is_set():
             self._end_process(lost)

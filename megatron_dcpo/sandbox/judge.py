@@ -199,17 +199,17 @@ class SandboxSession:
     def _by_calls(self, program: str, tests: dict[str, Any]) -> CodeVerdict:
         total = self.limits.program_seconds
         with ExitStack() as stack:
-            ours, theirs = socket.socketpair()
-            stack.callback(theirs.close)
-            stack.callback(ours.close)
+            checker_end, program_end = socket.socketpair()
+            stack.callback(program_end.close)
+            stack.callback(checker_end.close)
             task = stack.enter_context(in_memory(_job(program, tests)))
             checks = stack.enter_context(in_memory(json.dumps(tests).encode()))
             empty, out, err = (stack.enter_context(in_memory()) for _ in range(3))
             channel = stack.enter_context(self.server("program").spawn(self.limits, task))
-            start_run(channel, total, empty, out, err, theirs.fileno())
-            verdicts = stack.enter_context(self.server("checker").spawn(self.limits, checks, ours.fileno()))
-            theirs.close()
-            ours.close()
+            start_run(channel, total, empty, out, err, program_end.fileno())
+            verdicts = stack.enter_context(self.server("checker").spawn(self.limits, checks, checker_end.fileno()))
+            program_end.close()
+            checker_end.close()
             try:
                 report = receive(verdicts, total + 2.0)
             except TimeoutError:

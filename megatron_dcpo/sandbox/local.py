@@ -118,12 +118,12 @@ class Server:
 
     def __init__(self, level: Level, role: Role = "program") -> None:
         self.level, self.role = level, role
-        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.control, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sources, boot = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        with theirs, boot, sources:
-            self.process = _popen(level, theirs, boot)
+        with server_end, boot, sources:
+            self.process = _popen(level, server_end, boot)
             boot.close()
-            theirs.close()
+            server_end.close()
             try:
                 sources.sendall(json.dumps(_order(level, role)).encode())
                 sources.close()
@@ -133,21 +133,21 @@ class Server:
         if ready != "ready":
             self.close()
             assert self.process.stderr is not None
-            said = self.process.stderr.read(4000).decode(errors="replace").strip().splitlines()
+            complaint = self.process.stderr.read(4000).decode(errors="replace").strip().splitlines()
             self.process.stderr.close()
-            raise SandboxDied(said[-1] if said else f"no answer from the {level} sandbox")
+            raise SandboxDied(complaint[-1] if complaint else f"no answer from the {level} sandbox")
 
     def spawn(self, limits: CodeLimits, *pipes: int) -> socket.socket:
         """Fork a process that owns ``pipes``; the channel to it."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        channel, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            socket.send_fds(self.control, [json.dumps(limits.message()).encode()], [theirs.fileno(), *pipes])
+            socket.send_fds(self.control, [json.dumps(limits.message()).encode()], [child_end.fileno(), *pipes])
         except OSError as error:
-            ours.close()
+            channel.close()
             raise SandboxDied(str(error)) from None
         finally:
-            theirs.close()
-        return ours
+            child_end.close()
+        return channel
 
     def close(self) -> None:
         """End the server and everything in it."""
@@ -205,17 +205,17 @@ def end_of_run(channel: socket.socket, seconds: float) -> Ending:
     return Ending(message["code"], message["reason"], message["cpu"])
 
 
-def choose(wanted: str) -> Level:
+def choose(sandbox: str) -> Level:
     """The level for ``auto`` or a level's name, after a start-up test. Raises UserError where it does not work."""
-    if wanted == "unsafe":
+    if sandbox == "unsafe":
         return "unsafe"
-    if wanted in ("bubblewrap", "landlock"):
-        problem = problem_of(wanted)  # type: ignore[arg-type]
+    if sandbox in ("bubblewrap", "landlock"):
+        problem = problem_of(sandbox)  # type: ignore[arg-type]
         if problem:
-            raise UserError(f"sandbox {wanted} does not work here: {problem}")
-        return wanted  # type: ignore[return-value]
-    if wanted != "auto":
-        raise UserError(f"sandbox {wanted!r}: want auto, bubblewrap, landlock, unsafe or the URL of a remote sandbox")
+            raise UserError(f"sandbox {sandbox} does not work here: {problem}")
+        return sandbox  # type: ignore[return-value]
+    if sandbox != "auto":
+        raise UserError(f"sandbox {sandbox!r}: want auto, bubblewrap, landlock, unsafe or the URL of a remote sandbox")
     problems = {}
     for level in ("bubblewrap", "landlock"):
         problem = problem_of(level)  # type: ignore[arg-type]
@@ -247,10 +247,11 @@ def problem_of(level: Level) -> str:
             with channel:
                 start_run(channel, 20.0, empty, out, err)
                 ending = end_of_run(channel, 20.0)
-            said = os.pread(out, 100, 0).decode(errors="replace").strip()
+            printed = os.pread(out, 100, 0).decode(errors="replace").strip()
             complaint = os.pread(err, 1000, 0).decode(errors="replace").strip()
-            if ending.code or said != "closed":
-                return complaint.splitlines()[-1] if complaint else f"the test program ended with {ending.code}: {said}"
+            if ending.code or printed != "closed":
+                ended = f"the test program ended with {ending.code}: {printed}"
+                return complaint.splitlines()[-1] if complaint else ended
             return ""
     except (SandboxDied, OSError) as error:
         return str(error)

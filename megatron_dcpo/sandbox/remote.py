@@ -102,21 +102,21 @@ class RemoteSession:
             self.checker = Server(self.checker_level, "checker")
         total = self.limits.program_seconds
         with ExitStack() as stack:
-            ours, theirs = socket.socketpair()
-            stack.callback(theirs.close)
+            checker_end, program_end = socket.socketpair()
+            stack.callback(program_end.close)
             checks = stack.enter_context(in_memory(json.dumps(tests).encode()))
             # The service starts an interpreter per batch; the tests' patience covers that.
             patient = CodeLimits(**{**vars(self.limits), "test_seconds": self.limits.program_seconds})
-            verdicts = stack.enter_context(self.checker.spawn(patient, checks, ours.fileno()))
-            ours.close()
-            remote_program = _RemoteProgram(self, theirs, {"program": program, "setup": tests["setup"]})
+            verdicts = stack.enter_context(self.checker.spawn(patient, checks, checker_end.fileno()))
+            checker_end.close()
+            remote_program = _RemoteProgram(self, program_end, {"program": program, "setup": tests["setup"]})
             thread = threading.Thread(target=remote_program.answer, daemon=True)
             thread.start()
             try:
                 report = receive(verdicts, total + _HTTP_SECONDS)
             except TimeoutError:
                 report = {"category": "timeout", "detail": f"the tests took more than {total:g} s"}
-            theirs.shutdown(socket.SHUT_RDWR)
+            program_end.shutdown(socket.SHUT_RDWR)
             thread.join()
         if remote_program.error is not None:
             raise remote_program.error

@@ -55,7 +55,7 @@ def plan_for(
     policy: Shards,
     engine_tensor_model_parallel_size: int = 1,
     bucket_bytes: int = BUCKET_BYTES,
-    wanted: tuple[str, ...] | None = None,
+    names: tuple[str, ...] | None = None,
 ) -> ReshardPlan:
     """The plan of this rank's replica."""
     topology = policy.topology
@@ -67,7 +67,7 @@ def plan_for(
         topology.dp_size,
         bucket_bytes,
         itemsize,
-        wanted,
+        names,
         topology.dp_rank,
     )
 
@@ -108,11 +108,11 @@ def export_buckets(
 
 
 def export_slices(
-    policy: Shards, wanted: tuple[str, ...] | None = None, bucket_bytes: int = BUCKET_BYTES
+    policy: Shards, names: tuple[str, ...] | None = None, bucket_bytes: int = BUCKET_BYTES
 ) -> Iterator[WeightSlice]:
-    """The whole tensors named in ``wanted`` (default: all), large ones in several parts, on every rank of the replica.
+    """The whole tensors named in ``names`` (default: all), large ones in several parts, on every rank of the replica.
     Collective over the replica."""
-    for bucket in export_buckets(policy, plan_for(policy, 1, bucket_bytes, wanted)):
+    for bucket in export_buckets(policy, plan_for(policy, 1, bucket_bytes, names)):
         yield from bucket
 
 
@@ -127,13 +127,13 @@ def gather_full(policy: Shards, shapes: dict[str, tuple[int, ...]]) -> dict[str,
 
 def not_finite(policy: Shards) -> list[str]:
     """Names of this rank's tensors that hold a NaN or an infinity. Reads every parameter once, copies nothing."""
-    found = []
+    broken = []
     for chunk, copies in enumerate(policy.copies):
         for name, parameter in policy.parameters(chunk).items():
             # A sum is finite when all its terms are, unless it overflows; only then is every number looked at.
             if not torch.isfinite(parameter.sum(dtype=torch.float32)) and not torch.isfinite(parameter).all():
-                found += [c.hf for c in copies if c.megatron == name and not _finite_slice(parameter, c)]
-    return sorted(set(found))
+                broken += [c.hf for c in copies if c.megatron == name and not _finite_slice(parameter, c)]
+    return sorted(set(broken))
 
 
 def _finite_slice(parameter: Tensor, copy: Copy) -> bool:

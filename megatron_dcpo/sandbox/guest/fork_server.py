@@ -186,8 +186,8 @@ def _program(job: dict[str, Any], given: list[int], limits: dict[str, Any], sett
             isolation.landlock(settings["shared"]["readable"], settings["shared"]["listable"], ["/dev/null"])
         if settings["level"] != "unsafe" and isolation.seccomp_supported():
             isolation.seccomp(alone=settings["level"] == "landlock")
-        for name, held in (("PATH", "/usr/bin:/bin"), ("HOME", "/tmp"), ("LANG", "C.UTF-8")):
-            os.environ[name] = held
+        for name, value in (("PATH", "/usr/bin:/bin"), ("HOME", "/tmp"), ("LANG", "C.UTF-8")):
+            os.environ[name] = value
     except BaseException as error:
         os.write(2, f"sandbox: {type(error).__name__}: {error}\n".encode())
         os._exit(rpc.EXIT_SANDBOX)

@@ -339,7 +339,7 @@ def _close(result: Any, expected: Any, atol: float) -> bool:
     if isinstance(expected, list):
         if not isinstance(result, list) or len(result) != len(expected):
             return False
-        return all(_close(part, wanted, atol) for part, wanted in zip(result, expected, strict=True))
+        return all(_close(part, goal, atol) for part, goal in zip(result, expected, strict=True))
     if result == expected:
         return True
     if not isinstance(result, int | float) or not isinstance(expected, int | float):
