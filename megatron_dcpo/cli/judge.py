@@ -152,7 +152,7 @@ def read_answer(prediction: str) -> str:
 
 def judge_pairs(pairs: Sequence[tuple[str, str]]) -> list[JudgedPair]:
     """Judge (prediction, reference) pairs, in order."""
-    from megatron_dcpo.judging.math.verifier import equivalent_many
+    from megatron_dcpo.judging.math.pool import equivalent_many
 
     answers = [read_answer(prediction) for prediction, _ in pairs]
     references = [reference.strip() for _, reference in pairs]

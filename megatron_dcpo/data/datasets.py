@@ -10,17 +10,21 @@ that names the line or the column.
 
 from __future__ import annotations
 
+import functools
 import gzip
+import hashlib
 import json
 import logging
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, TextIO
+
+import numpy as np
 
 from megatron_dcpo.data import prompts
 from megatron_dcpo.data.code_problems import OtherLanguage, code_problem, pack_tests, tests_key
@@ -127,6 +131,35 @@ def message_prompts(
         )
         for record in records[: limit or None]
     ]
+
+
+def prompts_of_step(
+    prompts: Sequence[Prompt], step: int, prompts_per_step: int, *, seed: int, shuffle: bool
+) -> list[Prompt]:
+    """The ``prompts_per_step`` prompts of 1-based ``step``: epoch after epoch, each in its own order when ``shuffle``.
+
+    A function of seed and step alone, so that resuming needs no cursor. The epoch is appended to ``prompt_id``, so that
+    a prompt met twice in one step forms two groups.
+    """
+    chosen = []
+    for position in range((step - 1) * prompts_per_step, step * prompts_per_step):
+        epoch, index = divmod(position, len(prompts))
+        prompt = prompts[int(_order(len(prompts), epoch, seed)[index]) if shuffle else index]
+        chosen.append(replace(prompt, prompt_id=f"{prompt.prompt_id}@{epoch}"))
+    return chosen
+
+
+def fingerprint(prompts: Sequence[Prompt]) -> str:
+    """A short name for these prompts in this order: equal when a resumed run would train on the same."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(repr((prompt.prompt_id, list(map(int, prompt.token_ids)), prompt.ground_truth)).encode())
+    return digest.hexdigest()[:16]
+
+
+@functools.lru_cache(maxsize=2)
+def _order(n: int, epoch: int, seed: int) -> np.ndarray:
+    return np.random.default_rng([seed, epoch]).permutation(n)
 
 
 # ------------------------------------------------------------------------------------------------ records

@@ -27,7 +27,7 @@ from megatron_dcpo.evaluation.samples import (
 )
 from megatron_dcpo.evaluation.scoring import bins_from_json
 from megatron_dcpo.judging.judge import judge_many, with_text
-from megatron_dcpo.judging.math.verifier import equivalent_many
+from megatron_dcpo.judging.math.pool import equivalent_many
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.types import Judgement, Prompt, Response
 

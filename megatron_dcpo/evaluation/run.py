@@ -265,7 +265,7 @@ def _server(config: EvaluationConfig) -> tuple[str, Render, Complete]:
 
 def _local_model(config: EvaluationConfig) -> tuple[str, Render, Complete]:
     """The same for a checkpoint directory, sampled in this process."""
-    from megatron_dcpo.rollout.build import build_local_engine, load_tokenizer
+    from megatron_dcpo.rollout import build_local_engine, load_tokenizer
     from megatron_dcpo.rollout.vllm_engine import VllmOptions
 
     assert config.model is not None

@@ -8,8 +8,7 @@
 | `confidence.py` | strict parser of the stated confidence |
 | `token_bytes.py` | token id to bytes, byte-level BPE and sentencepiece |
 | `programs.py` | is a program right: its tests, in the sandbox |
-| `math/verifier.py` | is a boxed answer right |
+| `math/pool.py`, `math/worker.py` | is a boxed answer right: processes with hard time limits, and a cache |
 | `math/equivalence.py` | are two answers the same: notation, form, then math-verify |
 | `math/latex.py`, `math/answer_forms.py` | one spelling per answer; numerals with a base, ratios, sets, units |
-| `math/pool.py`, `math/worker.py` | the same in processes with hard time limits and a cache |
 """

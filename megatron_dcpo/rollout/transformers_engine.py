@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.rollout.engine import SamplingConfig, read_eos_token_ids
-from megatron_dcpo.rollout.seeds import uniforms
+from megatron_dcpo.rollout.engine import SamplingConfig, read_eos_token_ids, uniforms
 from megatron_dcpo.runtime.device import current_device
 from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.runtime.signals import RolloutAbandoned, stop_requested

@@ -24,8 +24,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.rollout.engine import EngineError, SamplingConfig, choose_engine, read_eos_token_ids
-from megatron_dcpo.rollout.seeds import request_seed
+from megatron_dcpo.rollout.engine import EngineError, SamplingConfig, choose_engine, read_eos_token_ids, request_seed
 from megatron_dcpo.runtime.device import capabilities, rng_state, set_rng_state
 from megatron_dcpo.runtime.dtypes import dtype_name
 from megatron_dcpo.runtime.signals import RolloutAbandoned, stop_requested

@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.rollout.engine import EngineError, SamplingConfig, read_eos_token_ids
-from megatron_dcpo.rollout.seeds import request_seed
+from megatron_dcpo.rollout.engine import EngineError, SamplingConfig, read_eos_token_ids, request_seed
 from megatron_dcpo.runtime import distributed
 from megatron_dcpo.runtime.dtypes import name_of
 from megatron_dcpo.runtime.files import new_directory

@@ -19,7 +19,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 from megatron_dcpo.errors import EXIT_PEER_LOST, Stopped
 from megatron_dcpo.runtime import signals
+from megatron_dcpo.runtime.device import memory_gb, synchronize
 from megatron_dcpo.runtime.files import write_atomically
 
 LOST_AFTER_SECONDS = 30.0
@@ -243,6 +244,36 @@ class Watchdog:
         if self.rank == 0:
             time.sleep(2.5 * _INTERVAL)  # it may be the host of the store where the others read why
         os._exit(EXIT_PEER_LOST)
+
+
+class Timers:
+    """``with timers("rollout"): ...`` adds to ``seconds["rollout"]``, measured after the device is done, and notes
+    ``memory["rollout/rss"]`` in GB.
+
+    The watchdog is told which phase of ``step`` this rank is in. ``clear`` after a step is recorded: its checkpoint comes
+    later, and is found in the next record.
+    """
+
+    def __init__(self, watch: Watchdog) -> None:
+        self.watch, self.step = watch, 0
+        self.seconds: dict[str, float] = {}
+        self.memory: dict[str, float] = {}
+
+    def clear(self) -> None:
+        self.seconds, self.memory = {}, {}
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        self.watch.enter(phase, self.step)
+        yield
+        synchronize()
+        self.add(phase, time.perf_counter() - start)
+        self.memory |= {f"{phase}/{kind}": gigabytes for kind, gigabytes in memory_gb().items()}
+
+    def add(self, phase: str, seconds: float) -> None:
+        """More seconds of a phase; also called from the judge's thread."""
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
 
 def _lost(beats: list[Heartbeat]) -> str:
