@@ -133,7 +133,9 @@ class Saver:
         files |= {name: digest(temporary / name) for name in (".metadata", "metadata.json")}
         write_manifest(temporary, pending.iteration, files)
         if final.exists():  # a damaged one, or one of steps that were done again
-            os.replace(final, _free_name(final))
+            aside = final.with_name(final.name + ".replaced.tmp")
+            shutil.rmtree(aside, ignore_errors=True)
+            os.replace(final, aside)
         os.replace(temporary, final)
         sync_directory(self.directory)
         write_atomically(self.directory / LATEST, str(pending.iteration))
@@ -212,12 +214,6 @@ def _write(pending: Pending) -> None:
         pending.error = "No space left on device" if full else _line(refused)
     finally:
         pending.writer.write_buckets = []  # the snapshot is not needed any more
-
-
-def _free_name(final: Path) -> Path:
-    aside = final.with_name(final.name + ".replaced.tmp")
-    shutil.rmtree(aside, ignore_errors=True)
-    return aside
 
 
 def _line(error: BaseException) -> str:

@@ -65,7 +65,7 @@ def examine() -> list[Finding]:
     for name, what in OPTIONAL.items():
         version = _version(name)
         findings.append(Finding(name, version or "not installed", None, "" if version else what))
-    return findings + _devices() + [_sandbox()]
+    return [*findings, _device(), _sandbox()]
 
 
 def _sandbox() -> Finding:
@@ -78,12 +78,10 @@ def _sandbox() -> Finding:
     return Finding("sandbox for programs", usable, None, missing)
 
 
-def _devices() -> list[Finding]:
+def _device() -> Finding:
     from megatron_dcpo.runtime.device import backend, current_device
 
-    device = current_device()
-    detail = f"{device} over {backend()}, {os.cpu_count()} CPU cores"
-    return [Finding("device", detail, True)]
+    return Finding("device", f"{current_device()} over {backend()}, {os.cpu_count()} CPU cores", True)
 
 
 def _version(name: str) -> str | None:

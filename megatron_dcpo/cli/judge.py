@@ -165,18 +165,13 @@ def judge_pairs(pairs: Sequence[tuple[str, str]]) -> list[JudgedPair]:
 
 def report(judged: Sequence[JudgedPair]) -> dict[str, Any]:
     """Counts, and the distinct pairs on which the two disagree, the most frequent first."""
-    differing: dict[tuple[str, str, bool], int] = {}
-    for pair in judged:
-        if pair.correct != pair.string_equal:
-            name = (pair.answer, pair.reference, pair.correct)
-            differing[name] = differing.get(name, 0) + 1
-    rows = sorted(differing.items(), key=lambda item: -item[1])
+    differing = Counter((p.answer, p.reference, p.correct) for p in judged if p.correct != p.string_equal)
     return {
         "pairs": len(judged),
         "correct": sum(pair.correct for pair in judged),
         "string_equal": sum(pair.string_equal for pair in judged),
         "disagreements": [
             {"answer": answer, "reference": reference, "correct": correct, "count": count}
-            for (answer, reference, correct), count in rows
+            for (answer, reference, correct), count in differing.most_common()
         ],
     }

@@ -27,7 +27,7 @@ from megatron_dcpo.evaluation.evaluate import (
     rejudge,
     write_evaluation,
 )
-from megatron_dcpo.evaluation.posthoc import Posthoc
+from megatron_dcpo.evaluation.posthoc import TOP_LOGPROBS, Posthoc
 from megatron_dcpo.evaluation.programs import is_code, read_tests, same_program, write_tests
 from megatron_dcpo.evaluation.samples import Sample, SampleLog, read_samples
 from megatron_dcpo.evaluation.scoring import parse_kinds, score_samples
@@ -44,7 +44,6 @@ logger = logging.getLogger(__name__)
 
 Render = Callable[[LoadedBenchmark], list[Prompt]]
 
-TOP_LOGPROBS = 20  # of every token, where a kind of confidence or a post-hoc predictor reads them
 TESTS_FILE = "tests.jsonl.gz"  # beside samples.jsonl: what judging programs again needs
 
 

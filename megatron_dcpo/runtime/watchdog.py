@@ -138,11 +138,7 @@ class Watchdog:
                 message = _lost(gone)
                 self._store.set("lost", message)
             if not message:
-                print(
-                    f"dcpo: rank {self.rank} fails while all ranks are alive: {_places(before.values())}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                signals.announce(f"rank {self.rank} fails while all ranks are alive: {_places(before.values())}")
             return message
         except RuntimeError:
             return self._out_of_contact()
@@ -206,11 +202,9 @@ class Watchdog:
             faulthandler.dump_traceback(file)
         if self.rank == 0:
             beats = self._beats or {0: Heartbeat(**json.loads(self._note()))}
-            print(
-                f"dcpo: {self._phase} of step {self._step} has taken {seconds:.0f} s (training.phase_warning_seconds="
-                f"{self.budget:g}). {_places(beats.values())}. Stacks of all ranks: {self.directory}",
-                file=sys.stderr,
-                flush=True,
+            signals.announce(
+                f"{self._phase} of step {self._step} has taken {seconds:.0f} s (training.phase_warning_seconds="
+                f"{self.budget:g}). {_places(beats.values())}. Stacks of all ranks: {self.directory}"
             )
 
     def _note(self) -> str:
@@ -240,7 +234,7 @@ class Watchdog:
         )
 
     def _end_process(self, message: str) -> None:
-        print(f"dcpo: rank {self.rank} ends: {message}", file=sys.stderr, flush=True)
+        signals.announce(f"rank {self.rank} ends: {message}")
         if self.rank == 0:
             time.sleep(2.5 * _INTERVAL)  # it may be the host of the store where the others read why
         os._exit(EXIT_PEER_LOST)

@@ -117,11 +117,8 @@ class CodePool:
             thread.join()
         self._started = False
 
-    def _session(self) -> SandboxSession | RemoteSession:
-        return RemoteSession(self.url, self.limits) if self.url else SandboxSession(self.level, self.limits)  # type: ignore[arg-type]
-
     def _work(self) -> None:
-        with self._session() as session:
+        with RemoteSession(self.url, self.limits) if self.url else SandboxSession(self.level, self.limits) as session:  # type: ignore[arg-type]
             while (job := self._jobs.get()) is not None:
                 if not job.future.set_running_or_notify_cancel():
                     continue

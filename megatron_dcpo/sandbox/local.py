@@ -78,9 +78,9 @@ class CodeLimits:
     processes: int = 32
 
     def __post_init__(self) -> None:
-        for name in ("test_seconds", "program_seconds", "memory_mb", "output_mb", "scratch_mb", "processes"):
-            if not getattr(self, name) > 0:
-                raise UserError(f"{name} is {getattr(self, name)}: want a positive number")
+        for name, value in vars(self).items():
+            if not value > 0:
+                raise UserError(f"{name} is {value}: want a positive number")
         if self.memory_mb < 128:
             raise UserError(f"memory_mb is {self.memory_mb}: a Python program needs at least 128")
 

@@ -137,7 +137,11 @@ class RemoteSession:
             "compile_timeout": seconds,
             "memory_limit_MB": self.limits.memory_mb,
         }
-        result = self._post(body, seconds)
+        try:
+            reply = self.client.call("/run_code", body, timeout=seconds + _HTTP_SECONDS, problem=_problem)
+        except HttpError as error:
+            raise UserError(f"the remote sandbox {self.url} does not run programs: {error}") from None
+        result: Mapping[str, Any] = reply["run_result"]
         output = str(result.get("stdout") or "")
         complaint = (str(result.get("stderr") or "").strip().splitlines() or [""])[-1][:300]
         if result.get("status") == "TimeLimitExceeded":
@@ -148,14 +152,6 @@ class RemoteSession:
         if result.get("status") == "Finished" and code_ in (0, None):
             return "passed", "", output
         return _category(code_, complaint), complaint or f"exit status {code_}", output
-
-    def _post(self, body: dict[str, Any], seconds: float) -> Mapping[str, Any]:
-        try:
-            reply = self.client.call("/run_code", body, timeout=seconds + _HTTP_SECONDS, problem=_problem)
-        except HttpError as error:
-            raise UserError(f"the remote sandbox {self.url} does not run programs: {error}") from None
-        result: Mapping[str, Any] = reply["run_result"]
-        return result
 
 
 def _problem(reply: Any) -> str:
