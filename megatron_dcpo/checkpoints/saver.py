@@ -28,7 +28,7 @@ from megatron_dcpo.checkpoints.manifest import (
     sync_directory,
     write_manifest,
 )
-from megatron_dcpo.errors import UserError
+from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.runtime.distributed import all_gather_objects, barrier, broadcast_object, max_over_ranks
 from megatron_dcpo.runtime.files import write_atomically
 
@@ -217,4 +217,4 @@ def _write(pending: Pending) -> None:
 
 
 def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return f"{type(error).__name__}: {one_line(error)}"

@@ -18,7 +18,7 @@ import torch
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron_dcpo.checkpoints.manifest import damage, iteration_dir, iterations, latest_iteration, listed_files
-from megatron_dcpo.errors import UserError
+from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.policy.model import Policy
 from megatron_dcpo.policy.optimizer import optimizer_parts
 from megatron_dcpo.runtime.device import rng_state, set_rng_state
@@ -95,9 +95,7 @@ def load_checkpoint(directory: Path, iteration: int, policy: Policy, optimizer: 
         _restore_rng_states(policy.topology, loaded["run"]["rng_state"])
         return dict(loaded["run"])
     except (OSError, KeyError, TypeError, ValueError, CheckpointingException, CheckpointException) as error:
-        raise UserError(
-            f"checkpoint {path} cannot be read ({type(error).__name__}: {' '.join(str(error).split())})"
-        ) from None
+        raise UserError(f"checkpoint {path} cannot be read ({type(error).__name__}: {one_line(error)})") from None
 
 
 def _check_parts(path: Path, optimizer: Any) -> None:

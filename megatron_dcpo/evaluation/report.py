@@ -68,9 +68,8 @@ def find_runs(paths: Sequence[str | Path]) -> list[Run]:
         root = Path(given)
         if not root.is_dir():
             raise UserError(f"{root}: no such run directory")
-        below = [
-            directory for directory in (root, *sorted(d for d in root.rglob("*") if d.is_dir())) if _is_run(directory)
-        ]
+        directories = (root, *sorted(d for d in root.rglob("*") if d.is_dir()))
+        below = [d for d in directories if (d / "evaluation.json").exists() or (d / "metrics.jsonl").exists()]
         if not below:
             raise UserError(f"{root}: neither evaluation.json nor metrics.jsonl in it or below")
         adopted = _adopted(below)
@@ -97,10 +96,6 @@ def read_run(path: Path, evaluation_path: Path | None = None, name: str | None =
         ([row for _, row in read_json_lines(file, allow_truncated=True)] for file in files if file.exists()), []
     )
     return Run(name or path.name, path, evaluation, rows, samples)
-
-
-def _is_run(path: Path) -> bool:
-    return (path / "evaluation.json").exists() or (path / "metrics.jsonl").exists()
 
 
 def _adopted(directories: Sequence[Path]) -> dict[Path, Path]:

@@ -209,7 +209,7 @@ def _new_samples(config: EvaluationConfig, progress: Progress | None) -> tuple[l
     loaded = [load_benchmark(spec, config.data_dir, config.corrections) for spec in parse_specs(config.benchmarks)]
     for warning in (text for benchmark in loaded for text in benchmark.warnings):
         logger.warning(warning)
-    tests_of = {benchmark.name: _tests_of(benchmark) for benchmark in loaded}
+    tests_of = {b.name: {r.answer: r.tests for r in b.records if r.tests is not None} for b in loaded}
     tests = dict(ChainMap(*tests_of.values()))
     programs = ProgramVerifier(tests, config.limits, config.sandbox) if tests else None
     model, render, complete = _server(config) if config.endpoint else _local_model(config)
@@ -232,11 +232,6 @@ def _new_samples(config: EvaluationConfig, progress: Progress | None) -> tuple[l
                 progress=progress,
             )
     return samples, model
-
-
-def _tests_of(benchmark: LoadedBenchmark) -> dict[str, bytes]:
-    """The packed tests of a code benchmark by their key, nothing for others."""
-    return {record.answer: record.tests for record in benchmark.records if record.tests is not None}
 
 
 def _server(config: EvaluationConfig) -> tuple[str, Render, Complete]:

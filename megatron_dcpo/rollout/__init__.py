@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron_dcpo.errors import UserError
+from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.rollout.engine import Engine, EngineError, SamplingConfig, choose_engine
 from megatron_dcpo.rollout.transformers_engine import TransformersEngine
 from megatron_dcpo.rollout.vllm_engine import VllmEngine, VllmOptions
@@ -43,4 +43,4 @@ def load_tokenizer(model_dir: str | Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"no usable tokenizer in {model_dir} ({' '.join(str(error).split())[:200]})") from None
+        raise UserError(f"no usable tokenizer in {model_dir} ({one_line(error, 200)})") from None

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_dcpo.errors import EXIT_PEER_LOST, Stopped
+from megatron_dcpo.errors import EXIT_PEER_LOST, Stopped, one_line
 from megatron_dcpo.runtime import signals
 from megatron_dcpo.runtime.device import memory_gb, synchronize
 from megatron_dcpo.runtime.files import write_atomically
@@ -122,7 +122,7 @@ class Watchdog:
         if isinstance(error, RuntimeError) and self.world_size > 1:
             lost = self._who_is_lost()
             if lost:
-                self._end_process(f"{lost} ({' '.join(str(error).split())[:200]})")
+                self._end_process(f"{lost} ({one_line(error, 200)})")
         self.finish(clean_exit=error is None or isinstance(error, Stopped))
 
     def _who_is_lost(self) -> str:

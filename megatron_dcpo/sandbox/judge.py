@@ -153,8 +153,6 @@ class SandboxSession:
         """End the servers; the next program gets new ones."""
         for server in self.servers.values():
             server.close()
-            assert server.process.stderr is not None
-            server.process.stderr.close()
         self.servers = {}
 
     def judge(self, program: str, tests: dict[str, Any]) -> CodeVerdict:

@@ -131,10 +131,10 @@ class Server:
             except (OSError, SandboxDied, TimeoutError):
                 ready = None
         if ready != "ready":
-            self.close()
+            self.process.kill()
             assert self.process.stderr is not None
             complaint = self.process.stderr.read(4000).decode(errors="replace").strip().splitlines()
-            self.process.stderr.close()
+            self.close()
             raise SandboxDied(complaint[-1] if complaint else f"no answer from the {level} sandbox")
 
     def spawn(self, limits: CodeLimits, *pipes: int) -> socket.socket:
@@ -154,6 +154,8 @@ class Server:
         self.control.close()
         self.process.kill()
         self.process.wait()
+        assert self.process.stderr is not None
+        self.process.stderr.close()
 
     def alive(self) -> bool:
         return self.process.poll() is None
@@ -257,8 +259,6 @@ def problem_of(level: Level) -> str:
         return str(error)
     finally:
         server.close()
-        assert server.process.stderr is not None
-        server.process.stderr.close()
 
 
 def _order(level: Level, role: Role) -> dict[str, Any]:
@@ -276,7 +276,7 @@ def _order(level: Level, role: Role) -> dict[str, Any]:
                 *{sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")},
                 f"{_stdlib()}/lib-dynload",
                 *(f"{site}/{name}" for name in PACKAGES),
-                *_library_places(),
+                *filter(os.path.isdir, ("/usr/lib", "/usr/lib64", "/lib", "/lib64")),
             ],
             "listable": [site],
         },
@@ -358,10 +358,6 @@ def _extra_libraries() -> list[str]:
     """Python's own shared library and its neighbours, when it lies outside the system's directories."""
     name = os.path.join(sysconfig.get_config_var("LIBDIR") or "", sysconfig.get_config_var("LDLIBRARY") or "-")
     return [os.path.realpath(name)] if name.endswith(".so") and os.path.isfile(name) else []
-
-
-def _library_places() -> list[str]:
-    return [name for name in ("/usr/lib", "/usr/lib64", "/lib", "/lib64") if os.path.isdir(name)]
 
 
 def _reachable(path: str) -> bool:

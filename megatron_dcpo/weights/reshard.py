@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_dcpo.errors import one_line
 from megatron_dcpo.runtime.device import current_device
 from megatron_dcpo.runtime.distributed import BucketBarrier, Topology
 from megatron_dcpo.weights.architecture import Architecture
@@ -95,7 +96,7 @@ def export_buckets(
             for message in bucket.messages:
                 traffic.received += _exchange(policy, local, message, targets, recv_buffer)
         except RuntimeError as error:
-            raise SynchronisationError(f"{where}: {progress.who_is_behind(number)} ({_short(error)})") from error
+            raise SynchronisationError(f"{where}: {progress.who_is_behind(number)} ({one_line(error, 200)})") from error
         accepted = False
         try:
             yield [targets[entry.hf] for entry in bucket.entries]
@@ -214,7 +215,3 @@ def _exchange(
         target = targets[op.hf]
         target.values.narrow(op.dim, op.start - target.start, op.stop - op.start).copy_(view)
     return flat.nbytes
-
-
-def _short(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]

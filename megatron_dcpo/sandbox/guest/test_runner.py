@@ -270,16 +270,13 @@ def _globals_read(code: CodeType) -> Iterator[str]:
 def _shadowed(tree: ast.Module) -> str | None:
     """The builtin that an assert list is about, when it names nothing else of the program (MBPP 126 tests ``sum``):
     what is called on ``*inp``, or first in the asserts."""
+    asserts = [node.test for node in tree.body if isinstance(node, ast.Assert)]
     calls = [
         *[call for call in ast.walk(tree) if isinstance(call, ast.Call) and ast.unparse(call).endswith("(*inp)")],
-        *[call for node in tree.body if isinstance(node, ast.Assert) for call in _calls(node.test)],
+        *[call for node in asserts for call in ast.walk(node) if isinstance(call, ast.Call)],
     ]
     names = [call.func.id for call in calls if isinstance(call.func, ast.Name) and hasattr(builtins, call.func.id)]
     return names[0] if names else None
-
-
-def _calls(node: ast.AST) -> list[ast.Call]:
-    return [part for part in ast.walk(node) if isinstance(part, ast.Call)]
 
 
 def _execute(source: str, names: dict[str, Any], client: ProgramClient, target: str | None, entry: str) -> None:
