@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_dcpo.cli import VERBS
-from megatron_dcpo.cli.common import add_sandbox_arguments, positive_int, program_limits
+from megatron_dcpo.cli import VERBS, add_sandbox_arguments, positive_int, program_limits
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.types import CONFIDENCE_TAG
 

@@ -66,5 +66,4 @@ def print_table(numbers: Mapping[str, Mapping[str, Any]], first: str = "run") ->
         table.add_column(label, justify="right", no_wrap=True)
     for name, values in numbers.items():
         table.add_row(name, *[format_value(key, values.get(key)) for key in LABELS])
-    in_terminal = Console().is_terminal
-    Console(width=None if in_terminal else 140).print(table)  # in a file nothing has to fit a window
+    Console(width=None if Console().is_terminal else 140).print(table)  # in a file nothing has to fit a window

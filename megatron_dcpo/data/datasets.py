@@ -379,8 +379,7 @@ def _as_messages(problem: Any, where: str) -> tuple[dict[str, str], ...]:
 
 def _task_name(path_or_name: str | Path) -> str:
     """``.../math500/test.jsonl`` -> math500; ``.../aime24.parquet`` -> aime24; ``owner/name@test`` -> name."""
-    text = str(path_or_name).partition("@")[0].partition(":")[0]
-    path = Path(text)
+    path = Path(str(path_or_name).partition("@")[0].partition(":")[0])
     stem = path.name.removesuffix(".gz")
     stem = stem.rsplit(".", 1)[0] if stem.endswith((".json", ".jsonl", ".parquet")) else stem
     return path.parent.name if stem in _GENERIC_STEMS and path.parent.name else stem

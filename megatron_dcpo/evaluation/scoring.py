@@ -144,8 +144,7 @@ def _per_run(samples: Sequence[Sample], kind: str, repeats: Sequence[int], bins:
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
     defined = [value for value in values if not math.isnan(value)]
-    deviation = float(np.std(defined, ddof=1)) if len(defined) > 1 else math.nan
-    return {"mean": _mean(defined), "sd": deviation}
+    return {"mean": _mean(defined), "sd": float(np.std(defined, ddof=1)) if len(defined) > 1 else math.nan}
 
 
 def _macro(benchmarks: Mapping[str, Mapping[str, Any]], kinds: Sequence[str]) -> dict[str, Any]:

@@ -181,8 +181,7 @@ class SandboxSession:
                 wall = min(self.limits.test_seconds, remaining(deadline))
                 with in_memory(given.encode(errors="surrogatepass")) as stdin, in_memory() as out, in_memory() as err:
                     start_run(channel, wall, stdin, out, err)
-                    ending = end_of_run(channel, wall)
-                    category, detail = self._category(ending, out, err)
+                    category, detail = self._category(end_of_run(channel, wall), out, err)
                     if category == "passed":
                         output = _content(out, self.limits.output_mb << 20).decode(errors="replace")
                         if not same_output(output, expected, tests["atol"]):

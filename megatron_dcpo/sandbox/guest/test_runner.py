@@ -67,8 +67,7 @@ class ProgramClient:
 
     def prefetch(self, on: dict[str, Any], calls: Sequence[Sequence[Any]]) -> None:
         """Send calls that the tests will make in this order; saves a change of processes per call."""
-        messages = [{"on": on, **self._arguments(args, {})} for args in calls]
-        self._send({"calls": messages})
+        self._send({"calls": [{"on": on, **self._arguments(args, {})} for args in calls]})
         self._prefetched.extend(_call_key(on, args, {}) for args in calls)
 
     def attribute(self, on: dict[str, Any], name: str) -> Any:
