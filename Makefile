@@ -1,6 +1,6 @@
 # make setup       .venv with everything, pinned           make quickstart [SEED=k]   GRPO, DCPO, DCPO-proper on CPU
 # make test        the test suite                          make test-fast             its quick part, for every day
-# make lint        ruff, mypy and shellcheck
+# make lint        ruff, mypy, shellcheck, the documentation's links
 PYTHON ?= python3
 SEED ?= 1
 OUT ?= runs/quickstart
@@ -85,6 +85,7 @@ test-gpu: setup
 lint: setup
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 	git ls-files '*.sh' '*.sbatch' .ci/run | xargs $(BIN)/shellcheck
+	$(BIN)/python tools/check_docs.py
 
 # 200,000 fuzzed outputs through the confidence parser and the block splitter (the suite runs 5,000)
 fuzz: setup

@@ -1,12 +1,13 @@
-"""The lab: the paper's theory on cases that can be exact, probes of real policies, and the grid of trainings.
+"""The lab: the paper's theory on cases that can be exact, and the grid of trainings. It imports the package.
 
 | file | what it holds |
 |---|---|
-| `exact_conflict.py`, `collapse.py`, `estimators.py`, `properness.py` | the theory, pure NumPy |
-| `theory.py` | its numbers and figures |
-| `policy_probe.py` | ``dcpo probe``: gradient conflict and noise on a policy, under any layout |
-| `cells.py`, `runner.py` | the grid of methods and seeds; running it, cached |
-| `results.py`, `statistics.py`, `tables.py`, `figures.py`, `render.py` | what is published of it: ``docs/lab`` |
+| `theory/scoring_rules.py`, `gradient_conflict.py`, `estimators.py`, `mode_collapse.py`, `tag_credit.py` | one claim each |
+| `theory/run.py` | their numbers and figures |
+| `grid.py`, `runner.py` | the grid of methods and seeds; running it, cached |
+| `results.py` | the archive of finished cells, means and intervals over seeds |
+| `tables.py`, `figures.py`, `publish.py` | what is published of it: ``docs/lab`` |
 
-``python -m lab run|render|theory``; `docs/lab/README.md` maps the paper's tables and figures to files.
+``python -m lab run|render|theory``; `docs/lab/README.md` maps the paper's tables and figures to files. The probes of a
+policy, ``dcpo probe``, are `megatron_dcpo/training/probe.py`.
 """

@@ -25,7 +25,7 @@ PROPER = ("objective.preset=dcpo_proper", "objective.entropy_coef_confidence=0.0
 class Method:
     """A row of the tables.
 
-    ``confidence``: the kind the method speaks with (what its row reports). ``start``: the method whose trained policy it
+    ``confidence``: the kind that the row of the method reports. ``start``: the method whose trained policy it
     starts from. ``kind``: ``base`` is not trained, ``confclass`` fits a classifier on its start's responses.
     """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,12 @@ def tables(cells: list[dict[str, Any]], rows: dict[str, Any], found: list[dict[s
             parts += ["**Accuracy minus DCPO's**", difference_table(cells, "dcpo", ("dcpo_proper",), family)]
     parts += ["## The paper's order, here", claims_table(claims(main))]
     parts += ["## What the lab is held to", bars_table(found), "## Every seed", every_seed(main)]
-    return "\n\n".join(part.rstrip() for part in parts) + "\n"
+    return "\n\n".join(wrapped(part) for part in parts) + "\n"
+
+
+def wrapped(part: str) -> str:
+    """Prose in lines of at most 100 columns; tables and headings as they are."""
+    return part.rstrip() if part.startswith(("|", "#")) else textwrap.fill(part, 100, break_on_hyphens=False)
 
 
 def every_seed(rows: dict[str, Any]) -> str:

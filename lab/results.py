@@ -188,7 +188,7 @@ def apart(a: Interval, b: Interval) -> bool:
 def values_by_row(cells: Sequence[Mapping[str, Any]], family: str) -> dict[str, dict[str, list[float]]]:
     """``{method: {"accuracy": [per seed], "ece": ..., ...}}`` of one family, seeds in order, methods as in ``METHODS``.
 
-    A method speaks with the kind of confidence it is made for (CCGSPG with the token's, ConfClass with its classifier's);
+    A method is scored on the kind of confidence it is made for (CCGSPG with the token's, ConfClass with its classifier's);
     the other kind of base, GRPO and CCGSPG is ``base_token``, ``grpo_token``, ``ccgspg_verbal``.
     """
     rows: dict[str, dict[str, list[float]]] = {}

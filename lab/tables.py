@@ -1,4 +1,4 @@
-"""The tables of the lab, as Markdown and as ``summary.json``, and the bars it is held to, computed and not asserted."""
+"""The tables of the lab, as Markdown and as ``summary.json``, and its acceptance criteria, computed and not asserted."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def type_table(cells: Sequence[dict[str, Any]], methods: Sequence[str]) -> str:
 
 
 def bars(rows: Rows) -> list[dict[str, Any]]:
-    """What the project asks of the lab: each with its numbers and whether it holds. Empty before the grid is there."""
+    """The acceptance criteria of the lab: each with its numbers and whether it holds. Empty before the grid is there."""
     if not {"base", "grpo", "dcpo", "dcpo_proper"} <= set(rows):
         return []
 
@@ -177,7 +177,7 @@ def paired(rows: Rows, a: str, b: str, column: str = "accuracy") -> str:
     return f"paired by seed {interval([first[s] - second[s] for s in first if s in second])}"
 
 
-# What the paper's tables and text say about order: (claim, better row, worse row, column, the lower is better).
+# What the paper's tables and text state about order: (claim, better row, worse row, column, the lower is better).
 CLAIMS = (
     ("GRPO is more accurate than base", "grpo", "base", "accuracy", False),
     ("GRPO's token confidence is higher than base's", "grpo_token", "base_token", "mean_confidence", False),
@@ -200,7 +200,7 @@ CLAIMS = (
 
 
 def claims(rows: Rows) -> list[dict[str, Any]]:
-    """The paper's order against ours: ``holds``, ``clear`` when the intervals are apart, and the numbers."""
+    """The paper's order against ours: ``holds``, ``clear`` when the intervals are disjoint, and the numbers."""
     found = []
     for claim, better, worse, column, lower in CLAIMS:
         if better not in rows or worse not in rows:

@@ -4,7 +4,7 @@
     python tools/inspect_checkpoint.py DIR [--json] [--no-hash]
 
 DIR is a Hugging Face directory or a Megatron torch_dist checkpoint (or the directory whose
-latest_checkpointed_iteration.txt names one). Needs no GPU and no memory to speak of.
+latest_checkpointed_iteration.txt names one). Needs no GPU and little memory.
 """
 
 from __future__ import annotations

@@ -20,12 +20,11 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
 from megatron_dcpo.config import load_config  # noqa: E402
-from megatron_dcpo.data.sampler import prompts_of_step  # noqa: E402
 from megatron_dcpo.policy.optimizer import gradient_norm, zero_gradients  # noqa: E402
 from megatron_dcpo.runtime.distributed import destroy  # noqa: E402
 from megatron_dcpo.runtime.timers import Timers  # noqa: E402
-from megatron_dcpo.training.run import Run, build_run  # noqa: E402
-from megatron_dcpo.training.sampling import TrainingSample, gather_judged, roll_out  # noqa: E402
+from megatron_dcpo.training.run import TrainingRun, build_run  # noqa: E402
+from megatron_dcpo.training.sampling import TrainingSample, sample_step  # noqa: E402
 from megatron_dcpo.training.update import MiniBatch, accumulate, score, with_old_logprobs  # noqa: E402
 from megatron_dcpo.training.weight_sync import synchronise_engine  # noqa: E402
 from megatron_dcpo.types import BLOCKS  # noqa: E402
@@ -52,14 +51,11 @@ def main() -> None:
         destroy()
 
 
-def page(run: Run) -> str:
+def page(run: TrainingRun) -> str:
     """The step, function by function, in the order of ``training/loop.py``."""
-    config, timers = run.config, Timers(run.watch)
-    prompts = prompts_of_step(
-        run.prompts, STEP, config.data.prompts_per_step, seed=config.seed, shuffle=config.data.shuffle
-    )
     synchronise_engine(run, version=STEP - 1)
-    samples = gather_judged(run, prompts, roll_out(run, prompts, STEP, timers))
+    samples = sample_step(run, STEP, Timers(run.watch))
+    prompts = {sample.prompt.prompt_id: sample.prompt for sample in samples}.values()
     mini_batch = with_old_logprobs(run, MiniBatch.of(run, samples))
     scored = score(run, mini_batch)
     zero_gradients(run.policy, run.optimizer)
@@ -91,19 +87,22 @@ HEAD = """# One step, with its numbers
 
 <!-- made by tools/one_step.py; a test makes it again and compares -->
 
-A training step of the quickstart's DCPO, cut to two prompts and four responses each, followed from the
-prompts to the new weights. The functions are those of `training/loop.py`, in its order. One response is
-one `TrainingSample` (`training/sampling.py`) all the way: every stage returns a copy with its own fields
-filled."""
-JUDGED = """`roll_out` samples with the engine and hands each response to the judge; `gather_judged` collects
-all ranks' responses as `TrainingSample(prompt, response, judgement)`. R is the correctness, c the stated
-confidence; tokens before the boundary reason, those from it on state the confidence."""
+A training step of the quickstart's DCPO, cut to two prompts and four responses each, followed from
+the prompts to the new weights. The functions are those of `training/loop.py`, in its order. One
+response is one `TrainingSample` (`training/sampling.py`) all the way: every stage returns a copy
+with its own fields filled."""
+JUDGED = """`sample_step` calls two functions: `roll_out` samples with the engine and hands each response to the
+judge; `gather_judged` collects all ranks' responses as `TrainingSample(prompt, response,
+judgement)`. R is the correctness, c the stated confidence; tokens before the boundary reason, those
+from it on state the confidence."""
 SCORED = """`MiniBatch.of` deals the responses to the data-parallel ranks, `with_old_logprobs` fills the
 log-probs of the policy that sampled, `score` the rest: the target mixes the group's accuracy with R
-(lambda 0.5), R_c = -|c - target|, and both rewards are normalised within the group (mean 0, deviation 1)."""
-TOKENS = """A_r stands on its reasoning tokens, A_c on its confidence tokens; the weight is the token's share
-of the loss, 1 / (responses x tokens of the response) (`Objective.token_weights`). `token_batch` puts these
-columns beside the log-probs of the forward pass, and `micro_batch_loss` sums weight x clipped loss."""
+(lambda 0.5), R_c = -|c - target|, and both rewards are normalised within the group (mean 0,
+deviation 1)."""
+TOKENS = """A_r stands on its reasoning tokens, A_c on its confidence tokens; the weight is the token's share of
+the loss, 1 / (responses x tokens of the response) (`Objective.token_weights`). `token_batch` puts
+these columns beside the log-probs of the forward pass, and `micro_batch_loss` sums weight x clipped
+loss."""
 SYNCED = """The optimizer moves the policy and `synchronise_engine` hands the new weights to the engine, which
 from then on samples the next step's responses."""
 
@@ -117,7 +116,7 @@ def prompt_row(prompt: Any) -> tuple[Any, ...]:
     return f"`{prompt.prompt_id}`", code(prompt.messages[-1]["content"]), len(prompt.token_ids), prompt.ground_truth
 
 
-def judged_row(run: Run, sample: TrainingSample) -> tuple[Any, ...]:
+def judged_row(run: TrainingRun, sample: TrainingSample) -> tuple[Any, ...]:
     judgement = sample.judgement
     stated = "–" if judgement.confidence is None else f"{judgement.confidence:g}"
     place = f"{judgement.boundary} / {judgement.length}"
@@ -138,7 +137,7 @@ def reward_row(sample: TrainingSample) -> tuple[Any, ...]:
     return (*key(sample), f"{sample.R:.0f}", f"{sample.R_c:+.4f}", f"{a_r:+.4f}", f"{a_c:+.4f}")
 
 
-def token_rows(run: Run, sample: TrainingSample) -> list[tuple[Any, ...]]:
+def token_rows(run: TrainingRun, sample: TrainingSample) -> list[tuple[Any, ...]]:
     assert sample.tokens is not None
     assert sample.weights is not None
     assert sample.old_logprobs is not None
@@ -154,7 +153,7 @@ def loss_text(parts: Sequence[dict[str, float]], norm: float, mini_batch: MiniBa
     tokens = {block: sum(part[f"tokens/{block}"] for part in parts) for block in BLOCKS}
     return (
         f"`accumulate` runs {len(mini_batch.micro_batches)} micro-batch(es) through Megatron's schedule: "
-        f"{tokens['reasoning']:.0f} reasoning and {tokens['confidence']:.0f} confidence tokens.\n\n"
+        f"{tokens['reasoning']:.0f} reasoning and {tokens['confidence']:.0f} confidence\ntokens.\n\n"
         f"* loss: {sum(part['loss'] for part in parts):+.5f} (the ratio is 1: minus the weighted sum of the advantages)\n"
         f"* gradient norm: {norm:.4f}"
     )
@@ -164,7 +163,7 @@ def key(sample: TrainingSample) -> tuple[str, int]:
     return f"`{sample.prompt.prompt_id}`", sample.response.sample_index
 
 
-def one_weight(run: Run) -> float:
+def one_weight(run: TrainingRun) -> float:
     return run.policy.gpt[0].decoder.final_layernorm.weight[0].item()
 
 

@@ -4,9 +4,9 @@ GRPO, DCPO (the paper's settings) and DCPO-proper start from the same policy and
 three results are evaluated on the same held-out problems. Everything is done by the same commands a user types (they are
 printed); trainings run two at a time, one core each.
 
-Leaves in --out: report.html, summary.json, and for each of base, grpo, dcpo, dcpo_proper a directory with evaluation.json,
-samples.jsonl, metrics.jsonl, checkpoints and the trained policy in Hugging Face format. An interrupted quickstart
-continues where it was killed.
+Leaves in --out: reliability.png, report.html, summary.json, and for each of base, grpo, dcpo, dcpo_proper a directory with
+evaluation.json, samples.jsonl, metrics.jsonl, checkpoints and the trained policy in Hugging Face format. An interrupted
+quickstart continues where it was killed.
 """
 
 from __future__ import annotations
@@ -120,16 +120,12 @@ def main() -> None:
         jobs = [pool.submit(run_one, quickstart, name) for name in ("base", *METHODS)]
         wait(jobs, args.out)
     summary = summarise(args.out)
-    quickstart._call(
-        args.out / "base",
-        "report",
-        *(str(args.out / n) for n in ("base", *METHODS)),
-        "--out",
-        str(args.out / "report.html"),
-    )
+    quickstart.report()
+    draw(args.out, summary)
     (args.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     show(summary)
-    console.print(f"\n{time.monotonic() - started:.0f} s.  The picture: [bold]{args.out / 'report.html'}[/bold]")
+    console.print(f"\n{time.monotonic() - started:.0f} s.  The picture: [bold]{args.out / 'reliability.png'}[/bold]")
+    console.print(f"The whole page: {args.out / 'report.html'}")
 
 
 def start_over_unless_interrupted(out: Path, seed: int) -> None:
@@ -181,6 +177,20 @@ def summarise(out: Path) -> dict[str, dict[str, float]]:
             "n": result["n"],
         }
     return summary
+
+
+def draw(out: Path, summary: dict[str, dict[str, float]]) -> None:
+    """``reliability.png``: stated confidence against accuracy, before training and after."""
+    from megatron_dcpo.calibration.diagrams import comparison_grid, save
+    from megatron_dcpo.evaluation.scoring import bins_from_json
+
+    titles = {"base": "before RL", "grpo": "GRPO", "dcpo": "DCPO", "dcpo_proper": "DCPO, proper score"}
+    bins, notes = {}, {}
+    for name, title in titles.items():
+        evaluation = json.loads((out / name / "evaluation.json").read_text())
+        bins[title] = bins_from_json(evaluation["benchmarks"]["heldout"]["verbal"]["bins"])
+        notes[title] = f"accuracy {summary[name]['accuracy']:.2f}\nECE {summary[name]['ece']:.3f}"
+    save(comparison_grid(bins, notes), out / "reliability.png")
 
 
 def show(summary: dict[str, dict[str, float]]) -> None:

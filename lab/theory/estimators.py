@@ -5,7 +5,7 @@
   with the group accuracy of G, 4q(1 - q) where q = P(Rt < c), which falls exponentially in G except around c = p.
 * The advantage of a confidence is noisy twice: by the sampled c, which is what it should judge, and by the sampled
   label. A Brier score is -c^2 + (2c - 1) R, so the label's noise enters with 2c - 1; against the counterfactual baseline
-  of ``objectives.dcpo`` it enters with 2(c - mean c) only, which is little wherever the policy is sure of itself.
+  of ``objectives.dcpo`` it enters with 2(c - mean c) only, which is little wherever the confidence is near 0 or 1.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Why accuracy and calibration pull on the same tokens in opposite directions (paper, gradient conflict), exactly.
 
-A policy over K enumerable responses, pi = softmax(theta), is right on response k with R_k and says (or implies) the
+A policy over K enumerable responses, pi = softmax(theta), is right on response k with R_k and states (or implies) the
 confidence phi_k. J = E[R] is its accuracy, c = E[phi] its mean confidence, l(c) a calibration loss. The two ascent
 directions meet under the Fisher metric F as
 
     <grad J, -grad l>_{F^-1} = grad J^T F^-1 (-l'(c) grad c) = -l'(c) Cov_pi(R, phi).
 
-With Cov(R, phi) > 0 (sure answers are likelier right) the sign is that of -l'(c): negative exactly where l'(c) > 0, that
-is, where the policy is over-confident. Here the left side is computed from its definition (score functions, Fisher matrix,
-pseudo-inverse), the right side from the outcomes, in float64.
+With Cov(R, phi) > 0 (confident answers are more often right) the sign is that of -l'(c): negative exactly where
+l'(c) > 0, that is, where the policy is over-confident. Here the left side is computed from its definition (score
+functions, Fisher matrix, pseudo-inverse), the right side from the outcomes, in float64.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Mode collapse (paper): GRPO's reward says nothing about *which* right answer, yet the policy ends with one of them.
+"""Mode collapse (paper): GRPO's reward does not depend on *which* right answer it is, yet the policy ends with one of them.
 
 A tabular policy over K answers, some of them right. The expected step of the mean-centred advantage is the gradient of E[R],
 proportional to pi_k (R_k - E[R]): the right answers gain in proportion to what they have, so their relative shares drift to
 the largest; sampling a group adds a random walk. Entropy falls towards 0, and the policy's own probability of its answer,
-its implicit confidence, rises to 1 whether or not it deserves to on another prompt.
+its implicit confidence, rises to 1 whether or not its answers to another prompt are right.
 """
 
 from __future__ import annotations

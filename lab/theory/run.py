@@ -147,7 +147,7 @@ def proper(seeds: int, steps: int) -> dict[str, Any]:
 
 
 def noise() -> dict[str, Any]:
-    """Variance of the confidence gradient under the group's and the counterfactual baseline, by what the policy says."""
+    """Variance of the confidence gradient under the group's and the counterfactual baseline, by the stated confidence."""
     levels, rng = np.linspace(0, 1, 21), np.random.default_rng(0)
     rows = []
     for centre, width, p in ((0.9, 0.05, 0.4), (0.9, 0.05, 0.9), (0.7, 0.1, 0.7), (0.5, 0.1, 0.5), (0.1, 0.05, 0.1)):
@@ -166,7 +166,7 @@ def noise() -> dict[str, Any]:
 def digits(steps: int = 1000, lr: float = 1.0) -> dict[str, Any]:
     """Which first digit training finds for problems that are right in 3.5 % of the cases, by the damping.
 
-    ``start``: how often the lab's starting policy says each first digit of its 3x2 products, five seeds' held-out responses.
+    ``start``: how often the lab's starting policy states each first digit of its 3x2 products, in five seeds' responses.
     """
     start, p = [0.002, 0.007, 0.024, 0.057, 0.073, 0.115, 0.16, 0.182, 0.153, 0.227], 0.035
     paths = {

@@ -27,7 +27,7 @@ def optimum(score: str, lam: float, p: float, group_size: int = 0, q: float | No
     """The confidence with the best expected score, on the grid of two decimals.
 
     t = lam * Rt + (1 - lam) * R_i with R_i ~ Bernoulli(``q``; default ``p``), the others Bernoulli(``p``). ``group_size`` 0:
-    Rt is p exactly. ``q`` is what the response itself reveals about its being right: the confidence sees the response.
+    Rt is p exactly. ``q`` is the probability that this response is right, which the confidence may depend on.
     """
     q = p if q is None else q
     expected = np.zeros(len(LEVELS))
@@ -104,7 +104,7 @@ def saturated_push(objective: ObjectiveConfig, confidences: np.ndarray) -> float
 
 
 def first_digit(damping: float | None, p: float, start: Sequence[float], *, steps: int, lr: float) -> np.ndarray:
-    """How often each first digit of ``0.d5`` is said along training, [steps + 1, 10], from ``start`` [10] on.
+    """How often each first digit of ``0.d5`` is stated along training, [steps + 1, 10], from ``start`` [10] on.
 
     Exact: the expectation over labels Bernoulli(p) of the step that ``confidence_gradient: digits`` takes with Brier and
     ``batch_std``, on the logits of a softmax. ``damping`` None: the expected step of the sampled digit's gradient.

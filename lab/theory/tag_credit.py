@@ -1,8 +1,9 @@
-"""Whose token the marker is: a tabular policy that may reason or write the marker at once.
+"""The block of the confidence tag: a tabular policy that may reason or write the tag ("marker") at once.
 
-Reasoning is right with probability p; giving up is wrong, and a confidence of 0 is then perfect. Trained on A_c, the marker
-is reinforced wherever those who reason are not calibrated perfectly, which no one is whose answers may be right or wrong;
-and A_r reaches no token of giving up. Trained on A_r (``marker_block: reasoning``), it is what it is: a wrong answer.
+Reasoning is right with probability p; writing the tag at once ("giving up") is wrong, and a confidence of 0 is then
+perfect. Trained on A_c, the tag is reinforced wherever the responses that reason are not calibrated perfectly, and they
+cannot be where their answers may be right or wrong; A_r is on no token of a response that gives up. Trained on A_r
+(``marker_block: reasoning``), giving up is trained as the wrong answer that it is.
 """
 
 from __future__ import annotations

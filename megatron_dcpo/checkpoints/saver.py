@@ -1,9 +1,9 @@
 """Writing a checkpoint: planned together, written by every rank for itself, in the background if asked, announced last.
 
 Megatron plans which rank writes what (``torch_dist`` format). The writing itself is one function per rank that
-communicates with nobody, so it can run in a thread on a snapshot of the state while training goes on. Only when all
+communicates with no other rank, so it can run in a thread on a snapshot of the state while training goes on. Only when all
 ranks have written does the first one complete the directory, rename it and name it in
-``latest_checkpointed_iteration.txt``: a process that dies at any moment leaves the previous checkpoint as it was.
+``latest_checkpointed_iteration.txt``: whenever a process ends, the previous checkpoint is unchanged.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Saver:
     def save(self, iteration: int, state: dict[str, Any]) -> None:
         """Write the sharded ``state`` as ``iter_<iteration>`` and make it the latest.
 
-        Raises :class:`UserError` when the disk refuses; the previous checkpoint stays the latest.
+        Raises :class:`UserError` when the disk cannot be written; the previous checkpoint stays the latest.
         """
         self.wait()
         self._pending = pending = self._plan(iteration, state)

@@ -3,7 +3,7 @@
 Model, optimizer and schedule are Megatron's own state, resumable at another parallel layout. Beside them stands
 ``run``: seed, random generators, data cursor, reward state and engine version. The trainer's data order and sampling are
 functions of seed and step, so the cursor serves to check that the data are the same, and the generators to
-continue whatever else draws from them.
+continue everything else that draws from them.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def _line(result: Conversion) -> str:
 
 @contextmanager
 def _progress(what: str) -> Iterator[Progress]:
-    """A bar on a terminal, silence elsewhere."""
+    """A bar on a terminal, nothing elsewhere."""
     if not sys.stderr.isatty():
         yield lambda done, total: None
         return

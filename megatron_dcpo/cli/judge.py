@@ -1,6 +1,6 @@
 """``dcpo judge``: is each prediction its reference, does each program pass its tests?
 
-Of pairs, it also prints where the verifier and plain string equality disagree: that is what to look at.
+Of pairs, it also prints where the verifier and plain string equality disagree: these pairs are worth reading.
 """
 
 from __future__ import annotations

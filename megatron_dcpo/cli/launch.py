@@ -1,7 +1,7 @@
 """``dcpo launch N [torchrun options] -- train ...``: torchrun that passes signals on and keeps the exit status.
 
-torchrun itself answers SIGTERM by killing its workers after a grace period, dies of SIGUSR1, and exits with 1 whatever
-its workers said. Here the workers get the signal, decide, and their status is that of the launcher.
+torchrun itself answers SIGTERM by killing its workers after a grace period, is ended by SIGUSR1, and exits with 1
+whatever its workers' status. Here the workers get the signal and act on it, and their status is that of the launcher.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def exit_status(exit_codes: list[int]) -> int:
-    """One status for several failed workers: what asks most for a human first, then what asks for a requeue.
+    """One status for several failed workers: first what a user has to correct, then what a requeue continues.
 
     Bad input (2) > a worker's own failure > stopped and saved (99, 130) > lost or killed (98).
     """
@@ -88,7 +88,7 @@ def exit_status(exit_codes: list[int]) -> int:
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """torchrun's options and the verb's words. argparse drops a ``--`` that follows N at once."""
+    """torchrun's options and the verb's arguments. argparse drops a ``--`` that follows N at once."""
     at = arguments.index("--") if "--" in arguments else 0
     options, verb = arguments[:at], [word for word in arguments[at : at + 1] if word != "--"] + arguments[at + 1 :]
     if not verb or verb[0].startswith("-"):
@@ -97,7 +97,7 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _end_when_alone() -> None:
-    """torchrun waits minutes for the launcher of a node that is gone, although its own workers have ended."""
+    """torchrun waits minutes for the launcher of a node that has failed, although its own workers have ended."""
     begun, since = False, time.monotonic()
     while True:
         time.sleep(1)

@@ -29,8 +29,8 @@ def run(args: argparse.Namespace) -> int:
     from megatron_dcpo.runtime import signals
 
     if not args.dry_run:
-        signals.listen()
-        signals.die_with_launcher()
+        signals.install_handlers()
+        signals.exit_with_launcher()
     overrides = [*args.overrides, *([f"training.resume={args.resume}"] if args.resume else [])]
     config = load_config(args.config, overrides)
     if args.dry_run:

@@ -1,7 +1,7 @@
 """The benchmarks, one entry each: where the data is, how many problems there should be, what is known to be wrong.
 
 A benchmark is looked for as a file below the data directory (argument, else ``DCPO_DATA``, else ``data/``), then on the
-hub. Any other data file becomes a benchmark on the spot: ``NAME=PATH``.
+hub. Any other data file is a benchmark, too: ``NAME=PATH``.
 """
 
 from __future__ import annotations

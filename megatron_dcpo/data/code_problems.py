@@ -7,7 +7,7 @@
 | ``check`` | code with ``check(candidate)`` | HumanEval(+), MBPP+, LeetCodeDataset, rllm |
 | ``asserts`` | a list of assertions | MBPP |
 
-``sandbox/`` runs them. Tests travel packed (``pack_tests``), because a set of them may be megabytes; a response
+``sandbox/`` runs them. Tests are kept packed (``pack_tests``), because a set of them may be megabytes; a response
 is judged against the key ``tests_key`` of its problem, which is what ``ground_truth`` holds.
 """
 
@@ -57,7 +57,7 @@ def tests_key(packed: bytes) -> str:
 
 
 def code_problem(row: Row, where: str = "row") -> CodeProblem | None:
-    """The problem of a row in any of the known formats, None for a row that is no programming problem.
+    """The problem of a row in any of the known formats, None for a row that is not a programming problem.
 
     Raises :class:`UserError` for a row that looks like one of them and cannot be read as one.
     """
@@ -175,7 +175,7 @@ def _stated(statement: str, tests: Tests) -> CodeProblem:
 
 
 def _verification_info(row: Row) -> CodeProblem | None:
-    """PrimeIntellect and open-r1. Tests in other languages than Python are no use here."""
+    """PrimeIntellect and open-r1. Tests in other languages than Python are not used."""
     info = _parsed(row["verification_info"])
     language = str(info.get("language") or "python")
     if not _PYTHON.fullmatch(language.strip()):
@@ -268,7 +268,7 @@ def _live_code_bench(row: Row) -> CodeProblem:
 
 
 def _verl_ground_truth(row: Row) -> Any:
-    """The tests of a verl-style row, None when its ground truth is no set of tests."""
+    """The tests of a verl-style row, None when its ground truth is not a set of tests."""
     reward_model = row.get("reward_model")
     raw = reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None
     truth = _parsed(raw) if isinstance(raw, str) and raw.lstrip()[:1] in ("{", "[") else raw

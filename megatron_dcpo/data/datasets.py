@@ -2,7 +2,7 @@
 
     file --read_rows--> rows --to_record--> Record (problem, answer) --load_prompts--> Prompt (tokens, unique id)
 
-A row with tests instead of an answer is a programming problem (``code_problems.py`` knows the formats).
+A row with tests instead of an answer is a programming problem (``code_problems.py`` has the formats).
 
 Whatever is dropped on the way (no answer, too long) is counted and logged, and what cannot be read is a ``UserError``
 that names the line or the column.

@@ -1,7 +1,7 @@
 """LiveCodeBench's official rows: public and private tests, standard input or a method of ``Solution``.
 
 The private tests of the official files are base64 of zlib of a pickle of a JSON text. A pickle may run any code on
-loading; the one here holds a single ``str``, so the unpickler below knows no class and no function at all.
+loading; the one here holds a single ``str``, so the unpickler below accepts neither classes nor functions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LARGEST = 1 << 30  # bytes of one problem's decoded tests
 
 
 class _TextOnly(pickle.Unpickler):
-    """Reads pickles of built-in values. Whatever asks for a global (a class, a function) is refused."""
+    """Reads pickles of built-in values. A pickle that names a global (a class, a function) is refused."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise ValueError(f"a pickle that asks for {module}.{name}; official tests hold text only")

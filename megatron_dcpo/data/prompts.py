@@ -130,11 +130,11 @@ def render(
 
 
 def encode_chat(tokenizer: Any, messages: tuple[Message, ...]) -> list[int]:
-    """Token ids of a chat up to and including the generation prompt, thinking off where the template knows it."""
+    """Token ids of a chat up to and including the generation prompt, thinking off where the template has that switch."""
     chat_template = getattr(tokenizer, "chat_template", None)
     if not chat_template:
         raise UserError("the tokenizer has no chat template; use the prompt template 'raw' or add chat_template.jinja")
-    # A switch the template does not know would be ignored silently today and may be an error tomorrow.
+    # A switch that the template does not have is ignored silently; a later release may refuse it.
     options = {"enable_thinking": False} if "enable_thinking" in str(chat_template) else {}
     text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **options)
     # The template writes the special tokens itself; adding them again would double Llama's <|begin_of_text|>.

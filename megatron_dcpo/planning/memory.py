@@ -3,7 +3,7 @@ parameter, with the padding of the distributed optimizer's buffers.
 
 What the backward pass keeps of a micro-batch: bytes per token, operator by operator.
 
-Two layer specs, two formulas. ``local`` is ``policy/spec.py`` (fp32 norms, ungrouped products, every operator keeps its
+Two layer specs, two formulas. ``local`` is ``policy/layers.py`` (fp32 norms, ungrouped products, every operator keeps its
 own input); it is measured. ``transformer_engine`` keeps less: its fused linears hold a norm's input and output once, its
 fused SwiGLU holds only its input; it follows the fused operators' definitions.
 

@@ -1,4 +1,4 @@
-"""A plan as tables for people.
+"""A plan, printed as tables.
 
 ``dcpo plan --reshard``: what a weight synchronisation moves, computed without a process group or a weight.
 """

@@ -66,7 +66,7 @@ def step_traffic(
     arch: Architecture, layout: Layout, config: Config, data_parallel: int, numel: int, work: Work
 ) -> Traffic:
     """Ring collectives: an all-gather or reduce-scatter of n bytes over r ranks sends (r - 1) / r * n, an all-reduce
-    twice that. ``numel``: length of the rank's gradient buffer. Gradients travel in fp32."""
+    twice that. ``numel``: length of the rank's gradient buffer. Gradients are sent in fp32."""
     tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
     parallel, b = config.parallel, dtype_bytes(config.model.params_dtype)
     share = (data_parallel - 1) / data_parallel

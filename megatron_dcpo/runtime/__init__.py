@@ -1,4 +1,4 @@
 """Devices, process groups, Megatron-core on the CPU, signals, watchdog, locks, timers.
 
-The only room that knows whether CUDA exists: the others ask ``device.capabilities()``. Importing it imports nothing else.
+The only room that asks for CUDA: the others ask ``device.capabilities()``. Importing it imports nothing else.
 """

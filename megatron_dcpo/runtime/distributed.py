@@ -81,7 +81,7 @@ def initialize(
             virtual_pipeline_model_parallel_size if virtual_pipeline_model_parallel_size > 1 else None,
             distributed_timeout_minutes=timeout_minutes,
         )
-    # Dropout is off in RL and sampling has counted random numbers of its own; Megatron still wants its tracker.
+    # Dropout is off in RL and sampling has counted random numbers of its own; Megatron still needs its tracker.
     random.seed(seed)
     np.random.seed(seed % 2**32)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
@@ -142,11 +142,11 @@ def broadcast_object(value: Any, src: int = 0) -> Any:
     return box[0]
 
 
-class Progress:
-    """How far every rank of ``group`` has come in a sequence of numbered steps, and who did not.
+class BucketBarrier:
+    """How far every rank of ``group`` has come in a sequence of numbered steps, and which did not.
 
     :meth:`acknowledge` waits for all ranks. Each also leaves its number in the store of the process groups, which outlives
-    a rank (torchrun's agent keeps it), so that the others can name the one that is gone.
+    a rank (torchrun's agent keeps it), so that the others can name the one that has ended.
     """
 
     def __init__(self, name: str, group: dist.ProcessGroup) -> None:

@@ -35,7 +35,7 @@ def new_directory(out: Path, overwrite: bool = False) -> Iterator[Path]:
 
     SIGTERM fails the block like Ctrl-C does. What a killed process left under the temporary name is removed by the next
     one, and nothing else is. Raises :class:`UserError` when ``out`` exists (unless ``overwrite``; an empty directory is
-    fine), when another process is writing it, or when the disk refuses.
+    fine), when another process is writing it, or when the disk cannot be written.
     """
     if out.is_symlink() or (not overwrite and out.exists() and not (out.is_dir() and not any(out.iterdir()))):
         raise UserError(f"{out} exists; remove it, choose another name, or pass --overwrite")

@@ -1,4 +1,4 @@
-"""JSON over HTTP with retries, for every server this package talks to. Standard library only; imports no torch."""
+"""JSON over HTTP with retries, for every server that this package uses. Standard library only; imports no torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class JsonClient:
 
     A request that fails in a way that may pass (no connection, time-out, a status of ``PASSING``, a reply that is not
     JSON) is repeated, ``attempts`` times in all, after pauses that double from ``first_pause`` to ``longest_pause``
-    seconds, or as long as ``Retry-After`` says. ``timeout``: seconds without a byte. A reply of more than
+    seconds, or as long as ``Retry-After`` demands. ``timeout``: seconds without a byte. A reply of more than
     ``max_reply_bytes`` is refused. ``api_key`` is sent to ``url`` alone: no redirect gets it, and no ``repr`` shows it.
     """
 

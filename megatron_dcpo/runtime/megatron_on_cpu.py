@@ -1,4 +1,4 @@
-"""Megatron-core 0.16 on the CPU over gloo: everything that assumes CUDA, answered in one place.
+"""Megatron-core 0.16 on the CPU over gloo: everything that assumes CUDA, replaced in one place.
 
 What is covered, and why nothing more is needed:
 
@@ -50,7 +50,7 @@ def ensure() -> None:
     if _installed:
         return
     _installed = True
-    # Megatron and torch say at import what is missing on a machine without CUDA; `dcpo doctor` says it better.
+    # Megatron and torch warn at import of what is missing on a machine without CUDA; `dcpo doctor` reports it.
     warnings.filterwarnings("ignore", module=r"megatron\.core.*")
     warnings.filterwarnings("ignore", message=r".*(Transformer Engine|Apex|apex|modelopt).*")
     logging.getLogger("megatron.core").setLevel(logging.ERROR)

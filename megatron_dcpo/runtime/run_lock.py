@@ -18,7 +18,7 @@ PATIENCE_SECONDS = 15.0  # a killed job's processes may be a little behind the j
 
 
 @contextmanager
-def claimed(directory: Path, rank: int) -> Iterator[None]:
+def lock_run_dir(directory: Path, rank: int) -> Iterator[None]:
     """Hold ``directory`` for this training, until the block or the process ends. Collective; rank 0 has the lock.
 
     Raises :class:`UserError` on every rank when another training holds it, or when it cannot be written. On a file system
@@ -43,7 +43,7 @@ def claimed(directory: Path, rank: int) -> Iterator[None]:
 
 
 def _lock(path: Path) -> int:
-    """The descriptor that holds the lock. A POSIX lock: it ends with this process, whatever children it leaves behind."""
+    """The descriptor that holds the lock. A POSIX lock: it ends with this process, also where its children go on."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     until = time.monotonic() + PATIENCE_SECONDS

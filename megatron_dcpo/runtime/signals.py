@@ -1,4 +1,4 @@
-"""Signals that end a run in good order, and dying with the launcher. No heavy imports: this comes first in a process.
+"""Signals that end a run in good order, and ending with the launcher. No heavy imports: a process imports this first.
 
 The signals are noted by a thread that reads Python's wake-up descriptor: a plain handler runs between two bytecodes of
 the main thread, and a main thread that waits in a collective executes none.
@@ -34,7 +34,7 @@ class RolloutAbandoned(Exception):
     """Raised by an engine in the middle of a rollout when :func:`stop_requested`."""
 
 
-def listen() -> None:
+def install_handlers() -> None:
     """From now on SIGTERM, SIGUSR1 and SIGINT ask the run to stop; a second one ends the process at once. Idempotent.
 
     Main thread only. Under a launcher a repetition within a second counts as the same signal.
@@ -63,7 +63,7 @@ def request_stop(number: int) -> None:
         _stopping, _first_at = number, time.monotonic()
 
 
-def ignore_from_now_on() -> None:
+def ignore_signals() -> None:
     """Everything is saved and the process is about to end: further signals change nothing."""
     global _ignoring
     _ignoring = True
@@ -79,11 +79,11 @@ def under_launcher() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def die_with_launcher() -> None:
-    """Have the kernel end this worker when its launcher dies, so that no orphan trains on. Linux; else a no-op.
+def exit_with_launcher() -> None:
+    """Have the kernel end this worker when its launcher ends, so that it does not train without it. Linux; else a no-op.
 
-    Only under a launcher: a process started from a shell must survive the shell. After :func:`listen`: the first worker
-    of a node says what happened, the others are killed without a word.
+    Only under a launcher: a process started from a shell must survive the shell. After :func:`install_handlers`: the
+    first worker of a node reports what happened, the others are killed without a message.
     """
     if not under_launcher() or not sys.platform.startswith("linux"):
         return

@@ -7,17 +7,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from megatron_dcpo.runtime.device import memory_gb, synchronize
-from megatron_dcpo.runtime.watchdog import Watch
+from megatron_dcpo.runtime.watchdog import Watchdog
 
 
 class Timers:
     """``with timers("rollout"): ...`` adds to ``seconds["rollout"]`` and notes ``memory["rollout/rss"]`` in GB.
 
-    The watch learns which phase of ``step`` this rank is in. ``clear`` after a step is recorded: its checkpoint comes
+    The watchdog is told which phase of ``step`` this rank is in. ``clear`` after a step is recorded: its checkpoint comes
     later, and is found in the next record.
     """
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: Watchdog) -> None:
         self.watch, self.step = watch, 0
         self.seconds: dict[str, float] = {}
         self.memory: dict[str, float] = {}

@@ -1,10 +1,10 @@
-"""Who is where, and is everybody still there? A heartbeat beside the main thread, which may wait in a collective.
+"""A heartbeat of every rank, in a thread beside the main thread, which may wait in a collective.
 
 Every rank notes each second in the job's store what its main thread does: step, phase, line of code. From these notes
 
 * a signal that reached one rank reaches all of them within a second or two (:mod:`megatron_dcpo.runtime.signals`),
-* a rank that was not heard of for :data:`LOST_AFTER_SECONDS` ends the job with a line that names it. Collectives alone
-  would wait for ``parallel.distributed_timeout_minutes`` when a node or a link dies without closing its connections,
+* a rank without a heartbeat for :data:`LOST_AFTER_SECONDS` ends the job with a line that names it. Collectives alone
+  would wait for ``parallel.distributed_timeout_minutes`` when a node or a link fails without closing its connections,
 * a phase that exceeds its budget is reported with the place where every rank waits, and with the Python stacks in
   ``run_dir/heartbeat/``.
 """
@@ -42,8 +42,8 @@ _SHOWN = 8  # ranks or places named in one line
 
 
 @dataclass(frozen=True)
-class Beat:
-    """What a rank said last. ``since``: Unix time at which the phase began; ``count`` grows with every beat."""
+class Heartbeat:
+    """The last note of a rank. ``since``: Unix time at which the phase began; ``count`` grows with every beat."""
 
     rank: int
     host: str
@@ -58,7 +58,7 @@ class Beat:
         return f"rank {self.rank} ({self.host}, pid {self.pid}), in {self.phase} of step {self.step} at {self.where}"
 
 
-class Watch:
+class Watchdog:
     """Watches from :meth:`start` on; used as a context around everything that communicates.
 
     Leaving it by an exception that a lost rank has caused ends the process with a line that names the rank: any clean-up
@@ -73,11 +73,11 @@ class Watch:
         self._warned_at = 0.0
         self._over = threading.Event()
         self._heard: dict[int, tuple[int, float]] = {}  # rank -> (count, when it changed)
-        self._beats: dict[int, Beat] = {}
+        self._beats: dict[int, Heartbeat] = {}
         self._contact = time.monotonic()
         self._store: Any = None
 
-    def start(self) -> Watch:
+    def start(self) -> Watchdog:
         """Begin to beat. Collective."""
         if self.world_size > 1:
             store: Any = dist.distributed_c10d._get_default_store()
@@ -98,20 +98,21 @@ class Watch:
         self._phase, self._step, self._since, self._warned_at = phase, step, time.time(), 0.0
         self._write()
 
-    def finish(self, well: bool = True) -> None:
-        """Watch no more. ``well``: this rank ends in good order and is not missed; ranks end at different moments."""
+    def finish(self, clean_exit: bool = True) -> None:
+        """Stop watching. ``clean_exit``: this rank ends as planned and the others do not miss it; ranks end at different
+        moments."""
         self._over.set()
-        self.enter(_DONE if well else "failed", self._step)
-        if well and self._store is not None:
+        self.enter(_DONE if clean_exit else "failed", self._step)
+        if clean_exit and self._store is not None:
             with contextlib.suppress(RuntimeError):
                 self._store.set(f"beat/{self.rank}", self._note())
 
-    def give_up(self, message: str) -> None:
+    def abort(self, message: str) -> None:
         """End the job on every rank with ``message``: for what a rank cannot get out of otherwise."""
         self._store.set("lost", message)
         self._end_process(message)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Watchdog:
         return self
 
     def __exit__(
@@ -121,11 +122,11 @@ class Watch:
             lost = self._who_is_lost()
             if lost:
                 self._end_process(f"{lost} ({' '.join(str(error).split())[:200]})")
-        self.finish(well=error is None or isinstance(error, Stopped))
+        self.finish(clean_exit=error is None or isinstance(error, Stopped))
 
     def _who_is_lost(self) -> str:
         """After a failed collective: the ranks that beat no more, or nothing when all of them do."""
-        signals.ignore_from_now_on()  # the launcher is about to end everybody
+        signals.ignore_signals()  # the launcher is about to end all ranks
         try:
             before = self._read()
             time.sleep(3 * _INTERVAL)
@@ -153,7 +154,7 @@ class Watch:
                 self._beat()
                 self._contact = time.monotonic()
             except RuntimeError:  # torch's store errors
-                self._over.wait(3 * _INTERVAL)  # the main thread may be about to end in good order, or to say it better
+                self._over.wait(3 * _INTERVAL)  # the main thread may be about to end, or to raise a better message
                 if not self._over.is_set():
                     self._end_process(self._out_of_contact())
 
@@ -203,7 +204,7 @@ class Watch:
         with contextlib.suppress(OSError), (self.directory / f"stacks_rank{self.rank:05d}.txt").open("w") as file:
             faulthandler.dump_traceback(file)
         if self.rank == 0:
-            beats = self._beats or {0: Beat(**json.loads(self._note()))}
+            beats = self._beats or {0: Heartbeat(**json.loads(self._note()))}
             print(
                 f"dcpo: {self._phase} of step {self._step} has taken {seconds:.0f} s (training.phase_warning_seconds="
                 f"{self.budget:g}). {_places(beats.values())}. Stacks of all ranks: {self.directory}",
@@ -214,15 +215,15 @@ class Watch:
     def _note(self) -> str:
         self._count += 1
         where = _place_in_code(self._main)
-        beat = Beat(
+        beat = Heartbeat(
             self.rank, socket.gethostname(), os.getpid(), self._step, self._phase, self._since, where, self._count
         )
         return json.dumps(asdict(beat))
 
-    def _read(self, ranks: Iterable[int] | None = None) -> dict[int, Beat]:
+    def _read(self, ranks: Iterable[int] | None = None) -> dict[int, Heartbeat]:
         ranks = list(range(self.world_size) if ranks is None else ranks)
         notes = self._store.multi_get([f"beat/{rank}" for rank in ranks])
-        return {rank: Beat(**json.loads(note)) for rank, note in zip(ranks, notes, strict=True)}
+        return {rank: Heartbeat(**json.loads(note)) for rank, note in zip(ranks, notes, strict=True)}
 
     def _write(self) -> None:
         path = self.directory / f"rank{self.rank:05d}.json"
@@ -244,12 +245,12 @@ class Watch:
         os._exit(EXIT_PEER_LOST)
 
 
-def _lost(beats: list[Beat]) -> str:
+def _lost(beats: list[Heartbeat]) -> str:
     named = "; ".join(map(str, beats[:_SHOWN])) + (f"; and {len(beats) - _SHOWN} more" if len(beats) > _SHOWN else "")
     return f"lost {named}. --resume auto continues after the last checkpoint"
 
 
-def _places(beats: Iterable[Beat]) -> str:
+def _places(beats: Iterable[Heartbeat]) -> str:
     """``rank 0, 2 and 5 more: train of step 3 at update.py:210 _reduce; rank 1: ...``"""
     ranks: dict[str, list[int]] = {}
     for beat in beats:

@@ -1,16 +1,15 @@
-"""The training loop, which reads as the method: roll out, judge, score, update, hand the new weights to the engine."""
+"""The training loop, which reads as the method: sample and judge, score and update, hand the new weights to the engine."""
 
 from __future__ import annotations
 
 from megatron_dcpo.config import Config
-from megatron_dcpo.data.sampler import prompts_of_step
 from megatron_dcpo.runtime import distributed
-from megatron_dcpo.runtime.run_lock import claimed
+from megatron_dcpo.runtime.run_lock import lock_run_dir
 from megatron_dcpo.runtime.timers import Timers
 from megatron_dcpo.training.recorder import Recorder
 from megatron_dcpo.training.recovery import resume, save, stop_if_asked
-from megatron_dcpo.training.run import Run, build_run
-from megatron_dcpo.training.sampling import gather_judged, roll_out
+from megatron_dcpo.training.run import TrainingRun, build_run
+from megatron_dcpo.training.sampling import sample_step
 from megatron_dcpo.training.update import update_policy
 from megatron_dcpo.training.weight_sync import check_plan, export_policy, synchronise_engine
 
@@ -23,11 +22,11 @@ def train(config: Config) -> None:
     after a signal, when everything done is saved.
     """
     run = build_run(config)
-    with run.watch, claimed(run.directory, run.topology.rank):
+    with run.watch, lock_run_dir(run.directory, run.topology.rank):
         _train(run)
 
 
-def _train(run: Run) -> None:
+def _train(run: TrainingRun) -> None:
     config = run.config
     first = resume(run) + 1
     timers = Timers(run.watch)
@@ -36,14 +35,7 @@ def _train(run: Run) -> None:
         synchronise_engine(run, version=first - 1)
         for step in range(first, config.training.steps + 1):
             timers.step = step
-            prompts = prompts_of_step(
-                run.prompts, step, config.data.prompts_per_step, seed=config.seed, shuffle=config.data.shuffle
-            )
-            with timers("rollout"):
-                judged = roll_out(run, prompts, step, timers)
-            stop_if_asked(run, done=step - 1)
-            with timers("judge"):
-                samples = gather_judged(run, prompts, judged)
+            samples = sample_step(run, step, timers)
             with timers("train"):
                 run.engine.sleep()
                 run.offload.reload()

@@ -40,7 +40,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dcpo.config import Config
-from megatron_dcpo.data.sampler import prompts_of_step
 from megatron_dcpo.objectives import ObjectiveConfig, Scored, as_method, build_objective, resolve
 from megatron_dcpo.objectives.advantages import REWARD_TOLERANCE
 from megatron_dcpo.objectives.expected_digits import DecimalToken
@@ -57,8 +56,8 @@ from megatron_dcpo.policy.gradient_probe import (
 from megatron_dcpo.policy.optimizer import optimizer_group, zero_gradients
 from megatron_dcpo.runtime.device import current_device
 from megatron_dcpo.runtime.timers import Timers
-from megatron_dcpo.training.run import Run, build_run
-from megatron_dcpo.training.sampling import TrainingSample, gather_judged, roll_out
+from megatron_dcpo.training.run import TrainingRun, build_run
+from megatron_dcpo.training.sampling import TrainingSample, sample_step
 from megatron_dcpo.training.update import MiniBatch, accumulate, decimals_of, with_scores
 from megatron_dcpo.training.weight_sync import synchronise_engine
 from megatron_dcpo.types import BLOCK_REASONING, Judgement
@@ -92,18 +91,15 @@ def probe_policy(config: Config, batches: int) -> dict[str, Any]:
         return _probe(run, batches)
 
 
-def _probe(run: Run, batches: int) -> dict[str, Any]:
+def _probe(run: TrainingRun, batches: int) -> dict[str, Any]:
     config, timers = run.config, Timers(run.watch)
     totals: dict[str, Moments] = {part: Moments() for part in PARTS}
     squares: list[Tensor] = []
     seen: list[TrainingSample] = []
     for step in range(1, batches + 1):
-        prompts = prompts_of_step(
-            run.prompts, step, config.data.prompts_per_step, seed=config.seed, shuffle=config.data.shuffle
-        )
         run.offload.offload()
         synchronise_engine(run, version=step - 1)  # the same weights each time, counted as training counts
-        samples = gather_judged(run, prompts, roll_out(run, prompts, step, timers))
+        samples = sample_step(run, step, timers)
         run.engine.sleep()
         run.offload.reload()
         mini_batch = MiniBatch.of(run, samples)
@@ -215,7 +211,7 @@ def _squared_norm(x: Tensor) -> float:
     return float(sum(piece.double().square().sum() for piece in x.reshape(-1).split(PIECE)))
 
 
-def _measure(run: Run, totals: dict[str, Moments], fisher: list[Tensor]) -> dict[str, Any]:
+def _measure(run: TrainingRun, totals: dict[str, Moments], fisher: list[Tensor]) -> dict[str, Any]:
     groups = layer_groups(run.policy)
     conflicts = {
         name: compare(run.policy, run.optimizer, totals[a].mean(fisher), totals[b].mean(fisher))
@@ -245,7 +241,7 @@ def _as_json(found: PairComparison) -> dict[str, Any]:
     }
 
 
-def _noise(run: Run, moments: Moments) -> dict[str, float | None]:
+def _noise(run: TrainingRun, moments: Moments) -> dict[str, float | None]:
     """Squared norm of the mean gradient and variance of a batch's gradient (trace of the covariance), unbiased.
 
     ``signal_to_noise`` = |E g|^2 / tr Cov g of one batch. One batch has no variance.

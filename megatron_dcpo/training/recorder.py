@@ -21,7 +21,7 @@ from megatron_dcpo.runtime.distributed import broadcast_object
 from megatron_dcpo.runtime.files import write_atomically
 from megatron_dcpo.runtime.timers import Timers
 from megatron_dcpo.training.preflight import check_wandb
-from megatron_dcpo.training.run import Run
+from megatron_dcpo.training.run import TrainingRun
 from megatron_dcpo.training.sampling import TrainingSample
 from megatron_dcpo.training.update import MISMATCH_EDGES, UpdateStatistics, mismatch_histogram
 from megatron_dcpo.types import BLOCKS, MALFORMED
@@ -34,7 +34,7 @@ COSINES = ("grad_cosine/reasoning_confidence", "grad_cosine_fisher/reasoning_con
 class Recorder:
     """Writes on rank 0 only; on the other ranks every call is a no-op. A context manager."""
 
-    def __init__(self, run: Run, first_step: int) -> None:
+    def __init__(self, run: TrainingRun, first_step: int) -> None:
         self.run = run
         self.writes = run.topology.rank == 0
         self.tensorboard: Any = None
@@ -160,7 +160,7 @@ def _why(error: OSError) -> str:
     return f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
 
 
-def _wandb_run(run: Run) -> Any:
+def _wandb_run(run: TrainingRun) -> Any:
     """A Weights & Biases run that a resumed training continues. Raises :class:`UserError` without the package."""
     check_wandb(run.config)
     import wandb

@@ -12,12 +12,12 @@ from megatron_dcpo.checkpoints.state import checkpoint_state, load_checkpoint, n
 from megatron_dcpo.errors import EXIT_INTERRUPTED, EXIT_REQUEUE, Stopped, UserError
 from megatron_dcpo.runtime import signals
 from megatron_dcpo.runtime.distributed import broadcast_object, max_over_ranks
-from megatron_dcpo.training.run import Run
+from megatron_dcpo.training.run import TrainingRun
 
 logger = logging.getLogger(__name__)
 
 
-def resume(run: Run) -> int:
+def resume(run: TrainingRun) -> int:
     """The number of steps already done: 0 for a fresh run, else restored from the newest intact checkpoint. Collective.
 
     ``training.resume=none`` refuses to overwrite a run that has checkpoints.
@@ -45,7 +45,7 @@ def resume(run: Run) -> int:
     return latest
 
 
-def save(run: Run, step: int) -> None:
+def save(run: TrainingRun, step: int) -> None:
     """Checkpoint after ``step`` when the schedule says so, and always after the last one. Collective."""
     training = run.config.training
     run.saver.poll()
@@ -56,7 +56,7 @@ def save(run: Run, step: int) -> None:
         run.saver.wait()
 
 
-def stop_if_asked(run: Run, done: int) -> None:
+def stop_if_asked(run: TrainingRun, done: int) -> None:
     """Has a signal reached any rank? Then checkpoint after the ``done`` steps and raise :class:`Stopped`. Collective.
 
     Called where the policy is that of a whole number of steps: after a rollout, which a signal cuts short, and after a
@@ -68,7 +68,7 @@ def stop_if_asked(run: Run, done: int) -> None:
     if done and run.progress.saved_step != done:
         _save(run, done)
     run.saver.wait()
-    signals.ignore_from_now_on()
+    signals.ignore_signals()
     raise Stopped(
         f"stopped by {signals.name_of(number)} after step {done} of {run.config.training.steps}"
         f"{', saved' if done else ', nothing to save yet'}; --resume auto continues {run.directory}",
@@ -76,14 +76,14 @@ def stop_if_asked(run: Run, done: int) -> None:
     )
 
 
-def _save(run: Run, step: int) -> None:
+def _save(run: TrainingRun, step: int) -> None:
     with run.offload.on_device():
         state = checkpoint_state(run.policy, run.optimizer, run.scheduler, step, _run_state(run, step))
         run.saver.save(step, state)
     run.progress.saved_step = step
 
 
-def _run_state(run: Run, step: int) -> dict[str, Any]:
+def _run_state(run: TrainingRun, step: int) -> dict[str, Any]:
     """What continues a run beside model and optimizer."""
     return {
         "seed": run.config.seed,
@@ -98,7 +98,7 @@ def _run_state(run: Run, step: int) -> dict[str, Any]:
     }
 
 
-def _check_same_run(run: Run, saved: dict[str, Any]) -> None:
+def _check_same_run(run: TrainingRun, saved: dict[str, Any]) -> None:
     """Seed and data must be those of the checkpoint: otherwise the run would be another one from here on."""
     now = _run_state(run, saved["iteration"])
     for name, found, kept in (

@@ -27,13 +27,13 @@ from megatron_dcpo.rollout.build import build_local_engine, load_tokenizer
 from megatron_dcpo.rollout.vllm_engine import VllmOptions
 from megatron_dcpo.runtime import distributed
 from megatron_dcpo.runtime.distributed import Topology
-from megatron_dcpo.runtime.watchdog import Watch
+from megatron_dcpo.runtime.watchdog import Watchdog
 from megatron_dcpo.training.preflight import check_model, check_processes, check_wandb
 from megatron_dcpo.types import Judgement, Prompt, Response
 
 
 @dataclass
-class Progress:
+class RunState:
     """What changes while a run goes on, beside model and optimizer."""
 
     saved_step: int = 0
@@ -41,7 +41,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingRun:
     """The parts of a training run on this rank. ``reference``: the frozen starting policy, where a KL loss asks for it."""
 
     config: Config
@@ -57,9 +57,9 @@ class Run:
     engine: Engine
     objective: Objective
     reference: Policy | None
-    watch: Watch
+    watch: Watchdog
     saver: Saver
-    progress: Progress
+    progress: RunState
     digits: DigitVocabulary
     judge: Callable[[Sequence[Response], Mapping[str, Prompt]], list[Judgement]]
 
@@ -68,7 +68,7 @@ class Run:
         return self.directory / "checkpoints"
 
 
-def build_run(config: Config) -> Run:
+def build_run(config: Config) -> TrainingRun:
     """Build all parts, the cheap checks first. Collective. Raises :class:`UserError` on bad input."""
     objective = build_objective(config.objective)
     check_model(config)
@@ -93,13 +93,13 @@ def build_run(config: Config) -> Run:
         seed=config.seed,
         timeout_minutes=parallel.distributed_timeout_minutes,
     )
-    watch = Watch(
+    watch = Watchdog(
         Path(config.run_dir) / "heartbeat", topology.rank, topology.world_size, config.training.phase_warning_seconds
     ).start()
     policy = build_policy(config.model, parallel, topology)
     optimizer, scheduler = build_optimizer(config, policy)
     engine = build_engine(config, topology)
-    return Run(
+    return TrainingRun(
         config=config,
         directory=Path(config.run_dir),
         topology=topology,
@@ -122,7 +122,7 @@ def build_run(config: Config) -> Run:
             config.training.keep_checkpoints,
             config.training.async_save,
         ),
-        progress=Progress(),
+        progress=RunState(),
         digits=DigitVocabulary.of(vocabulary.table, engine.eos_token_ids),
         judge=partial(
             judge_many,

@@ -30,7 +30,7 @@ from megatron_dcpo.policy.optimizer import gather_parameters, gradient_norm, zer
 from megatron_dcpo.policy.schedule import TokenOutputs, accumulate_gradients, compute_logprobs
 from megatron_dcpo.runtime.device import current_device
 from megatron_dcpo.runtime.distributed import all_gather_objects, max_over_ranks
-from megatron_dcpo.training.run import Run
+from megatron_dcpo.training.run import TrainingRun
 from megatron_dcpo.training.sampling import TrainingSample
 from megatron_dcpo.types import BLOCKS, Judgement
 
@@ -53,7 +53,7 @@ class UpdateStatistics:
     skipped: int = 0
 
 
-def update_policy(run: Run, samples: Sequence[TrainingSample], step: int) -> UpdateStatistics:
+def update_policy(run: TrainingRun, samples: Sequence[TrainingSample], step: int) -> UpdateStatistics:
     """Take ``updates_per_rollout`` optimizer steps on the rollout's mini-batches. Collective.
 
     An update whose loss or gradient is not finite is skipped; raises :class:`UserError` when too many follow one another.
@@ -84,7 +84,7 @@ class MiniBatch:
     micro_batches: list[list[int]]
 
     @classmethod
-    def of(cls, run: Run, samples: Sequence[TrainingSample]) -> MiniBatch:
+    def of(cls, run: TrainingRun, samples: Sequence[TrainingSample]) -> MiniBatch:
         """Deal ``samples`` over the data-parallel ranks and cut this rank's into micro-batches."""
         lengths = [sequence_length(sample) for sample in samples]
         shares = assign_to_ranks(lengths, run.topology.dp_size)
@@ -122,7 +122,7 @@ def split_groups(samples: Sequence[TrainingSample], parts: int) -> list[list[Tra
     return [[s for p in prompts[n * size : (n + 1) * size] for s in groups[p]] for n in range(parts)]
 
 
-def with_old_logprobs(run: Run, mini_batch: MiniBatch) -> MiniBatch:
+def with_old_logprobs(run: TrainingRun, mini_batch: MiniBatch) -> MiniBatch:
     """``old_logprobs`` of every sample, by the policy as it is. Collective."""
     own = compute_logprobs(run.policy, mini_batch.local_samples, mini_batch.micro_batches, **_forward_options(run))
     fields: dict[int, Mapping[str, Any]] = {}
@@ -131,25 +131,25 @@ def with_old_logprobs(run: Run, mini_batch: MiniBatch) -> MiniBatch:
     return mini_batch.with_fields(fields)
 
 
-def with_ref_logprobs(run: Run, mini_batch: MiniBatch, reference: Policy) -> MiniBatch:
+def with_ref_logprobs(run: TrainingRun, mini_batch: MiniBatch, reference: Policy) -> MiniBatch:
     """``ref_logprobs`` of this rank's samples, by the frozen reference policy. Collective."""
     own = compute_logprobs(reference, mini_batch.local_samples, mini_batch.micro_batches, **_forward_options(run))
     return mini_batch.with_fields({i: {"ref_logprobs": row} for i, row in zip(mini_batch.local, own, strict=True)})
 
 
-def score(run: Run, mini_batch: MiniBatch) -> MiniBatch:
+def score(run: TrainingRun, mini_batch: MiniBatch) -> MiniBatch:
     """Rewards, token advantages and token weights of every sample. No communication: all ranks have all samples."""
     old = [s.old_logprobs for s in mini_batch.samples if s.old_logprobs is not None]
     decimals = decimals_of(run, mini_batch) if run.objective.trains_all_digits else None
     return with_scores(run, mini_batch, run.objective.score(mini_batch.judgements, old or None, decimals))
 
 
-def decimals_of(run: Run, mini_batch: MiniBatch) -> list[tuple[DecimalToken, ...]]:
+def decimals_of(run: TrainingRun, mini_batch: MiniBatch) -> list[tuple[DecimalToken, ...]]:
     """The exchangeable digits of every stated confidence."""
     return [run.digits.decimals(s.response.token_ids, s.judgement) for s in mini_batch.samples]
 
 
-def with_scores(run: Run, mini_batch: MiniBatch, scored: Scored) -> MiniBatch:
+def with_scores(run: TrainingRun, mini_batch: MiniBatch, scored: Scored) -> MiniBatch:
     """``mini_batch`` with what an objective made of its judgements, and the run's own token weights."""
     weights = run.objective.token_weights(scored, run.objective.counts(scored))
     columns = zip(scored.R, scored.R_c, scored.tokens, weights, scored.digits, strict=True)
@@ -157,7 +157,7 @@ def with_scores(run: Run, mini_batch: MiniBatch, scored: Scored) -> MiniBatch:
     return mini_batch.with_fields({i: dict(zip(names, row, strict=True)) for i, row in enumerate(columns)})
 
 
-def update_once(run: Run, mini_batch: MiniBatch, statistics: UpdateStatistics, probe: bool, step: int) -> None:
+def update_once(run: TrainingRun, mini_batch: MiniBatch, statistics: UpdateStatistics, probe: bool, step: int) -> None:
     """One optimizer step on a scored mini-batch. Collective."""
     if probe:
         (first, second), gradients = probe_block_gradients(
@@ -179,7 +179,7 @@ def update_once(run: Run, mini_batch: MiniBatch, statistics: UpdateStatistics, p
     statistics.losses.append(loss)
 
 
-def _skip_nonfinite(run: Run, loss: float, grad_norm: float, statistics: UpdateStatistics, step: int) -> bool:
+def _skip_nonfinite(run: TrainingRun, loss: float, grad_norm: float, statistics: UpdateStatistics, step: int) -> bool:
     """Whether loss or gradient is infinite or not a number on any rank: then parameters, optimizer and schedule stay as
     they are. Collective. Raises :class:`UserError` after ``training.max_nonfinite_steps`` such updates in a row."""
     progress, most = run.progress, run.config.training.max_nonfinite_steps
@@ -201,7 +201,7 @@ def _skip_nonfinite(run: Run, loss: float, grad_norm: float, statistics: UpdateS
     return True
 
 
-def accumulate(run: Run, mini_batch: MiniBatch, block: str | None = None) -> list[dict[str, float]]:
+def accumulate(run: TrainingRun, mini_batch: MiniBatch, block: str | None = None) -> list[dict[str, float]]:
     """Add the gradient of a scored mini-batch's loss (of its tokens in one ``block``) to the buffers; its statistics."""
     return accumulate_gradients(
         run.policy,
@@ -296,7 +296,7 @@ def mismatch_histogram(sums: dict[str, float]) -> dict[str, list[int]]:
     return {block: [int(sums.get(f"engine/histogram/{block}/{n}", 0)) for n in bins] for block in BLOCKS}
 
 
-def _check_logprob_diff(run: Run, collected: Sequence[dict[str, float]], step: int) -> None:
+def _check_logprob_diff(run: TrainingRun, collected: Sequence[dict[str, float]], step: int) -> None:
     """Compare the largest difference of this mini-batch, on any rank, with the threshold, before the policy moves."""
     rollout = run.config.rollout
     if not rollout.logprob_diff_alarm:
@@ -315,7 +315,7 @@ def _check_logprob_diff(run: Run, collected: Sequence[dict[str, float]], step: i
         logger.warning(text)
 
 
-def _reduce(run: Run, collected: Sequence[dict[str, float]], statistics: UpdateStatistics) -> float:
+def _reduce(run: TrainingRun, collected: Sequence[dict[str, float]], statistics: UpdateStatistics) -> float:
     """Add up all micro-batches of all replicas, each counted once; returns the loss of the update."""
     once = run.topology.is_last_stage and run.topology.tp_rank == 0
     loss = 0.0
@@ -330,10 +330,10 @@ def _reduce(run: Run, collected: Sequence[dict[str, float]], statistics: UpdateS
     return loss
 
 
-def _probe_due(run: Run, step: int) -> bool:
+def _probe_due(run: TrainingRun, step: int) -> bool:
     interval = run.config.training.gradient_probe_interval
     return interval > 0 and (step == 1 or step % interval == 0)
 
 
-def _forward_options(run: Run) -> dict[str, Any]:
+def _forward_options(run: TrainingRun) -> dict[str, Any]:
     return {"temperature": run.config.rollout.temperature, "packing": run.config.parallel.sequence_packing}

@@ -17,7 +17,7 @@ from megatron_dcpo.rollout import EngineError
 from megatron_dcpo.runtime.distributed import all_gather_objects
 from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.runtime.watchdog import LOST_AFTER_SECONDS
-from megatron_dcpo.training.run import Run
+from megatron_dcpo.training.run import TrainingRun
 from megatron_dcpo.weights.hf_checkpoint import write_checkpoint
 from megatron_dcpo.weights.reshard import (
     SynchronisationError,
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 MAX_RESTARTS = 2  # of the engines, within one rollout or one synchronisation
 
 
-def synchronise_engine(run: Run, version: int) -> dict[str, float]:
+def synchronise_engine(run: TrainingRun, version: int) -> dict[str, float]:
     """Push the policy's weights into the engines; from then on their responses carry ``version``.
 
     Returns ``reshard/bytes``, ``reshard/bytes_min`` (received by the rank that receives most, and the least possible)
@@ -57,7 +57,7 @@ def synchronise_engine(run: Run, version: int) -> dict[str, float]:
     raise AssertionError("unreachable: the last failure raises")
 
 
-def recover_engines(run: Run, failure: str, version: int, restarts: int) -> bool:
+def recover_engines(run: TrainingRun, failure: str, version: int, restarts: int) -> bool:
     """Did an engine fail in generation (``failure`` on its ranks)? Then start it anew and synchronise all engines.
 
     Returns whether one did. Raises :class:`UserError` after ``MAX_RESTARTS``.
@@ -85,7 +85,7 @@ def _came_out(rank: int) -> str:
     return f"engine/out/{rank}"
 
 
-def _wait_for_the_engine(run: Run, failure: str) -> None:
+def _wait_for_the_engine(run: TrainingRun, failure: str) -> None:
     """Every rank of a tensor-parallel engine says in the job's store that it came out of the rollout.
 
     Where it failed on this rank and others do not come, they wait for this one in a collective of vLLM's, which nothing
@@ -101,14 +101,14 @@ def _wait_for_the_engine(run: Run, failure: str) -> None:
         if not waiting:
             return
         if time.monotonic() > deadline:
-            run.watch.give_up(
+            run.watch.abort(
                 f"the engine of ranks {mates[0]}-{mates[-1]} failed on rank {rank} alone: {failure}; rank(s) "
                 f"{', '.join(map(str, waiting))} cannot go on without it. --resume auto continues after the last checkpoint"
             )
         time.sleep(0.2)
 
 
-def check_plan(run: Run) -> None:
+def check_plan(run: TrainingRun) -> None:
     """Raise :class:`UserError` when the ranks of a replica would move different bytes. Collective; once per run."""
     sums = all_gather_objects((run.topology.dp_rank, _plan(run).checksum))
     for replica in sorted({replica for replica, _ in sums}):
@@ -120,11 +120,11 @@ def check_plan(run: Run) -> None:
             )
 
 
-def _plan(run: Run) -> ReshardPlan:
+def _plan(run: TrainingRun) -> ReshardPlan:
     return plan_for(run.policy, run.engine.tensor_model_parallel_size, run.config.rollout.bucket_bytes)
 
 
-def _check_finite(run: Run, version: int) -> None:
+def _check_finite(run: TrainingRun, version: int) -> None:
     bad = {rank: names for rank, names in enumerate(all_gather_objects(not_finite(run.policy))) if names}
     if bad:
         rank, names = next(iter(bad.items()))
@@ -134,7 +134,7 @@ def _check_finite(run: Run, version: int) -> None:
         )
 
 
-def _gather_failures(run: Run, failure: str, restarts: int, what: str) -> dict[int, str]:
+def _gather_failures(run: TrainingRun, failure: str, restarts: int, what: str) -> dict[int, str]:
     """Every failing rank with its reason; logged, and an error once ``restarts`` is used up."""
     try:
         failures = {rank: text for rank, text in enumerate(all_gather_objects(failure)) if text}
@@ -153,7 +153,7 @@ def _gather_failures(run: Run, failure: str, restarts: int, what: str) -> dict[i
     return failures
 
 
-def _checked(run: Run, plan: ReshardPlan, traffic: Traffic) -> dict[str, float]:
+def _checked(run: TrainingRun, plan: ReshardPlan, traffic: Traffic) -> dict[str, float]:
     rank = run.topology.pp_rank * run.topology.tp_size + run.topology.tp_rank
     counted, planned = (traffic.received, traffic.buckets), (plan.received[rank], len(plan.buckets))
     if counted != planned or traffic.peak > plan.peak_bytes:
@@ -165,7 +165,7 @@ def _checked(run: Run, plan: ReshardPlan, traffic: Traffic) -> dict[str, float]:
     }
 
 
-def export_policy(run: Run) -> Path:
+def export_policy(run: TrainingRun) -> Path:
     """Write ``run_dir/policy`` (weights of the policy, everything else from ``model.path``). Collective."""
     out = run.directory / "policy"
     write_checkpoint(

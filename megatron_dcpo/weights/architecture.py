@@ -1,4 +1,4 @@
-"""What a Hugging Face ``config.json`` says about a decoder-only model: the facts both the table and the policy need.
+"""A decoder-only model as its Hugging Face ``config.json`` describes it: the facts that the table and the policy need.
 
 Adding an architecture: one entry in :data:`ARCHITECTURES` (what is special about it) and, where the tensor names differ
 from Llama's, rows in :mod:`megatron_dcpo.weights.table`.

@@ -32,7 +32,7 @@ _SIDE_DIRECTORIES = ("additional_chat_templates",)
 
 
 class HFReader:
-    """The tensors of a Hugging Face directory, memory-mapped: nothing but what is used leaves the map.
+    """The tensors of a Hugging Face directory, memory-mapped: only what is used is read.
 
     ``specs``: shape and type of every tensor. Raises :class:`UserError` for missing, truncated or malformed files, and
     when the index and the files disagree.

@@ -1,8 +1,8 @@
-"""Export direction: the policy's shards, wherever they live in the TP x PP grid, handed on as Hugging Face slices.
+"""Export direction: the policy's shards, on whichever rank of the TP x PP grid, handed on as Hugging Face slices.
 
 The transport of :mod:`megatron_dcpo.weights.reshard_plan`. Every rank of a replica walks the same buckets: it puts
-together what it holds, receives what it misses in flat messages, hands the bucket on, and says so to all others before
-the buffers are used again. The plan is computed on every rank alike, so no metadata travels.
+together what it holds, receives the rest in flat messages, hands the bucket on, and acknowledges it to all others before
+the buffers are used again. The plan is computed on every rank alike, so no metadata is sent.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dcpo.runtime.device import current_device
-from megatron_dcpo.runtime.distributed import Progress, Topology
+from megatron_dcpo.runtime.distributed import BucketBarrier, Topology
 from megatron_dcpo.weights.architecture import Architecture
 from megatron_dcpo.weights.planner import Copy, Layout, WeightSlice
 from megatron_dcpo.weights.reshard_plan import BUCKET_BYTES, BucketEntry, Message, ReshardPlan, reshard_plan
@@ -39,7 +39,7 @@ class Shards(Protocol):
 
 
 class SynchronisationError(RuntimeError):
-    """A rank did not take a bucket: it died, or its engine refused. Every rank of the replica raises it."""
+    """A rank did not take a bucket: it ended, or its engine refused. Every rank of the replica raises it."""
 
 
 @dataclass
@@ -87,7 +87,7 @@ def export_buckets(
     assembly_buffer = torch.empty(plan.assembled // plan.itemsize, dtype=dtype, device=device)
     recv_buffer = torch.empty(plan.message // plan.itemsize, dtype=dtype, device=device)
     traffic.peak = max(traffic.peak, assembly_buffer.nbytes + recv_buffer.nbytes)
-    progress = Progress("reshard", policy.topology.model_group)
+    progress = BucketBarrier("reshard", policy.topology.model_group)
     for number, bucket in enumerate(plan.buckets, 1):
         where = f"weight synchronisation, bucket {number} of {len(plan.buckets)}"
         try:

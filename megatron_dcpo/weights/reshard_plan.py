@@ -1,7 +1,7 @@
 """The plan of a weight synchronisation: which bytes go from which trainer rank to which, bucket by bucket. Pure.
 
 Every engine rank gets, of every Hugging Face tensor, the slice it keeps by vLLM's rule for dense models (the whole tensor
-with an engine of one rank). What it holds already as a trainer rank does not travel; the rest travels once from its owner,
+with an engine of one rank). What it holds already as a trainer rank is not sent; the rest is sent once, by its owner,
 so the bytes a rank receives are the least possible. Two passes: per tensor the list of :class:`TransferOp`, then the
 operations packed into buckets; a tensor that is larger than a bucket is cut into several entries.
 """
@@ -75,7 +75,7 @@ class BucketEntry:
 @dataclass(frozen=True)
 class Bucket:
     """Entries handed to the engine in one call, of every tensor at most one; and the messages that bring what a rank
-    misses of them."""
+    lacks of them."""
 
     entries: tuple[BucketEntry, ...]
     messages: tuple[Message, ...]
@@ -203,7 +203,7 @@ def _engine_ranks(layout: Layout, engine_tp: int, replicas: int, replica: int) -
 
 
 def _held(arch: Architecture, layout: Layout, names: Sequence[str]) -> _Held:
-    """Of every tensor the intervals that ranks hold, disjoint, in the order of their start; nobody reads them yet."""
+    """Of every tensor the intervals that ranks hold, disjoint, in the order of their start; no readers yet."""
     held: dict[tuple[str, int, int], TransferOp] = {}
     for pipeline in range(layout.pipeline_model_parallel_size):
         for tensor in range(layout.tensor_model_parallel_size):

@@ -92,7 +92,7 @@ def test_signal_cuts_a_long_rollout_short(tmp_path):
 LISTENING = """
 import time
 from megatron_dcpo.runtime import signals
-signals.listen()
+signals.install_handlers()
 print("ready", flush=True)
 time.sleep(600)
 """

@@ -17,7 +17,7 @@ from megatron_dcpo.objectives.expected_digits import DecimalToken, DigitVocabula
 from megatron_dcpo.policy.model import build_policy
 from megatron_dcpo.policy.optimizer import build_optimizer
 from megatron_dcpo.runtime.distributed import all_gather_objects
-from megatron_dcpo.training.run import Progress, Run
+from megatron_dcpo.training.run import RunState, TrainingRun
 from megatron_dcpo.training.sampling import TrainingSample
 from megatron_dcpo.training.update import MiniBatch, UpdateStatistics, score, update_once, with_old_logprobs
 from megatron_dcpo.types import Judgement, Prompt, Response
@@ -77,12 +77,12 @@ def run(options: dict[str, Any]) -> Any:
     result: dict[str, Any] = {"losses": {}, "norms": {}}
     for name, method in (GOLDEN_OPTIONS | DIGITS).items():
         objective = build_objective(ObjectiveConfig(**method))
-        parts: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(Run))
+        parts: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(TrainingRun))
         parts |= {"config": config, "topology": topology, "policy": policy, "optimizer": optimizer}
-        parts |= {"scheduler": scheduler, "objective": objective, "progress": Progress()}
+        parts |= {"scheduler": scheduler, "objective": objective, "progress": RunState()}
         tables = {1: np.arange(160, 170), 2: np.arange(200, 300)}  # on both ranks of two
         parts |= {"digits": DigitsForTest(tables, lambda token_id: b"", ())}
-        trainer = Run(**parts)  # what an update does not touch stays None
+        trainer = TrainingRun(**parts)  # what an update does not touch stays None
         mini_batch = with_old_logprobs(trainer, MiniBatch.of(trainer, samples))
         new = [sample.old_logprobs for sample in mini_batch.samples]
         old = {k: {"old_logprobs": lp - (NEW[i] - OLD[i])} for k, (lp, i) in enumerate(zip(new, order, strict=True))}

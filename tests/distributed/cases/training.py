@@ -37,7 +37,7 @@ def run(options: dict[str, Any]) -> Any:
     fixed = [f"run_dir={out / 'run'}", "logging.tensorboard=false", "training.export_hf=false"]
     config = load_config(QUICKSTART / "dcpo.yaml", [*fixed, *options["overrides"]])
     digests, parameters, seen = [], [], {"step": 0}
-    updated, loss_of = loop.update_policy, update._loss
+    updated, loss_of = loop.update_policy, update.micro_batch_loss
 
     def update_policy(run, rollout, step):
         if not digests:
@@ -49,8 +49,8 @@ def run(options: dict[str, Any]) -> Any:
         parameters.append(digest(run, moments=False))
         return statistics
 
-    def loss(run, *arguments):
-        value, stats = loss_of(run, *arguments)
+    def loss(*arguments):
+        value, stats = loss_of(*arguments)
         if seen["step"] in options.get("poisoned_steps", []) and topology().rank == options.get("poisoned_rank", 0):
             poison = float(options.get("poison", "nan"))
             value = value * poison
@@ -58,7 +58,7 @@ def run(options: dict[str, Any]) -> Any:
                 stats = stats | {"loss": poison}
         return value, stats
 
-    loop.update_policy, update._loss = update_policy, loss
+    loop.update_policy, update.micro_batch_loss = update_policy, loss
     error = None
     try:
         loop.train(config)

@@ -12,16 +12,16 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_dcpo.runtime import signals, watchdog
-from megatron_dcpo.runtime.watchdog import Watch
+from megatron_dcpo.runtime.watchdog import Watchdog
 
 
 def run(options: dict[str, Any]) -> None:
     scenario, directory = options["scenario"], Path(options["out"])
     watchdog.LOST_AFTER_SECONDS = 5.0
-    signals.listen()
+    signals.install_handlers()
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    with Watch(directory, rank, dist.get_world_size(), phase_warning_seconds=5).start() as watching:
+    with Watchdog(directory, rank, dist.get_world_size(), phase_warning_seconds=5).start() as watching:
         watching.enter("train", 7)
         time.sleep(2.5)  # every rank has said where it is
         if rank == 1:
@@ -47,7 +47,7 @@ def run(options: dict[str, Any]) -> None:
     dist.destroy_process_group()
 
 
-def fail_alone(watching: Watch, rank: int) -> None:
+def fail_alone(watching: Watchdog, rank: int) -> None:
     """The engine of both ranks fails on one; the other waits where no signal and no exception reaches it."""
     from megatron_dcpo.training import weight_sync
 
