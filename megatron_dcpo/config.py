@@ -16,7 +16,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 from yaml import YAMLError
 
-from megatron_dcpo.errors import UserError, nearest, validation_message
+from megatron_dcpo.errors import UserError, nearest, one_line, validation_message
 from megatron_dcpo.objectives import resolve
 from megatron_dcpo.objectives.options import ObjectiveConfig, option_names
 from megatron_dcpo.sandbox.local import CodeLimits
@@ -193,7 +193,7 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
         merged = OmegaConf.merge(_read(Path(path)), OmegaConf.from_dotlist(list(overrides)))
         values = OmegaConf.to_container(merged, resolve=True)
     except (OmegaConfBaseException, YAMLError, ValueError) as error:
-        raise UserError(f"{path}: {_one_line(str(error))}") from None
+        raise UserError(f"{path}: {one_line(error)}") from None
     return validate(values, str(path))
 
 
@@ -227,7 +227,7 @@ def validate(values: Any, source: str = "config") -> Config:
             raise UserError(f"{source}: {where} is required; add it to the file or pass {where}=...") from None
         raise UserError(f"{source}: {validation_message(error)}") from None
     except ValueError as error:
-        raise UserError(f"{source}: {_one_line(str(error))}") from None
+        raise UserError(f"{source}: {one_line(error)}") from None
     _check_together(config, source)
     return config
 
@@ -329,7 +329,3 @@ def _check_rollout(config: Config, source: str) -> None:
         raise UserError(f"{source}: rollout.tensor_model_parallel_size > 1 needs rollout.engine=vllm (or auto)")
     if (rollout.engine == "server") != bool(rollout.endpoint):
         raise UserError(f"{source}: rollout.engine=server and rollout.endpoint=URL go together; set both or neither")
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())

@@ -8,7 +8,7 @@ Grouping is by ``prompt_id``, never by position in a batch.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,15 +27,7 @@ ConfidenceStatus = Literal[
     "before_box",  # the answer is boxed after the confidence
     "truncated",  # the response hit the length limit before its confidence was complete
 ]
-MALFORMED: tuple[ConfidenceStatus, ...] = (
-    "missing",
-    "multiple",
-    "unparsable",
-    "out_of_range",
-    "trailing_text",
-    "before_box",
-    "truncated",
-)
+MALFORMED: tuple[ConfidenceStatus, ...] = tuple(status for status in get_args(ConfidenceStatus) if status != "ok")
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ sys.path.insert(0, str(REPOSITORY))
 from megatron_dcpo.config import load_config  # noqa: E402
 from megatron_dcpo.policy.optimizer import gradient_norm, zero_gradients  # noqa: E402
 from megatron_dcpo.runtime.distributed import destroy  # noqa: E402
-from megatron_dcpo.runtime.timers import Timers  # noqa: E402
+from megatron_dcpo.runtime.watchdog import Timers  # noqa: E402
 from megatron_dcpo.training.run import TrainingRun, build_run  # noqa: E402
 from megatron_dcpo.training.sampling import TrainingSample, sample_step  # noqa: E402
 from megatron_dcpo.training.update import MiniBatch, accumulate, score, with_old_logprobs  # noqa: E402

@@ -87,8 +87,7 @@ def violation_rates(statuses: Sequence[str]) -> dict[str, Any]:
     """``violation_rate`` and ``violations``: {kind: share of all samples}, with every kind there is."""
     n = len(statuses)
     share = {kind: sum(s == kind for s in statuses) / n if n else math.nan for kind in MALFORMED}
-    total = sum(s != "ok" for s in statuses) / n if n else math.nan
-    return {"violation_rate": total, "violations": share}
+    return {"violation_rate": sum(s != "ok" for s in statuses) / n if n else math.nan, "violations": share}
 
 
 def intervals(

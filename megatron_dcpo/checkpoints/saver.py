@@ -28,7 +28,7 @@ from megatron_dcpo.checkpoints.manifest import (
     sync_directory,
     write_manifest,
 )
-from megatron_dcpo.errors import UserError
+from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.runtime.distributed import all_gather_objects, barrier, broadcast_object, max_over_ranks
 from megatron_dcpo.runtime.files import write_atomically
 
@@ -133,7 +133,9 @@ class Saver:
         files |= {name: digest(temporary / name) for name in (".metadata", "metadata.json")}
         write_manifest(temporary, pending.iteration, files)
         if final.exists():  # a damaged one, or one of steps that were done again
-            os.replace(final, _free_name(final))
+            aside = final.with_name(final.name + ".replaced.tmp")
+            shutil.rmtree(aside, ignore_errors=True)
+            os.replace(final, aside)
         os.replace(temporary, final)
         sync_directory(self.directory)
         write_atomically(self.directory / LATEST, str(pending.iteration))
@@ -181,8 +183,8 @@ def _snapshot(buckets: list[Any] | None, clone: bool) -> list[Any]:
     """The tensors to write, on the CPU; ``clone``: none of them shared with the training state."""
     staged = []
     for path, key, (data, tensors) in buckets or []:
-        held = [(item, t.cpu() if t.device.type != "cpu" else t.clone() if clone else t) for item, t in tensors]
-        staged.append((path, key, (data, held)))
+        on_host = [(item, t.cpu() if t.device.type != "cpu" else t.clone() if clone else t) for item, t in tensors]
+        staged.append((path, key, (data, on_host)))
     return staged
 
 
@@ -214,11 +216,5 @@ def _write(pending: Pending) -> None:
         pending.writer.write_buckets = []  # the snapshot is not needed any more
 
 
-def _free_name(final: Path) -> Path:
-    aside = final.with_name(final.name + ".replaced.tmp")
-    shutil.rmtree(aside, ignore_errors=True)
-    return aside
-
-
 def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return f"{type(error).__name__}: {one_line(error)}"

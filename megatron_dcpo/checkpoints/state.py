@@ -18,7 +18,7 @@ import torch
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron_dcpo.checkpoints.manifest import damage, iteration_dir, iterations, latest_iteration, listed_files
-from megatron_dcpo.errors import UserError
+from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.policy.model import Policy
 from megatron_dcpo.policy.optimizer import optimizer_parts
 from megatron_dcpo.runtime.device import rng_state, set_rng_state
@@ -64,10 +64,10 @@ def newest_intact(directory: Path, topology: Topology) -> tuple[int | None, dict
     if announced not in present:
         wrong[announced] = "the directory is missing"
     for iteration in reversed([i for i in present if i <= announced]):
-        found = _check(iteration_dir(directory, iteration), iteration, topology)
-        if found is None:
+        problem = _check(iteration_dir(directory, iteration), iteration, topology)
+        if problem is None:
             return iteration, wrong
-        wrong[iteration] = found
+        wrong[iteration] = problem
     listed = "; ".join(f"{iteration_dir(directory, i)}: {why}" for i, why in wrong.items())
     raise UserError(f"no intact checkpoint to resume from ({listed}); restore one, or start in another run_dir")
 
@@ -95,9 +95,7 @@ def load_checkpoint(directory: Path, iteration: int, policy: Policy, optimizer: 
         _restore_rng_states(policy.topology, loaded["run"]["rng_state"])
         return dict(loaded["run"])
     except (OSError, KeyError, TypeError, ValueError, CheckpointingException, CheckpointException) as error:
-        raise UserError(
-            f"checkpoint {path} cannot be read ({type(error).__name__}: {' '.join(str(error).split())})"
-        ) from None
+        raise UserError(f"checkpoint {path} cannot be read ({type(error).__name__}: {one_line(error)})") from None
 
 
 def _check_parts(path: Path, optimizer: Any) -> None:
@@ -164,7 +162,7 @@ def _check(path: Path, iteration: int, topology: Topology) -> str | None:
         problem = damage(path, files[topology.rank :: topology.world_size])
     except ValueError as error:
         problem = str(error)
-    return next((found for found in all_gather_objects(problem) if found), None)
+    return next(filter(None, all_gather_objects(problem)), None)
 
 
 def _model_key(policy: Policy, index: int) -> str:

@@ -1,4 +1,7 @@
-"""The command line: one module per verb, each with ``add_parser(subparsers)`` and ``run(args) -> exit status``."""
+"""The command line: one module per verb, each with ``add_parser(subparsers)`` and ``run(args) -> exit status``.
+
+At the end: options and types of arguments that several verbs share.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,13 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from megatron_dcpo import __version__
 from megatron_dcpo.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, Stopped, UserError
+
+if TYPE_CHECKING:
+    from megatron_dcpo.sandbox.local import CodeLimits
 
 VERBS = {
     "train": "train a policy",
@@ -81,3 +88,39 @@ def _ranks_differ() -> bool:
     """Before the process groups exist every rank meets the same error, and one line is enough."""
     torch = sys.modules.get("torch")
     return torch is not None and torch.distributed.is_initialized()
+
+
+def add_sandbox_arguments(parser: Any) -> None:
+    """Where programs run, and their limits (``program_limits``)."""
+    parser.add_argument(
+        "--sandbox",
+        default="auto",
+        metavar="WHERE",
+        help="where programs run: auto, bubblewrap, landlock, the URL of a remote sandbox, or unsafe (default auto)",
+    )
+    parser.add_argument(
+        "--test-seconds", type=float, metavar="S", help="wall time of one test of a program (default 6)"
+    )
+    parser.add_argument(
+        "--program-seconds", type=float, metavar="S", help="wall time of all tests of a program (default 60)"
+    )
+    parser.add_argument("--memory-mb", type=positive_int, metavar="MB", help="memory of a program (default 1024)")
+
+
+def program_limits(args: argparse.Namespace) -> CodeLimits:
+    """The limits as given, the defaults of ``CodeLimits`` otherwise. Raises :class:`UserError`."""
+    from megatron_dcpo.sandbox.local import CodeLimits
+
+    names = ("test_seconds", "program_seconds", "memory_mb")
+    return CodeLimits(**{name: vars(args)[name] for name in names if vars(args).get(name) is not None})
+
+
+def positive_int(text: str) -> int:
+    """A whole number of at least 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return value

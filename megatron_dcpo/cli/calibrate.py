@@ -6,8 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from megatron_dcpo.cli import VERBS
-from megatron_dcpo.cli.common import positive_int
+from megatron_dcpo.cli import VERBS, positive_int
 
 
 def add_parser(subparsers: Any) -> None:

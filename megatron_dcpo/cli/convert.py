@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_dcpo.cli import VERBS
-from megatron_dcpo.cli.common import positive_int
+from megatron_dcpo.cli import VERBS, positive_int
 from megatron_dcpo.errors import UserError
 
 if TYPE_CHECKING:

@@ -54,6 +54,8 @@ def run(args: argparse.Namespace) -> int:
 
 def examine() -> list[Finding]:
     """All findings; the required ones first."""
+    from megatron_dcpo.runtime.device import backend, current_device
+
     pins = _constraints()
     findings = [Finding("python", platform.python_version(), sys.version_info >= (3, 11))]
     for name in REQUIRED:
@@ -65,7 +67,8 @@ def examine() -> list[Finding]:
     for name, what in OPTIONAL.items():
         version = _version(name)
         findings.append(Finding(name, version or "not installed", None, "" if version else what))
-    return findings + _devices() + [_sandbox()]
+    findings.append(Finding("device", f"{current_device()} over {backend()}, {os.cpu_count()} CPU cores", True))
+    return [*findings, _sandbox()]
 
 
 def _sandbox() -> Finding:
@@ -73,17 +76,9 @@ def _sandbox() -> Finding:
     from megatron_dcpo.sandbox.local import problem_of
 
     problems = {level: problem_of(level) for level in ("bubblewrap", "landlock")}  # type: ignore[arg-type]
-    found = next((level for level, problem in problems.items() if not problem), "none")
+    usable = next((level for level, problem in problems.items() if not problem), "none")
     missing = "; ".join(f"{level}: {problem}" for level, problem in problems.items() if problem)
-    return Finding("sandbox for programs", found, None, missing)
-
-
-def _devices() -> list[Finding]:
-    from megatron_dcpo.runtime.device import backend, current_device
-
-    device = current_device()
-    detail = f"{device} over {backend()}, {os.cpu_count()} CPU cores"
-    return [Finding("device", detail, True)]
+    return Finding("sandbox for programs", usable, None, missing)
 
 
 def _version(name: str) -> str | None:

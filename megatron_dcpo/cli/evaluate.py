@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from megatron_dcpo.cli import VERBS
-from megatron_dcpo.cli.common import add_sandbox_arguments, positive_int, program_limits
+from megatron_dcpo.cli import VERBS, add_sandbox_arguments, positive_int, program_limits
 
 if TYPE_CHECKING:
     from megatron_dcpo.evaluation.evaluate import Progress
@@ -65,8 +64,7 @@ def add_parser(subparsers: Any) -> None:
         choices=["auto", "vllm", "transformers"],
         help="what samples --model; auto (default): vLLM where it is installed and can run the model",
     )
-    programs = parser.add_argument_group("programs (code benchmarks)")
-    add_sandbox_arguments(programs)
+    add_sandbox_arguments(parser.add_argument_group("programs (code benchmarks)"))
     server = parser.add_argument_group("endpoint")
     server.add_argument("--model-name", help="model to ask the server for (default: the only one it offers)")
     server.add_argument(
@@ -105,8 +103,7 @@ def run(args: argparse.Namespace) -> int:
         for kind in scored_kinds(scores)
     }
     if len(evaluation["benchmarks"]) > 1:
-        overall = evaluation["overall"]
-        rows |= {f"overall {kind}": headline(evaluation, kind) for kind in scored_kinds(overall)}
+        rows |= {f"overall {kind}": headline(evaluation, kind) for kind in scored_kinds(evaluation["overall"])}
     print_table(rows, "benchmark")
     print(f"wrote {args.out}")
     return 0

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_dcpo.cli import VERBS
-from megatron_dcpo.cli.common import add_sandbox_arguments, positive_int, program_limits
+from megatron_dcpo.cli import VERBS, add_sandbox_arguments, positive_int, program_limits
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.types import CONFIDENCE_TAG
 
@@ -152,7 +151,7 @@ def read_answer(prediction: str) -> str:
 
 def judge_pairs(pairs: Sequence[tuple[str, str]]) -> list[JudgedPair]:
     """Judge (prediction, reference) pairs, in order."""
-    from megatron_dcpo.judging.math.verifier import equivalent_many
+    from megatron_dcpo.judging.math.pool import equivalent_many
 
     answers = [read_answer(prediction) for prediction, _ in pairs]
     references = [reference.strip() for _, reference in pairs]
@@ -165,18 +164,13 @@ def judge_pairs(pairs: Sequence[tuple[str, str]]) -> list[JudgedPair]:
 
 def report(judged: Sequence[JudgedPair]) -> dict[str, Any]:
     """Counts, and the distinct pairs on which the two disagree, the most frequent first."""
-    differing: dict[tuple[str, str, bool], int] = {}
-    for pair in judged:
-        if pair.correct != pair.string_equal:
-            name = (pair.answer, pair.reference, pair.correct)
-            differing[name] = differing.get(name, 0) + 1
-    rows = sorted(differing.items(), key=lambda item: -item[1])
+    differing = Counter((p.answer, p.reference, p.correct) for p in judged if p.correct != p.string_equal)
     return {
         "pairs": len(judged),
         "correct": sum(pair.correct for pair in judged),
         "string_equal": sum(pair.string_equal for pair in judged),
         "disagreements": [
             {"answer": answer, "reference": reference, "correct": correct, "count": count}
-            for (answer, reference, correct), count in rows
+            for (answer, reference, correct), count in differing.most_common()
         ],
     }

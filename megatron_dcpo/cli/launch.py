@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dcpo.cli import VERBS
-from megatron_dcpo.errors import EXIT_INTERRUPTED, EXIT_PEER_LOST, EXIT_REQUEUE, EXIT_USER_ERROR, UserError
+from megatron_dcpo.errors import EXIT_INTERRUPTED, EXIT_PEER_LOST, EXIT_REQUEUE, EXIT_USER_ERROR, UserError, one_line
 
 _GRACE_SECONDS = 20  # after one rank has failed the others have this long to end by themselves
 _ALONE_SECONDS = 15.0
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     except (RendezvousError, DistError) as error:  # found out by the launcher before its workers' status came
         print(
             f"dcpo launch: no rendezvous at {parsed.rdzv_endpoint}: another node did not come, has ended, or the link to it "
-            f"is gone ({' '.join(str(error).split())[:200]}); --resume auto continues after the last checkpoint",
+            f"is gone ({one_line(error, 200)}); --resume auto continues after the last checkpoint",
             file=sys.stderr,
         )
         return EXIT_PEER_LOST
@@ -124,13 +124,13 @@ def _pass_on(number: int, _: Any) -> None:
 
 def _workers() -> list[int]:
     """The processes that this one started to run a verb and that have not ended."""
-    found, me = [], os.getpid()
+    workers, me = [], os.getpid()
     for task in Path(f"/proc/{me}/task").iterdir():
         for child in (task / "children").read_text().split():
             with contextlib.suppress(OSError):
                 if b"megatron_dcpo" in Path(f"/proc/{child}/cmdline").read_bytes():
-                    found.append(int(child))
-    return found
+                    workers.append(int(child))
+    return workers
 
 
 def _describe(rank: int, failure: Any) -> str:

@@ -37,11 +37,11 @@ def run(args: argparse.Namespace) -> int:
     if args.batches < 1:
         raise UserError(f"--batches must be at least 1, got {args.batches}")
     try:
-        found = probe_policy(config, args.batches)
+        result = probe_policy(config, args.batches)
         if distributed.topology().rank == 0:
             out = Path(args.out or config.run_dir)
-            write_probe(found, out)
-            print(json.dumps(found, indent=1) if args.json else "\n".join([*summary_lines(found), f"wrote {out}"]))
+            write_probe(result, out)
+            print(json.dumps(result, indent=1) if args.json else "\n".join([*summary_lines(result), f"wrote {out}"]))
     finally:
         distributed.destroy()
     return 0

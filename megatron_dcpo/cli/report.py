@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     against = published.load_published(args.against) if args.against else []
     page = report.write_report(runs, args.out or Path(args.runs[0]) / "report.html", args.title, against)
     numbers = report.comparison(runs)
-    beside = published.compare({found.name: found.evaluation for found in runs}, against)
+    beside = published.compare({one.name: one.evaluation for one in runs}, against)
     if args.json:
         beside_runs = {"against": beside} if args.against else {}
         print(json.dumps(json_ready({"report": str(page), "runs": numbers, **beside_runs}), indent=1))
@@ -66,5 +66,4 @@ def print_table(numbers: Mapping[str, Mapping[str, Any]], first: str = "run") ->
         table.add_column(label, justify="right", no_wrap=True)
     for name, values in numbers.items():
         table.add_row(name, *[format_value(key, values.get(key)) for key in LABELS])
-    in_terminal = Console().is_terminal
-    Console(width=None if in_terminal else 140).print(table)  # in a file nothing has to fit a window
+    Console(width=None if Console().is_terminal else 140).print(table)  # in a file nothing has to fit a window

@@ -412,6 +412,3 @@ def _counter(progress: Progress, total: int) -> Callable[[int], None]:
 
 def _write_record(directory: Path, result: Conversion) -> None:
     (directory / "conversion.json").write_text(json.dumps(result.__dict__, indent=1) + "\n")
-
-
-__all__ = ["Conversion", "PeakMemory", "export_checkpoint", "import_checkpoint"]

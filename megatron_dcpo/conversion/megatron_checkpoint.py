@@ -264,8 +264,7 @@ class NewChunk:
 
     def item(self) -> WriteItem:
         box = ChunkStorageMetadata(torch.Size(self.offsets), torch.Size(self.sizes))
-        properties = TensorProperties(dtype=torch_dtype(self.dtype))
-        data = TensorWriteData(box, properties, torch.Size(self.shape))
+        data = TensorWriteData(box, TensorProperties(dtype=torch_dtype(self.dtype)), torch.Size(self.shape))
         return WriteItem(MetadataIndex(self.key, self.offsets), WriteItemType.SHARD, tensor_data=data)
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
 from types import MappingProxyType
 
-from megatron_dcpo.data.datasets import Record, Row, load_records, read_rows, to_record
+from megatron_dcpo.data.datasets import Record, load_records, read_rows, to_record
 from megatron_dcpo.data.livecodebench import contest_date
 from megatron_dcpo.errors import UserError
 
@@ -225,13 +225,17 @@ def load_benchmark(spec: str, data_dir: str | Path | None = None, corrections: b
     records, seen = [], set()
     try:
         rows = (row for source in sources for row in read_rows(source))
-        for index, row in enumerate(_in_window(rows, entry.window)):
+        first, end = entry.window or ("", "")
+        # decided before anything of a row is decoded
+        dated = (row for row in rows if not entry.window or first <= contest_date(row) < end)
+        for index, row in enumerate(dated):
             if row.get("question_id") is not None and entry.window:
                 if row["question_id"] in seen:
                     continue
                 seen.add(row["question_id"])
-            fixed = _corrected(row, entry.corrections) if corrections else row
-            records.append(to_record(fixed, index, entry.name, source=sources[0]))
+            if corrections:
+                row = {**row, **entry.corrections.get(str(row.get("id")), {})}
+            records.append(to_record(row, index, entry.name, source=sources[0]))
     except UserError as error:
         if sources != [entry.hub]:
             raise
@@ -255,11 +259,6 @@ def _parse_window(spec: str, dates: str, entry: Benchmark) -> tuple[str, str]:
     if first >= end:
         raise UserError(f"bad benchmark {spec!r}: the window is empty")
     return first.isoformat(), end.isoformat()
-
-
-def _in_window(rows: Iterable[Row], window: tuple[str, str] | None) -> Iterator[Row]:
-    """Rows whose contest began in the window, before anything of them is decoded."""
-    return (row for row in rows if window is None or window[0] <= contest_date(row) < window[1])
 
 
 def parse_specs(text: str) -> list[str]:
@@ -291,17 +290,12 @@ def _data_root(data_dir: str | Path | None) -> Path:
     return Path(data_dir or os.environ.get("DCPO_DATA") or "data").expanduser()
 
 
-def _corrected(row: Row, corrections: Mapping[str, Mapping[str, str]]) -> Row:
-    fix = corrections.get(str(row.get("id")))
-    return {**row, **fix} if fix else row
-
-
-def _differences(entry: Benchmark, source: str, found: int, corrected: bool) -> tuple[str, ...]:
+def _differences(entry: Benchmark, source: str, count: int, corrected: bool) -> tuple[str, ...]:
     warnings = []
     if entry.window:
         warnings.append(f"{entry.name}: contests from {entry.window[0]} until before {entry.window[1]}")
-    if entry.count and found != entry.count:
-        warnings.append(f"{entry.name}: {found} problems where {entry.count} are expected ({source})")
+    if entry.count and count != entry.count:
+        warnings.append(f"{entry.name}: {count} problems where {entry.count} are expected ({source})")
     for file, note in entry.notes.items():
         if source.endswith(file):
             state = "; corrections applied" if corrected and entry.corrections else ""

@@ -64,11 +64,11 @@ def code_problem(row: Row, where: str = "row") -> CodeProblem | None:
     for applies, read in _FORMATS:
         if applies(row):
             try:
-                found = read(row)
+                problem = read(row)
             except (LookupError, ValueError, TypeError, AttributeError, SyntaxError, RecursionError) as error:
                 raise UserError(f"{where}: unreadable tests ({type(error).__name__}: {str(error)[:200]})") from None
-            checked_tests(found.tests, where)
-            return found
+            checked_tests(problem.tests, where)
+            return problem
     return None
 
 

@@ -10,17 +10,21 @@ that names the line or the column.
 
 from __future__ import annotations
 
+import functools
 import gzip
+import hashlib
 import json
 import logging
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, TextIO
+
+import numpy as np
 
 from megatron_dcpo.data import prompts
 from megatron_dcpo.data.code_problems import OtherLanguage, code_problem, pack_tests, tests_key
@@ -129,6 +133,35 @@ def message_prompts(
     ]
 
 
+def prompts_of_step(
+    prompts: Sequence[Prompt], step: int, prompts_per_step: int, *, seed: int, shuffle: bool
+) -> list[Prompt]:
+    """The ``prompts_per_step`` prompts of 1-based ``step``: epoch after epoch, each in its own order when ``shuffle``.
+
+    A function of seed and step alone, so that resuming needs no cursor. The epoch is appended to ``prompt_id``, so that
+    a prompt met twice in one step forms two groups.
+    """
+    chosen = []
+    for position in range((step - 1) * prompts_per_step, step * prompts_per_step):
+        epoch, index = divmod(position, len(prompts))
+        prompt = prompts[int(_order(len(prompts), epoch, seed)[index]) if shuffle else index]
+        chosen.append(replace(prompt, prompt_id=f"{prompt.prompt_id}@{epoch}"))
+    return chosen
+
+
+def fingerprint(prompts: Sequence[Prompt]) -> str:
+    """A short name for these prompts in this order: equal when a resumed run would train on the same."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(repr((prompt.prompt_id, list(map(int, prompt.token_ids)), prompt.ground_truth)).encode())
+    return digest.hexdigest()[:16]
+
+
+@functools.lru_cache(maxsize=2)
+def _order(n: int, epoch: int, seed: int) -> np.ndarray:
+    return np.random.default_rng([seed, epoch]).permutation(n)
+
+
 # ------------------------------------------------------------------------------------------------ records
 
 
@@ -173,10 +206,10 @@ def to_record(row: Row, index: int, task: str, forced: bool = True, source: str 
     answer_column = _first_column(row, ANSWER_COLUMNS)
     if problem is None or (answer_column is None and not has_ground_truth):
         missing = "problem" if problem is None else "answer"
-        wanted = PROBLEM_COLUMNS if problem is None else (*ANSWER_COLUMNS, "reward_model.ground_truth")
+        expected = PROBLEM_COLUMNS if problem is None else (*ANSWER_COLUMNS, "reward_model.ground_truth")
         raise UserError(
             f"{where} has no {missing} column; found {', '.join(map(str, row)) or 'nothing'}; "
-            f"expected one of {', '.join(wanted)}"
+            f"expected one of {', '.join(expected)}"
         )
     raw = reward_model["ground_truth"] if has_ground_truth else row[str(answer_column)]  # type: ignore[index]
     answer = final_answer(raw, integer="aime" in name.lower() or "aime_number" in row)
@@ -346,8 +379,7 @@ def _as_messages(problem: Any, where: str) -> tuple[dict[str, str], ...]:
 
 def _task_name(path_or_name: str | Path) -> str:
     """``.../math500/test.jsonl`` -> math500; ``.../aime24.parquet`` -> aime24; ``owner/name@test`` -> name."""
-    text = str(path_or_name).partition("@")[0].partition(":")[0]
-    path = Path(text)
+    path = Path(str(path_or_name).partition("@")[0].partition(":")[0])
     stem = path.name.removesuffix(".gz")
     stem = stem.rsplit(".", 1)[0] if stem.endswith((".json", ".jsonl", ".parquet")) else stem
     return path.parent.name if stem in _GENERIC_STEMS and path.parent.name else stem
@@ -357,8 +389,8 @@ def _only_data_file(directory: Path) -> Path:
     files = sorted(file for file in directory.iterdir() if file.name.endswith(SUFFIXES))
     if len(files) == 1:
         return files[0]
-    found = ", ".join(file.name for file in files) or "none"
-    raise UserError(f"{directory}: expected exactly one data file in this directory, found {found}; name the file")
+    names = ", ".join(file.name for file in files) or "none"
+    raise UserError(f"{directory}: expected exactly one data file in this directory, found {names}; name the file")
 
 
 def _looks_like_hub_name(name: str) -> bool:

@@ -109,8 +109,8 @@ def ask(
     is a programming problem."""
     if not messages or messages[-1]["role"] != "user":
         raise UserError("a prompt must end with a user message")
-    found = find_template(template)
-    instruct = found.instruct_code if code else found.instruct
+    chosen = find_template(template)
+    instruct = chosen.instruct_code if code else chosen.instruct
     return (*messages[:-1], {**messages[-1], "content": instruct(bare_problem(messages[-1]["content"]), marker)})
 
 

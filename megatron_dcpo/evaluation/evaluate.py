@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from megatron_dcpo.evaluation.samples import (
 )
 from megatron_dcpo.evaluation.scoring import bins_from_json
 from megatron_dcpo.judging.judge import judge_many, with_text
-from megatron_dcpo.judging.math.verifier import equivalent_many
+from megatron_dcpo.judging.math.pool import equivalent_many
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.types import Judgement, Prompt, Response
 
@@ -122,18 +122,14 @@ def rejudge(
     prompts = {str(i): Prompt(str(i), (), (), sample.ground_truth, "") for i, sample in enumerate(samples)}
     none = np.empty(0)
     responses = [
-        Response(str(i), sample.repeat, none, none, _reason(sample.finish_reason), 0, text=sample.response)
-        for i, sample in enumerate(samples)
+        Response(str(i), s.repeat, none, none, "stop" if s.finish_reason == "stop" else "length", 0, text=s.response)
+        for i, s in enumerate(samples)
     ]
     judged = [
         replace(sample, **_verdict(judgement))
         for sample, judgement in zip(samples, judge(responses, prompts), strict=True)
     ]
     return with_consistency(judged, equivalent)
-
-
-def _reason(finish_reason: str) -> Literal["stop", "length"]:
-    return "stop" if finish_reason == "stop" else "length"
 
 
 def write_evaluation(

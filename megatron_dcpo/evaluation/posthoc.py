@@ -33,7 +33,7 @@ from megatron_dcpo.errors import UserError
 if TYPE_CHECKING:
     from megatron_dcpo.evaluation.samples import Sample
 
-TOP_LOGPROBS = 20
+TOP_LOGPROBS = 20  # of every token, where a kind of confidence or a predictor reads them
 LOWEST_LOGPROB = -30.0  # below it one log-prob is as good as another, and some engines say -9999
 WIDTH = 2048
 STOPPING_SHARE = 0.1  # of the problems that are not held out

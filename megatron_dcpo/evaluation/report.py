@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,14 +68,17 @@ def find_runs(paths: Sequence[str | Path]) -> list[Run]:
         root = Path(given)
         if not root.is_dir():
             raise UserError(f"{root}: no such run directory")
-        below = [
-            directory for directory in (root, *sorted(d for d in root.rglob("*") if d.is_dir())) if _is_run(directory)
-        ]
+        directories = (root, *sorted(d for d in root.rglob("*") if d.is_dir()))
+        below = [d for d in directories if (d / "evaluation.json").exists() or (d / "metrics.jsonl").exists()]
         if not below:
             raise UserError(f"{root}: neither evaluation.json nor metrics.jsonl in it or below")
         adopted = _adopted(below)
         runs += [
-            read_run(directory, adopted.get(directory), _run_name(root, directory))
+            read_run(
+                directory,
+                adopted.get(directory),
+                root.resolve().name if directory == root else str(directory.relative_to(root)),
+            )
             for directory in below
             if directory not in adopted.values()
         ]
@@ -95,10 +98,6 @@ def read_run(path: Path, evaluation_path: Path | None = None, name: str | None =
     return Run(name or path.name, path, evaluation, rows, samples)
 
 
-def _is_run(path: Path) -> bool:
-    return (path / "evaluation.json").exists() or (path / "metrics.jsonl").exists()
-
-
 def _adopted(directories: Sequence[Path]) -> dict[Path, Path]:
     """Training directory -> the only evaluation directory below it."""
     adopted = {}
@@ -111,17 +110,11 @@ def _adopted(directories: Sequence[Path]) -> dict[Path, Path]:
     return adopted
 
 
-def _run_name(root: Path, directory: Path) -> str:
-    return root.resolve().name if directory == root else str(directory.relative_to(root))
-
-
 def _distinct(runs: Sequence[Run]) -> list[Run]:
     """Names that occur twice get their parent directory in front."""
     names = [run.name for run in runs]
     return [
-        Run(f"{run.path.resolve().parent.name}/{run.name}", run.path, run.evaluation, run.metrics, run.samples)
-        if names.count(run.name) > 1
-        else run
+        replace(run, name=f"{run.path.resolve().parent.name}/{run.name}") if names.count(run.name) > 1 else run
         for run in runs
     ]
 

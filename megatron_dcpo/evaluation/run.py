@@ -27,7 +27,7 @@ from megatron_dcpo.evaluation.evaluate import (
     rejudge,
     write_evaluation,
 )
-from megatron_dcpo.evaluation.posthoc import Posthoc
+from megatron_dcpo.evaluation.posthoc import TOP_LOGPROBS, Posthoc
 from megatron_dcpo.evaluation.programs import is_code, read_tests, same_program, write_tests
 from megatron_dcpo.evaluation.samples import Sample, SampleLog, read_samples
 from megatron_dcpo.evaluation.scoring import parse_kinds, score_samples
@@ -44,7 +44,6 @@ logger = logging.getLogger(__name__)
 
 Render = Callable[[LoadedBenchmark], list[Prompt]]
 
-TOP_LOGPROBS = 20  # of every token, where a kind of confidence or a post-hoc predictor reads them
 TESTS_FILE = "tests.jsonl.gz"  # beside samples.jsonl: what judging programs again needs
 
 
@@ -210,7 +209,7 @@ def _new_samples(config: EvaluationConfig, progress: Progress | None) -> tuple[l
     loaded = [load_benchmark(spec, config.data_dir, config.corrections) for spec in parse_specs(config.benchmarks)]
     for warning in (text for benchmark in loaded for text in benchmark.warnings):
         logger.warning(warning)
-    tests_of = {benchmark.name: _tests_of(benchmark) for benchmark in loaded}
+    tests_of = {b.name: {r.answer: r.tests for r in b.records if r.tests is not None} for b in loaded}
     tests = dict(ChainMap(*tests_of.values()))
     programs = ProgramVerifier(tests, config.limits, config.sandbox) if tests else None
     model, render, complete = _server(config) if config.endpoint else _local_model(config)
@@ -233,11 +232,6 @@ def _new_samples(config: EvaluationConfig, progress: Progress | None) -> tuple[l
                 progress=progress,
             )
     return samples, model
-
-
-def _tests_of(benchmark: LoadedBenchmark) -> dict[str, bytes]:
-    """The packed tests of a code benchmark by their key, nothing for others."""
-    return {record.answer: record.tests for record in benchmark.records if record.tests is not None}
 
 
 def _server(config: EvaluationConfig) -> tuple[str, Render, Complete]:
@@ -265,7 +259,7 @@ def _server(config: EvaluationConfig) -> tuple[str, Render, Complete]:
 
 def _local_model(config: EvaluationConfig) -> tuple[str, Render, Complete]:
     """The same for a checkpoint directory, sampled in this process."""
-    from megatron_dcpo.rollout.build import build_local_engine, load_tokenizer
+    from megatron_dcpo.rollout import build_local_engine, load_tokenizer
     from megatron_dcpo.rollout.vllm_engine import VllmOptions
 
     assert config.model is not None

@@ -57,9 +57,8 @@ class Sample:
     category: str | None = None
 
 
-_OPTIONAL = frozenset(
-    {"mean_entropy", "features", "posthoc_confidence", "category"}
-)  # left out of the file where there is none
+# left out of the file where there is none
+_OPTIONAL = frozenset({"mean_entropy", "features", "posthoc_confidence", "category"})
 
 
 def with_consistency(samples: Sequence[Sample], equivalent: Callable[[str, str], bool]) -> list[Sample]:

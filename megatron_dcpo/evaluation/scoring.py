@@ -118,19 +118,15 @@ def _score(samples: Sequence[Sample], kinds: Sequence[str], bins: int, resamples
         intervals[kind] = ci95
         block["mean"] = block["mean_confidence"]
         block["bins"] = bins_to_json(metrics.bin_rows(confidences, correct, bins))
-        block["curve"] = coverage_to_json(*_ranked(confidences, correct, kind))
+        # all rows with a score where only the rank counts, else the valid ones
+        rows = metrics.ranked_rows if kind in RANKING_ONLY else metrics.valid_rows
+        block["curve"] = coverage_to_json(*rows(confidences, correct))
         block["runs"] = _per_run(samples, kind, repeats, bins)
         scores[kind] = block
     scores["runs"] = _spread([metrics.accuracy([float(s.correct) for s in samples if s.repeat == r]) for r in repeats])
     if resamples:
         scores["ci95"] = intervals
     return scores
-
-
-def _ranked(confidences: Sequence[float | None], correct: Sequence[float], kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """The rows that rank: all with a score where only the rank counts, else the valid ones."""
-    rows = metrics.ranked_rows if kind in RANKING_ONLY else metrics.valid_rows
-    return rows(confidences, correct)
 
 
 def _per_run(samples: Sequence[Sample], kind: str, repeats: Sequence[int], bins: int) -> dict[str, Any]:
@@ -148,8 +144,7 @@ def _per_run(samples: Sequence[Sample], kind: str, repeats: Sequence[int], bins:
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
     defined = [value for value in values if not math.isnan(value)]
-    deviation = float(np.std(defined, ddof=1)) if len(defined) > 1 else math.nan
-    return {"mean": _mean(defined), "sd": deviation}
+    return {"mean": _mean(defined), "sd": float(np.std(defined, ddof=1)) if len(defined) > 1 else math.nan}
 
 
 def _macro(benchmarks: Mapping[str, Mapping[str, Any]], kinds: Sequence[str]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from megatron_dcpo.judging.answers import BOXED, AnswerForm, Outcome
 from megatron_dcpo.judging.blocks import Split, split_blocks, split_text
 from megatron_dcpo.judging.confidence import parse_confidence
-from megatron_dcpo.judging.math.verifier import verify_answers
+from megatron_dcpo.judging.math.pool import verify_answers
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.types import CONFIDENCE_TAG, Judgement, Prompt, Response
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from megatron_dcpo.data.code_problems import unpack_tests
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.answers import Outcome
-from megatron_dcpo.runtime.cores import cores_per_rank
+from megatron_dcpo.runtime import cores_per_rank
 from megatron_dcpo.sandbox.judge import CodeLimits, CodePool
 
 PackedTests = Mapping[str, bytes]  # by their key, which is the ground truth of a programming problem

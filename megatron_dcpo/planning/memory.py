@@ -59,8 +59,8 @@ def stage_state(arch: Architecture, layout: Layout, config: Config, stage: int, 
         shared = _SHARED if arch.tied_embeddings and layout.pipeline_model_parallel_size > 1 else ()
         for bucket in _buckets([(size, name in shared) for name, size in sizes], data_parallel, bucket_size):
             buffer_numel += bucket.length
-            for rank, held in enumerate(_held(bucket, data_parallel)):
-                shards[rank] += held
+            for rank, numel_of_rank in enumerate(_numel_per_rank(bucket, data_parallel)):
+                shards[rank] += numel_of_rank
     shard = max(shards)
     padded = buffer_numel if parallel.use_distributed_optimizer else numel
     return State(
@@ -118,14 +118,14 @@ def _buckets(sizes: Sequence[tuple[int, bool]], data_parallel: int, bucket_size:
         yield _Bucket(-(-position // alignment) * alignment, tuple(params))
 
 
-def _held(bucket: _Bucket, ranks: int) -> list[int]:
+def _numel_per_rank(bucket: _Bucket, ranks: int) -> list[int]:
     """Numbers of the bucket's parameters in each data-parallel rank's equal part of it."""
     part = bucket.length // ranks
-    held = [0] * ranks
+    numels = [0] * ranks
     for start, stop in bucket.params:
         for rank in range(start // part, (stop - 1) // part + 1):
-            held[rank] += min(stop, (rank + 1) * part) - max(start, rank * part)
-    return held
+            numels[rank] += min(stop, (rank + 1) * part) - max(start, rank * part)
+    return numels
 
 
 @dataclass(frozen=True)

@@ -325,12 +325,11 @@ def as_dict(plan: Plan) -> dict[str, Any]:
                 "total": stage.total,
             }
         )
-    parallel = asdict(plan.layout) | {"data_parallel_size": plan.data_parallel}
     return {
         "model": plan.config.model.path,
         "parameters": number_of_parameters(plan.arch),
         "gpus": plan.machine.gpus,
-        "layout": parallel,
+        "layout": asdict(plan.layout) | {"data_parallel_size": plan.data_parallel},
         "tokens_per_micro_batch": plan.tokens_per_micro_batch,
         "micro_batches_per_update": plan.micro_batches,
         "stages": stages,

@@ -92,9 +92,8 @@ def forward_flops(arch: Architecture, layout: Layout, work: Work) -> float:
     d = arch.kv_channels
     q, k = arch.num_attention_heads * d, arch.num_query_groups * d
     h, f = arch.hidden_size, arch.ffn_hidden_size
-    per_layer = (
-        2 * (h * (q + 2 * k) + q * h + 3 * h * f) + 2 * q * work.length
-    )  # scores and values over half the length
+    # the last term: scores and values over half the length
+    per_layer = 2 * (h * (q + 2 * k) + q * h + 3 * h * f) + 2 * q * work.length
     return work.tokens * (arch.num_layers * per_layer + 2 * h * padded_vocab_size(arch, layout))
 
 

@@ -1,6 +1,46 @@
 """Engines: what samples responses. The only room that knows transformers' and vLLM's generation."""
 
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.rollout.engine import Engine, EngineError, SamplingConfig, choose_engine
 from megatron_dcpo.rollout.transformers_engine import TransformersEngine
+from megatron_dcpo.rollout.vllm_engine import VllmEngine, VllmOptions
 
-__all__ = ["Engine", "EngineError", "SamplingConfig", "TransformersEngine", "choose_engine"]
+__all__ = [
+    "Engine",
+    "EngineError",
+    "SamplingConfig",
+    "TransformersEngine",
+    "VllmOptions",
+    "build_local_engine",
+    "choose_engine",
+    "load_tokenizer",
+]
+
+
+def build_local_engine(choice: str, model_dir: str | Path, options: VllmOptions) -> Engine:
+    """An engine in this process. ``choice``: ``auto``, ``vllm`` or ``transformers``.
+
+    The transformers engine takes ``dtype`` and ``max_num_seqs`` of the options and samples on one rank. Raises
+    :class:`UserError` when the model or what is chosen cannot be used.
+    """
+    if choose_engine(choice, model_dir) == "vllm":
+        return VllmEngine(model_dir, options)
+    size = options.tensor_model_parallel_size
+    if size > 1:
+        raise UserError(f"rollout.tensor_model_parallel_size={size} needs vLLM, which cannot be used here")
+    return TransformersEngine.from_pretrained(model_dir, options.dtype, options.max_num_seqs)
+
+
+def load_tokenizer(model_dir: str | Path) -> Any:
+    """The tokenizer of a checkpoint directory. Raises :class:`UserError` when there is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"no usable tokenizer in {model_dir} ({one_line(error, 200)})") from None

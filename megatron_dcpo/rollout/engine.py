@@ -1,7 +1,10 @@
-"""What an engine is: it samples responses, and it takes new weights piece by piece. And which one ``auto`` means here."""
+"""What an engine is: it samples responses, and it takes new weights piece by piece. Which one ``auto``
+means here; and random numbers of one sample, the same for any batching, resumption or split over ranks.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections.abc import Iterable, Sequence
@@ -9,6 +12,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, Protocol
+
+import numpy as np
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.device import capabilities
@@ -115,3 +120,23 @@ def unsupported(arch: Architecture) -> str:
     if sizes is not None and arch.kv_channels not in sizes:
         return f"vLLM's attention on the CPU has no head_dim {arch.kv_channels} (it has {sizes})"
     return ""
+
+
+def uniforms(seed: int, step: int, prompt_id: str, sample_index: int, count: int) -> np.ndarray:
+    """float64 [count] uniform numbers in [0, 1), counted (Philox): a longer ``count`` begins with the same ones."""
+    key = np.frombuffer(_digest(16, seed, step, prompt_id, sample_index), np.uint64)
+    return np.random.Generator(np.random.Philox(key=key)).random(count)
+
+
+def request_seed(seed: int, step: int, prompt_id: str, index: int) -> int:
+    """62 bits, for an engine that draws its numbers itself."""
+    return int.from_bytes(_digest(8, seed, step, prompt_id, index), "little") >> 2
+
+
+def sample_seed(seed: int, prompt_id: str, repeat: int) -> int:
+    """31 bits, for a server that is evaluated: servers differ in how wide a seed they take."""
+    return int.from_bytes(_digest(4, seed, prompt_id, repeat), "little") >> 1
+
+
+def _digest(size: int, *names: object) -> bytes:
+    return hashlib.blake2b("/".join(map(str, names)).encode(), digest_size=size).digest()

@@ -17,8 +17,7 @@ import numpy as np
 
 from megatron_dcpo.data.prompts import plain_text
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.rollout.engine import SamplingConfig
-from megatron_dcpo.rollout.seeds import sample_seed
+from megatron_dcpo.rollout.engine import SamplingConfig, sample_seed
 from megatron_dcpo.runtime.http_json import HttpError, JsonClient
 from megatron_dcpo.types import Prompt, Response
 

@@ -14,9 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_dcpo.errors import UserError
-from megatron_dcpo.rollout.engine import SamplingConfig, read_eos_token_ids
-from megatron_dcpo.rollout.seeds import uniforms
+from megatron_dcpo.errors import UserError, one_line
+from megatron_dcpo.rollout.engine import SamplingConfig, read_eos_token_ids, uniforms
 from megatron_dcpo.runtime.device import current_device
 from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.runtime.signals import RolloutAbandoned, stop_requested
@@ -52,7 +51,7 @@ class TransformersEngine:
                 model_dir, dtype=torch_dtype(dtype), local_files_only=True
             )
         except (OSError, ValueError) as error:
-            raise UserError(f"cannot load a model from {model_dir}: {' '.join(str(error).split())}") from None
+            raise UserError(f"cannot load a model from {model_dir}: {one_line(error)}") from None
         return cls(model.to(current_device()), read_eos_token_ids(Path(model_dir)), max_num_seqs)
 
     def update_weights(self, buckets: Iterable[Sequence[WeightSlice]], version: int) -> None:

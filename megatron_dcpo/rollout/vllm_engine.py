@@ -23,9 +23,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_dcpo.errors import UserError
-from megatron_dcpo.rollout.engine import EngineError, SamplingConfig, choose_engine, read_eos_token_ids
-from megatron_dcpo.rollout.seeds import request_seed
+from megatron_dcpo.errors import UserError, one_line
+from megatron_dcpo.rollout.engine import EngineError, SamplingConfig, choose_engine, read_eos_token_ids, request_seed
 from megatron_dcpo.runtime.device import capabilities, rng_state, set_rng_state
 from megatron_dcpo.runtime.dtypes import dtype_name
 from megatron_dcpo.runtime.signals import RolloutAbandoned, stop_requested
@@ -93,7 +92,7 @@ class VllmEngine:
         except RolloutAbandoned:
             raise
         except ValueError as error:
-            raise UserError(f"vLLM refuses a prompt: {' '.join(str(error).split())[:300]}") from None
+            raise UserError(f"vLLM refuses a prompt: {one_line(error, 300)}") from None
         except Exception as error:
             raise EngineError(f"vLLM failed in generation: {type(error).__name__}: {error}") from error
         responses = [

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import shutil
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -19,8 +20,7 @@ from typing import Any
 import numpy as np
 
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.rollout.engine import EngineError, SamplingConfig, read_eos_token_ids
-from megatron_dcpo.rollout.seeds import request_seed
+from megatron_dcpo.rollout.engine import EngineError, SamplingConfig, read_eos_token_ids, request_seed
 from megatron_dcpo.runtime import distributed
 from megatron_dcpo.runtime.dtypes import name_of
 from megatron_dcpo.runtime.files import new_directory
@@ -90,7 +90,8 @@ class ServerEngine:
                 self._call("/update_weight_version", {"new_version": str(version)})
             except EngineError as error:
                 failure = str(error)
-            self._remove_older(directory)
+            for older in set(self.exchange.glob("version_*")) - {directory}:
+                shutil.rmtree(older, ignore_errors=True)
         else:
             for _ in buckets:
                 pass
@@ -156,13 +157,6 @@ class ServerEngine:
                     if self.arch.tied_embeddings and piece.name == "model.embed_tokens.weight":
                         piece.write_into(tensors["lm_head.weight"])
             copy_side_files(self.model_dir, temporary)
-
-    def _remove_older(self, kept: Path) -> None:
-        import shutil
-
-        for directory in self.exchange.glob("version_*"):
-            if directory != kept:
-                shutil.rmtree(directory, ignore_errors=True)
 
     def _check(self) -> str:
         """The name of the model served. Raises :class:`UserError` when the server lacks something."""

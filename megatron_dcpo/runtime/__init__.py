@@ -1,4 +1,13 @@
 """Devices, process groups, Megatron-core on the CPU, signals, watchdog, locks, timers.
 
-The only room that asks for CUDA: the others ask ``device.capabilities()``. Importing it imports nothing else.
+The only room that asks for CUDA: the others ask ``device.capabilities()``. Importing it imports no torch.
 """
+
+from __future__ import annotations
+
+import os
+
+
+def cores_per_rank() -> int:
+    """The cores this process may use, divided among the ranks that torchrun started on this machine; at least 1."""
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

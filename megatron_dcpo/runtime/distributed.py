@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_dcpo.errors import one_line
 from megatron_dcpo.runtime.device import backend, check_world_size, current_device, has_cuda, set_threads
 from megatron_dcpo.runtime.megatron_on_cpu import ensure
 
@@ -163,12 +164,12 @@ class BucketBarrier:
         if len(self.ranks) == 1:
             return "" if accepted else "this rank's engine did not take it"
         self._say(number)
-        mine = torch.tensor([number, int(accepted)], dtype=torch.int64, device=current_device())
-        answers = [torch.zeros_like(mine) for _ in self.ranks]
+        own_answer = torch.tensor([number, int(accepted)], dtype=torch.int64, device=current_device())
+        answers = [torch.zeros_like(own_answer) for _ in self.ranks]
         try:
-            dist.all_gather(answers, mine, group=self.group)
+            dist.all_gather(answers, own_answer, group=self.group)
         except RuntimeError as error:
-            return f"{self.who_is_behind(number)} ({' '.join(str(error).split())[:200]})"
+            return f"{self.who_is_behind(number)} ({one_line(error, 200)})"
         refused = [r for r, answer in zip(self.ranks, answers, strict=True) if answer.tolist() != [number, 1]]
         return f"the engine of rank(s) {', '.join(map(str, refused))} did not take it" if refused else ""
 

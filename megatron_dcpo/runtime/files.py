@@ -40,7 +40,7 @@ def new_directory(out: Path, overwrite: bool = False) -> Iterator[Path]:
     if out.is_symlink() or (not overwrite and out.exists() and not (out.is_dir() and not any(out.iterdir()))):
         raise UserError(f"{out} exists; remove it, choose another name, or pass --overwrite")
     temporary = _temporary(out)
-    created = _missing_parents(temporary)
+    created = [parent for parent in temporary.absolute().parents if not parent.exists()]  # innermost first
     try:
         lock = _claim(temporary, out)
         try:
@@ -90,11 +90,6 @@ def _lock(marker: Path, out: Path) -> int:
             raise UserError(f"another process is writing {out}; wait for it or choose another name") from None
         # A file system without locks: only the name protects the directory.
     return descriptor
-
-
-def _missing_parents(path: Path) -> list[Path]:
-    """The directories above ``path`` that do not exist yet, innermost first."""
-    return [parent for parent in path.absolute().parents if not parent.exists()]
 
 
 @contextmanager

@@ -7,7 +7,7 @@ What is covered, and why nothing more is needed:
    factories put "cuda" tensors on the CPU. (A ``TorchFunctionMode`` would do it too, at a cost on *every* torch call.)
 3. The optimizers compare ``Tensor.type()`` with ``torch.cuda.*Tensor``; within those calls, and only there, the CPU types
    carry that name.
-4. Apex's ``FusedAdam`` is replaced by :mod:`megatron_dcpo.runtime.adam`.
+4. Apex's ``FusedAdam`` is replaced by the one at the end of this file.
 
 On a machine with CUDA, :func:`ensure` does nothing.
 """
@@ -20,12 +20,11 @@ import importlib
 import logging
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
-from megatron_dcpo.runtime.adam import FusedAdam
 from megatron_dcpo.runtime.device import has_cuda
 
 _LITERAL_CUDA_MODULES = (
@@ -171,3 +170,58 @@ def _with_cuda_type_names(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return call
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """Adam with decoupled weight decay (Loshchilov & Hutter 2019, Algorithm 2), with the interface and state of Apex's.
+
+    torch's own ``AdamW`` counts ``step`` per parameter, Apex and Transformer Engine count it per parameter group. Megatron's
+    checkpoints follow the latter; with torch's optimizer they either fail to load (``fully_reshardable``) or load without
+    the step count, so that the bias correction of a resumed run silently starts anew. Counting per group removes both.
+    ``adam_w_mode=False`` adds the decay to the gradient instead (L2 regularisation), as Apex does.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        adam_w_mode: bool = True,
+    ) -> None:
+        self.adam_w_mode = adam_w_mode
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """One update of every parameter that has a gradient. ``closure`` is not supported (Megatron passes none)."""
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            group["step"] = group.get("step", 0) + 1
+            if not params:
+                continue
+            for p in params:
+                if "exp_avg" not in self.state[p]:
+                    self.state[p]["exp_avg"] = torch.zeros_like(p)
+                    self.state[p]["exp_avg_sq"] = torch.zeros_like(p)
+            self._update(group, params)
+
+    def _update(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
+        beta1, beta2 = group["betas"]
+        bias1, bias2 = 1 - beta1 ** group["step"], 1 - beta2 ** group["step"]
+        grads = [p.grad for p in params if p.grad is not None]
+        exp_avg = [self.state[p]["exp_avg"] for p in params]
+        exp_avg_sq = [self.state[p]["exp_avg_sq"] for p in params]
+        if group["weight_decay"]:
+            if self.adam_w_mode:
+                torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+            else:
+                grads = list(torch._foreach_add(grads, params, alpha=group["weight_decay"]))
+        torch._foreach_lerp_(exp_avg, grads, 1 - beta1)
+        torch._foreach_mul_(exp_avg_sq, beta2)
+        torch._foreach_addcmul_(exp_avg_sq, grads, grads, 1 - beta2)
+        denominator = torch._foreach_sqrt(exp_avg_sq)
+        torch._foreach_div_(denominator, bias2**0.5)
+        torch._foreach_add_(denominator, group["eps"])
+        torch._foreach_addcdiv_(params, exp_avg, denominator, -group["lr"] / bias1)

@@ -95,13 +95,14 @@ def exit_with_launcher() -> None:
         _launcher_died()
 
 
+def announce(message: str) -> None:
+    """A line on stderr, out at once: the process may be about to end."""
+    print(f"dcpo: {message}", file=sys.stderr, flush=True)
+
+
 def _launcher_died() -> None:
-    print(
-        f"dcpo: the launcher of {socket.gethostname()} is gone: its workers end; --resume auto continues after the last "
-        "checkpoint",
-        file=sys.stderr,
-        flush=True,
-    )
+    host = socket.gethostname()
+    announce(f"the launcher of {host} is gone: its workers end; --resume auto continues after the last checkpoint")
     os._exit(EXIT_PEER_LOST)
 
 
@@ -120,12 +121,7 @@ def _note(number: int) -> None:
     if _stopping is None:
         request_stop(number)
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(
-                f"dcpo: {name_of(number)}: saving at the next boundary, then leaving; once more leaves at once",
-                file=sys.stderr,
-                flush=True,
-            )
+            announce(f"{name_of(number)}: saving at the next boundary, then leaving; once more leaves at once")
     elif not under_launcher() or time.monotonic() - _first_at > _SAME_SIGNAL_SECONDS:
-        print(f"dcpo: second signal ({name_of(number)}): leaving at once, nothing more is saved", file=sys.stderr)
-        sys.stderr.flush()
+        announce(f"second signal ({name_of(number)}): leaving at once, nothing more is saved")
         os._exit(128 + number)

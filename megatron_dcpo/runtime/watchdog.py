@@ -19,7 +19,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -28,8 +28,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_dcpo.errors import EXIT_PEER_LOST, Stopped
+from megatron_dcpo.errors import EXIT_PEER_LOST, Stopped, one_line
 from megatron_dcpo.runtime import signals
+from megatron_dcpo.runtime.device import memory_gb, synchronize
 from megatron_dcpo.runtime.files import write_atomically
 
 LOST_AFTER_SECONDS = 30.0
@@ -121,7 +122,7 @@ class Watchdog:
         if isinstance(error, RuntimeError) and self.world_size > 1:
             lost = self._who_is_lost()
             if lost:
-                self._end_process(f"{lost} ({' '.join(str(error).split())[:200]})")
+                self._end_process(f"{lost} ({one_line(error, 200)})")
         self.finish(clean_exit=error is None or isinstance(error, Stopped))
 
     def _who_is_lost(self) -> str:
@@ -137,11 +138,7 @@ class Watchdog:
                 message = _lost(gone)
                 self._store.set("lost", message)
             if not message:
-                print(
-                    f"dcpo: rank {self.rank} fails while all ranks are alive: {_places(before.values())}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                signals.announce(f"rank {self.rank} fails while all ranks are alive: {_places(before.values())}")
             return message
         except RuntimeError:
             return self._out_of_contact()
@@ -161,10 +158,10 @@ class Watchdog:
     def _beat(self) -> None:
         self._store.set(f"beat/{self.rank}", self._note())
         stop, lost = (value.decode() for value in self._store.multi_get(["stop", "lost"]))
-        mine = signals.stop_requested()
-        if mine and not stop:
-            self._store.set("stop", str(int(mine)))
-        elif stop and not mine:
+        signalled = signals.stop_requested()
+        if signalled and not stop:
+            self._store.set("stop", str(int(signalled)))
+        elif stop and not signalled:
             signals.request_stop(int(stop))
         if lost and not self._over.is_set():
             self._end_process(lost)
@@ -205,11 +202,9 @@ class Watchdog:
             faulthandler.dump_traceback(file)
         if self.rank == 0:
             beats = self._beats or {0: Heartbeat(**json.loads(self._note()))}
-            print(
-                f"dcpo: {self._phase} of step {self._step} has taken {seconds:.0f} s (training.phase_warning_seconds="
-                f"{self.budget:g}). {_places(beats.values())}. Stacks of all ranks: {self.directory}",
-                file=sys.stderr,
-                flush=True,
+            signals.announce(
+                f"{self._phase} of step {self._step} has taken {seconds:.0f} s (training.phase_warning_seconds="
+                f"{self.budget:g}). {_places(beats.values())}. Stacks of all ranks: {self.directory}"
             )
 
     def _note(self) -> str:
@@ -239,10 +234,40 @@ class Watchdog:
         )
 
     def _end_process(self, message: str) -> None:
-        print(f"dcpo: rank {self.rank} ends: {message}", file=sys.stderr, flush=True)
+        signals.announce(f"rank {self.rank} ends: {message}")
         if self.rank == 0:
             time.sleep(2.5 * _INTERVAL)  # it may be the host of the store where the others read why
         os._exit(EXIT_PEER_LOST)
+
+
+class Timers:
+    """``with timers("rollout"): ...`` adds to ``seconds["rollout"]``, measured after the device is done, and notes
+    ``memory["rollout/rss"]`` in GB.
+
+    The watchdog is told which phase of ``step`` this rank is in. ``clear`` after a step is recorded: its checkpoint comes
+    later, and is found in the next record.
+    """
+
+    def __init__(self, watch: Watchdog) -> None:
+        self.watch, self.step = watch, 0
+        self.seconds: dict[str, float] = {}
+        self.memory: dict[str, float] = {}
+
+    def clear(self) -> None:
+        self.seconds, self.memory = {}, {}
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        self.watch.enter(phase, self.step)
+        yield
+        synchronize()
+        self.add(phase, time.perf_counter() - start)
+        self.memory |= {f"{phase}/{kind}": gigabytes for kind, gigabytes in memory_gb().items()}
+
+    def add(self, phase: str, seconds: float) -> None:
+        """More seconds of a phase; also called from the judge's thread."""
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
 
 def _lost(beats: list[Heartbeat]) -> str:

@@ -117,11 +117,8 @@ class CodePool:
             thread.join()
         self._started = False
 
-    def _session(self) -> SandboxSession | RemoteSession:
-        return RemoteSession(self.url, self.limits) if self.url else SandboxSession(self.level, self.limits)  # type: ignore[arg-type]
-
     def _work(self) -> None:
-        with self._session() as session:
+        with RemoteSession(self.url, self.limits) if self.url else SandboxSession(self.level, self.limits) as session:  # type: ignore[arg-type]
             while (job := self._jobs.get()) is not None:
                 if not job.future.set_running_or_notify_cancel():
                     continue
@@ -156,8 +153,6 @@ class SandboxSession:
         """End the servers; the next program gets new ones."""
         for server in self.servers.values():
             server.close()
-            assert server.process.stderr is not None
-            server.process.stderr.close()
         self.servers = {}
 
     def judge(self, program: str, tests: dict[str, Any]) -> CodeVerdict:
@@ -186,8 +181,7 @@ class SandboxSession:
                 wall = min(self.limits.test_seconds, remaining(deadline))
                 with in_memory(given.encode(errors="surrogatepass")) as stdin, in_memory() as out, in_memory() as err:
                     start_run(channel, wall, stdin, out, err)
-                    ending = end_of_run(channel, wall)
-                    category, detail = self._category(ending, out, err)
+                    category, detail = self._category(end_of_run(channel, wall), out, err)
                     if category == "passed":
                         output = _content(out, self.limits.output_mb << 20).decode(errors="replace")
                         if not same_output(output, expected, tests["atol"]):
@@ -199,17 +193,17 @@ class SandboxSession:
     def _by_calls(self, program: str, tests: dict[str, Any]) -> CodeVerdict:
         total = self.limits.program_seconds
         with ExitStack() as stack:
-            ours, theirs = socket.socketpair()
-            stack.callback(theirs.close)
-            stack.callback(ours.close)
+            checker_end, program_end = socket.socketpair()
+            stack.callback(program_end.close)
+            stack.callback(checker_end.close)
             task = stack.enter_context(in_memory(_job(program, tests)))
             checks = stack.enter_context(in_memory(json.dumps(tests).encode()))
             empty, out, err = (stack.enter_context(in_memory()) for _ in range(3))
             channel = stack.enter_context(self.server("program").spawn(self.limits, task))
-            start_run(channel, total, empty, out, err, theirs.fileno())
-            verdicts = stack.enter_context(self.server("checker").spawn(self.limits, checks, ours.fileno()))
-            theirs.close()
-            ours.close()
+            start_run(channel, total, empty, out, err, program_end.fileno())
+            verdicts = stack.enter_context(self.server("checker").spawn(self.limits, checks, checker_end.fileno()))
+            program_end.close()
+            checker_end.close()
             try:
                 report = receive(verdicts, total + 2.0)
             except TimeoutError:

@@ -78,9 +78,9 @@ class CodeLimits:
     processes: int = 32
 
     def __post_init__(self) -> None:
-        for name in ("test_seconds", "program_seconds", "memory_mb", "output_mb", "scratch_mb", "processes"):
-            if not getattr(self, name) > 0:
-                raise UserError(f"{name} is {getattr(self, name)}: want a positive number")
+        for name, value in vars(self).items():
+            if not value > 0:
+                raise UserError(f"{name} is {value}: want a positive number")
         if self.memory_mb < 128:
             raise UserError(f"memory_mb is {self.memory_mb}: a Python program needs at least 128")
 
@@ -118,12 +118,12 @@ class Server:
 
     def __init__(self, level: Level, role: Role = "program") -> None:
         self.level, self.role = level, role
-        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.control, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sources, boot = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        with theirs, boot, sources:
-            self.process = _popen(level, theirs, boot)
+        with server_end, boot, sources:
+            self.process = _popen(level, server_end, boot)
             boot.close()
-            theirs.close()
+            server_end.close()
             try:
                 sources.sendall(json.dumps(_order(level, role)).encode())
                 sources.close()
@@ -131,29 +131,31 @@ class Server:
             except (OSError, SandboxDied, TimeoutError):
                 ready = None
         if ready != "ready":
-            self.close()
+            self.process.kill()
             assert self.process.stderr is not None
-            said = self.process.stderr.read(4000).decode(errors="replace").strip().splitlines()
-            self.process.stderr.close()
-            raise SandboxDied(said[-1] if said else f"no answer from the {level} sandbox")
+            complaint = self.process.stderr.read(4000).decode(errors="replace").strip().splitlines()
+            self.close()
+            raise SandboxDied(complaint[-1] if complaint else f"no answer from the {level} sandbox")
 
     def spawn(self, limits: CodeLimits, *pipes: int) -> socket.socket:
         """Fork a process that owns ``pipes``; the channel to it."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        channel, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            socket.send_fds(self.control, [json.dumps(limits.message()).encode()], [theirs.fileno(), *pipes])
+            socket.send_fds(self.control, [json.dumps(limits.message()).encode()], [child_end.fileno(), *pipes])
         except OSError as error:
-            ours.close()
+            channel.close()
             raise SandboxDied(str(error)) from None
         finally:
-            theirs.close()
-        return ours
+            child_end.close()
+        return channel
 
     def close(self) -> None:
         """End the server and everything in it."""
         self.control.close()
         self.process.kill()
         self.process.wait()
+        assert self.process.stderr is not None
+        self.process.stderr.close()
 
     def alive(self) -> bool:
         return self.process.poll() is None
@@ -205,17 +207,17 @@ def end_of_run(channel: socket.socket, seconds: float) -> Ending:
     return Ending(message["code"], message["reason"], message["cpu"])
 
 
-def choose(wanted: str) -> Level:
+def choose(sandbox: str) -> Level:
     """The level for ``auto`` or a level's name, after a start-up test. Raises UserError where it does not work."""
-    if wanted == "unsafe":
+    if sandbox == "unsafe":
         return "unsafe"
-    if wanted in ("bubblewrap", "landlock"):
-        problem = problem_of(wanted)  # type: ignore[arg-type]
+    if sandbox in ("bubblewrap", "landlock"):
+        problem = problem_of(sandbox)  # type: ignore[arg-type]
         if problem:
-            raise UserError(f"sandbox {wanted} does not work here: {problem}")
-        return wanted  # type: ignore[return-value]
-    if wanted != "auto":
-        raise UserError(f"sandbox {wanted!r}: want auto, bubblewrap, landlock, unsafe or the URL of a remote sandbox")
+            raise UserError(f"sandbox {sandbox} does not work here: {problem}")
+        return sandbox  # type: ignore[return-value]
+    if sandbox != "auto":
+        raise UserError(f"sandbox {sandbox!r}: want auto, bubblewrap, landlock, unsafe or the URL of a remote sandbox")
     problems = {}
     for level in ("bubblewrap", "landlock"):
         problem = problem_of(level)  # type: ignore[arg-type]
@@ -247,17 +249,16 @@ def problem_of(level: Level) -> str:
             with channel:
                 start_run(channel, 20.0, empty, out, err)
                 ending = end_of_run(channel, 20.0)
-            said = os.pread(out, 100, 0).decode(errors="replace").strip()
+            printed = os.pread(out, 100, 0).decode(errors="replace").strip()
             complaint = os.pread(err, 1000, 0).decode(errors="replace").strip()
-            if ending.code or said != "closed":
-                return complaint.splitlines()[-1] if complaint else f"the test program ended with {ending.code}: {said}"
+            if ending.code or printed != "closed":
+                ended = f"the test program ended with {ending.code}: {printed}"
+                return complaint.splitlines()[-1] if complaint else ended
             return ""
     except (SandboxDied, OSError) as error:
         return str(error)
     finally:
         server.close()
-        assert server.process.stderr is not None
-        server.process.stderr.close()
 
 
 def _order(level: Level, role: Role) -> dict[str, Any]:
@@ -275,7 +276,7 @@ def _order(level: Level, role: Role) -> dict[str, Any]:
                 *{sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")},
                 f"{_stdlib()}/lib-dynload",
                 *(f"{site}/{name}" for name in PACKAGES),
-                *_library_places(),
+                *filter(os.path.isdir, ("/usr/lib", "/usr/lib64", "/lib", "/lib64")),
             ],
             "listable": [site],
         },
@@ -357,10 +358,6 @@ def _extra_libraries() -> list[str]:
     """Python's own shared library and its neighbours, when it lies outside the system's directories."""
     name = os.path.join(sysconfig.get_config_var("LIBDIR") or "", sysconfig.get_config_var("LDLIBRARY") or "-")
     return [os.path.realpath(name)] if name.endswith(".so") and os.path.isfile(name) else []
-
-
-def _library_places() -> list[str]:
-    return [name for name in ("/usr/lib", "/usr/lib64", "/lib", "/lib64") if os.path.isdir(name)]
 
 
 def _reachable(path: str) -> bool:

@@ -102,21 +102,21 @@ class RemoteSession:
             self.checker = Server(self.checker_level, "checker")
         total = self.limits.program_seconds
         with ExitStack() as stack:
-            ours, theirs = socket.socketpair()
-            stack.callback(theirs.close)
+            checker_end, program_end = socket.socketpair()
+            stack.callback(program_end.close)
             checks = stack.enter_context(in_memory(json.dumps(tests).encode()))
             # The service starts an interpreter per batch; the tests' patience covers that.
             patient = CodeLimits(**{**vars(self.limits), "test_seconds": self.limits.program_seconds})
-            verdicts = stack.enter_context(self.checker.spawn(patient, checks, ours.fileno()))
-            ours.close()
-            remote_program = _RemoteProgram(self, theirs, {"program": program, "setup": tests["setup"]})
+            verdicts = stack.enter_context(self.checker.spawn(patient, checks, checker_end.fileno()))
+            checker_end.close()
+            remote_program = _RemoteProgram(self, program_end, {"program": program, "setup": tests["setup"]})
             thread = threading.Thread(target=remote_program.answer, daemon=True)
             thread.start()
             try:
                 report = receive(verdicts, total + _HTTP_SECONDS)
             except TimeoutError:
                 report = {"category": "timeout", "detail": f"the tests took more than {total:g} s"}
-            theirs.shutdown(socket.SHUT_RDWR)
+            program_end.shutdown(socket.SHUT_RDWR)
             thread.join()
         if remote_program.error is not None:
             raise remote_program.error
@@ -137,7 +137,11 @@ class RemoteSession:
             "compile_timeout": seconds,
             "memory_limit_MB": self.limits.memory_mb,
         }
-        result = self._post(body, seconds)
+        try:
+            reply = self.client.call("/run_code", body, timeout=seconds + _HTTP_SECONDS, problem=_problem)
+        except HttpError as error:
+            raise UserError(f"the remote sandbox {self.url} does not run programs: {error}") from None
+        result: Mapping[str, Any] = reply["run_result"]
         output = str(result.get("stdout") or "")
         complaint = (str(result.get("stderr") or "").strip().splitlines() or [""])[-1][:300]
         if result.get("status") == "TimeLimitExceeded":
@@ -148,14 +152,6 @@ class RemoteSession:
         if result.get("status") == "Finished" and code_ in (0, None):
             return "passed", "", output
         return _category(code_, complaint), complaint or f"exit status {code_}", output
-
-    def _post(self, body: dict[str, Any], seconds: float) -> Mapping[str, Any]:
-        try:
-            reply = self.client.call("/run_code", body, timeout=seconds + _HTTP_SECONDS, problem=_problem)
-        except HttpError as error:
-            raise UserError(f"the remote sandbox {self.url} does not run programs: {error}") from None
-        result: Mapping[str, Any] = reply["run_result"]
-        return result
 
 
 def _problem(reply: Any) -> str:

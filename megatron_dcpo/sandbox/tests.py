@@ -127,22 +127,23 @@ def same_output(output: str, expected: str, atol: float = 0.0) -> bool:
     exact decimals (``1.50`` is ``1.5``, ``1e3`` is ``1000``), or within ``atol``, absolute or relative, where the
     tests state one.
     """
-    lines, wanted = _lines(output), _lines(expected)
-    if len(lines) != len(wanted):
+    lines, expected_lines = _lines(output), _lines(expected)
+    if len(lines) != len(expected_lines):
         return False
-    return all(line == want or _same_numbers(line, want, atol) for line, want in zip(lines, wanted, strict=True))
+    pairs = zip(lines, expected_lines, strict=True)
+    return all(line == goal or _same_numbers(line, goal, atol) for line, goal in pairs)
 
 
 def _lines(text: str) -> list[str]:
     return [line.strip() for line in text.rstrip().split("\n")]
 
 
-def _same_numbers(line: str, want: str, atol: float) -> bool:
-    tokens, wanted = line.split(), want.split()
-    if len(tokens) != len(wanted) or not wanted:
+def _same_numbers(line: str, expected: str, atol: float) -> bool:
+    tokens, goals = line.split(), expected.split()
+    if len(tokens) != len(goals) or not goals:
         return False
     try:
-        pairs = [(Decimal(token), Decimal(goal)) for token, goal in zip(tokens, wanted, strict=True)]
+        pairs = [(Decimal(token), Decimal(goal)) for token, goal in zip(tokens, goals, strict=True)]
         return all(_close(value, goal, atol) for value, goal in pairs)
     except (InvalidOperation, ValueError, OverflowError):
         return False

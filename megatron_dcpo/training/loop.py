@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_dcpo.config import Config
 from megatron_dcpo.runtime import distributed
 from megatron_dcpo.runtime.run_lock import lock_run_dir
-from megatron_dcpo.runtime.timers import Timers
+from megatron_dcpo.runtime.watchdog import Timers
 from megatron_dcpo.training.recorder import Recorder
 from megatron_dcpo.training.recovery import resume, save, stop_if_asked
 from megatron_dcpo.training.run import TrainingRun, build_run

@@ -55,7 +55,7 @@ from megatron_dcpo.policy.gradient_probe import (
 )
 from megatron_dcpo.policy.optimizer import optimizer_group, zero_gradients
 from megatron_dcpo.runtime.device import current_device
-from megatron_dcpo.runtime.timers import Timers
+from megatron_dcpo.runtime.watchdog import Timers
 from megatron_dcpo.training.run import TrainingRun, build_run
 from megatron_dcpo.training.sampling import TrainingSample, sample_step
 from megatron_dcpo.training.update import MiniBatch, accumulate, decimals_of, with_scores

@@ -19,7 +19,7 @@ from megatron_dcpo.config import as_dict, to_yaml
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.distributed import broadcast_object
 from megatron_dcpo.runtime.files import write_atomically
-from megatron_dcpo.runtime.timers import Timers
+from megatron_dcpo.runtime.watchdog import Timers
 from megatron_dcpo.training.preflight import check_wandb
 from megatron_dcpo.training.run import TrainingRun
 from megatron_dcpo.training.sampling import TrainingSample

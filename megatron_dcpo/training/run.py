@@ -12,18 +12,17 @@ from typing import Any
 from megatron_dcpo.checkpoints.saver import Saver
 from megatron_dcpo.config import Config
 from megatron_dcpo.data import load_prompts
-from megatron_dcpo.data.sampler import fingerprint
+from megatron_dcpo.data.datasets import fingerprint
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.answers import BOXED, FENCED, AnswerForm
 from megatron_dcpo.judging.judge import Verifier, judge_many
-from megatron_dcpo.judging.math.verifier import verify_answers
+from megatron_dcpo.judging.math.pool import verify_answers
 from megatron_dcpo.judging.token_bytes import token_bytes
 from megatron_dcpo.objectives import Objective, build_objective
 from megatron_dcpo.objectives.expected_digits import DigitVocabulary
 from megatron_dcpo.policy.model import Policy, build_policy
 from megatron_dcpo.policy.optimizer import OptimizerOffload, build_optimizer
-from megatron_dcpo.rollout import Engine
-from megatron_dcpo.rollout.build import build_local_engine, load_tokenizer
+from megatron_dcpo.rollout import Engine, build_local_engine, load_tokenizer
 from megatron_dcpo.rollout.vllm_engine import VllmOptions
 from megatron_dcpo.runtime import distributed
 from megatron_dcpo.runtime.distributed import Topology

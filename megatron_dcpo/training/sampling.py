@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_dcpo.config import Config
-from megatron_dcpo.data.sampler import prompts_of_step
+from megatron_dcpo.data.datasets import prompts_of_step
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.objectives.expected_digits import DigitScores
 from megatron_dcpo.rollout import EngineError, SamplingConfig
 from megatron_dcpo.runtime.distributed import all_gather_objects
 from megatron_dcpo.runtime.signals import RolloutAbandoned
-from megatron_dcpo.runtime.timers import Timers
+from megatron_dcpo.runtime.watchdog import Timers
 from megatron_dcpo.training.recovery import stop_if_asked
 from megatron_dcpo.training.run import TrainingRun
 from megatron_dcpo.training.weight_sync import MAX_RESTARTS, recover_engines

@@ -106,8 +106,7 @@ def read_weight_map(model_dir: Path) -> dict[str, str]:
 @torch.no_grad()
 def load_into(reader: HFReader, copies: Iterable[Copy], parameters: Mapping[str, torch.Tensor]) -> None:
     """Execute ``copies`` from the checkpoint into ``parameters``; padding rows are set to zero."""
-    padded = {copy.megatron for copy in copies if copy.megatron in parameters}
-    for name in padded:
+    for name in {copy.megatron for copy in copies if copy.megatron in parameters}:
         parameters[name].zero_()
     for copy in copies:
         source = reader.slice(copy.hf)
@@ -239,14 +238,12 @@ def copy_side_files(source_dir: Path, out: Path, dtype: str | None = None) -> No
     for path in sorted(source_dir.iterdir()):
         if path.is_dir() and path.name in _SIDE_DIRECTORIES:
             shutil.copytree(path, out / path.name)
-        elif path.is_file() and _is_side_file(path.name):
+        elif path.is_file() and not (
+            path.name.startswith(".") or path.name.endswith(_WEIGHTS) or path.name in _NOT_SIDE_FILES
+        ):
             shutil.copyfile(path, out / path.name)
     config = json.loads((out / "config.json").read_text())
     key = "dtype" if "dtype" in config else "torch_dtype"
     if dtype is not None and config.get(key) != dtype:
         config[key] = dtype
         (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
-def _is_side_file(name: str) -> bool:
-    return not (name.startswith(".") or name.endswith(_WEIGHTS) or name in _NOT_SIDE_FILES)

@@ -153,9 +153,8 @@ def _chunk_rows(arch: Architecture, layout: Layout, at: Coordinates) -> Iterator
             megatron = row.megatron.format(layer=local)
             if layout.transformer_engine:
                 prefix = f"decoder.layers.{local}."
-                megatron = prefix + TRANSFORMER_ENGINE_NAMES.get(
-                    megatron.removeprefix(prefix), megatron.removeprefix(prefix)
-                )
+                name = megatron.removeprefix(prefix)
+                megatron = prefix + TRANSFORMER_ENGINE_NAMES.get(name, name)
             yield Row(megatron, tuple(name.format(layer=offset + local) for name in row.hf), row.interleaving), True
     if last:
         yield FINAL_NORM_ROW, True

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_dcpo.errors import one_line
 from megatron_dcpo.runtime.device import current_device
 from megatron_dcpo.runtime.distributed import BucketBarrier, Topology
 from megatron_dcpo.weights.architecture import Architecture
@@ -55,7 +56,7 @@ def plan_for(
     policy: Shards,
     engine_tensor_model_parallel_size: int = 1,
     bucket_bytes: int = BUCKET_BYTES,
-    wanted: tuple[str, ...] | None = None,
+    names: tuple[str, ...] | None = None,
 ) -> ReshardPlan:
     """The plan of this rank's replica."""
     topology = policy.topology
@@ -67,7 +68,7 @@ def plan_for(
         topology.dp_size,
         bucket_bytes,
         itemsize,
-        wanted,
+        names,
         topology.dp_rank,
     )
 
@@ -95,7 +96,7 @@ def export_buckets(
             for message in bucket.messages:
                 traffic.received += _exchange(policy, local, message, targets, recv_buffer)
         except RuntimeError as error:
-            raise SynchronisationError(f"{where}: {progress.who_is_behind(number)} ({_short(error)})") from error
+            raise SynchronisationError(f"{where}: {progress.who_is_behind(number)} ({one_line(error, 200)})") from error
         accepted = False
         try:
             yield [targets[entry.hf] for entry in bucket.entries]
@@ -108,11 +109,11 @@ def export_buckets(
 
 
 def export_slices(
-    policy: Shards, wanted: tuple[str, ...] | None = None, bucket_bytes: int = BUCKET_BYTES
+    policy: Shards, names: tuple[str, ...] | None = None, bucket_bytes: int = BUCKET_BYTES
 ) -> Iterator[WeightSlice]:
-    """The whole tensors named in ``wanted`` (default: all), large ones in several parts, on every rank of the replica.
+    """The whole tensors named in ``names`` (default: all), large ones in several parts, on every rank of the replica.
     Collective over the replica."""
-    for bucket in export_buckets(policy, plan_for(policy, 1, bucket_bytes, wanted)):
+    for bucket in export_buckets(policy, plan_for(policy, 1, bucket_bytes, names)):
         yield from bucket
 
 
@@ -127,13 +128,13 @@ def gather_full(policy: Shards, shapes: dict[str, tuple[int, ...]]) -> dict[str,
 
 def not_finite(policy: Shards) -> list[str]:
     """Names of this rank's tensors that hold a NaN or an infinity. Reads every parameter once, copies nothing."""
-    found = []
+    broken = []
     for chunk, copies in enumerate(policy.copies):
         for name, parameter in policy.parameters(chunk).items():
             # A sum is finite when all its terms are, unless it overflows; only then is every number looked at.
             if not torch.isfinite(parameter.sum(dtype=torch.float32)) and not torch.isfinite(parameter).all():
-                found += [c.hf for c in copies if c.megatron == name and not _finite_slice(parameter, c)]
-    return sorted(set(found))
+                broken += [c.hf for c in copies if c.megatron == name and not _finite_slice(parameter, c)]
+    return sorted(set(broken))
 
 
 def _finite_slice(parameter: Tensor, copy: Copy) -> bool:
@@ -214,7 +215,3 @@ def _exchange(
         target = targets[op.hf]
         target.values.narrow(op.dim, op.start - target.start, op.stop - op.start).copy_(view)
     return flat.nbytes
-
-
-def _short(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]

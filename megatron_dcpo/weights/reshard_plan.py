@@ -125,7 +125,7 @@ def reshard_plan(
     replicas: int = 1,
     bucket_bytes: int = BUCKET_BYTES,
     itemsize: int = 2,
-    wanted: tuple[str, ...] | None = None,
+    only: tuple[str, ...] | None = None,
     replica: int = 0,
 ) -> ReshardPlan:
     """Plan the synchronisation of ``arch`` from ``layout`` into engines on the same ranks. Deterministic; cached.
@@ -135,21 +135,21 @@ def reshard_plan(
             itself. Engines are blocks of consecutive ranks, whatever replica these belong to.
         bucket_bytes: bound of the extra memory of a rank, the message on its way included.
         itemsize: bytes per number of the trainer's parameters.
-        wanted: only these tensors (export of one file); all by default.
+        only: these tensors (export of one file); all by default.
 
     Raises :class:`UserError` when the engine's tensor-parallel size does not divide the model, and when a bucket cannot
     even hold a row of one of its tensors.
     """
     check_engine(arch, engine_tensor_model_parallel_size)
-    names = [name for name in hf_shapes(arch) if wanted is None or name in wanted]
+    names = [name for name in hf_shapes(arch) if only is None or name in only]
     ranks = layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size
     at = _engine_ranks(layout, engine_tensor_model_parallel_size, replicas, replica)
     slices = {n: tuple(engine_slice(arch, n, engine_tensor_model_parallel_size, rank) for rank in at) for n in names}
     whole = {name: tuple(engine_slice(arch, name, 1, 0) for _ in at) for name in names}
-    held = _held(arch, layout, names)
+    held_ops = _held(arch, layout, names)
     message, capacity = _share_of_a_bucket(arch, names, ranks, bucket_bytes, itemsize)
     buckets, assembled = [], 0
-    for packed in _pack(_entries(arch, held, slices, capacity), capacity):
+    for packed in _pack(_entries(arch, held_ops, slices, capacity), capacity):
         messages = _messages([op for _, ops in packed for op in ops], message)
         buckets.append(Bucket(tuple(entry for entry, _ in packed), tuple(messages)))
         assembled = max(assembled, *_sum(_to_assemble(*planned) for planned in packed))
@@ -161,8 +161,8 @@ def reshard_plan(
         engine_tensor_model_parallel_size=engine_tensor_model_parallel_size,
         buckets=tuple(buckets),
         received=tuple(itemsize * sum(m.numel for m in sent if rank in m.readers) for rank in range(ranks)),
-        least=_least(arch, held, slices, itemsize),
-        least_whole=_least(arch, held, whole, itemsize),
+        least=_least(arch, held_ops, slices, itemsize),
+        least_whole=_least(arch, held_ops, whole, itemsize),
         assembled=itemsize * assembled,
         message=itemsize * max((m.numel for m in sent), default=0),
     )
@@ -174,11 +174,11 @@ def most_received(
     """Bytes that the rank receiving most gets in a synchronisation, over all replicas; without planning the messages."""
     engine_tp = engine_tensor_model_parallel_size
     check_engine(arch, engine_tp)
-    held = _held(arch, layout, list(hf_shapes(arch)))
+    held_ops = _held(arch, layout, list(hf_shapes(arch)))
     most = 0
     for at in {tuple(_engine_ranks(layout, engine_tp, replicas, replica)) for replica in range(replicas)}:
-        slices = {name: tuple(engine_slice(arch, name, engine_tp, rank) for rank in at) for name in held}
-        most = max(most, *_least(arch, held, slices, itemsize))
+        slices = {name: tuple(engine_slice(arch, name, engine_tp, rank) for rank in at) for name in held_ops}
+        most = max(most, *_least(arch, held_ops, slices, itemsize))
     return most
 
 
@@ -204,7 +204,7 @@ def _engine_ranks(layout: Layout, engine_tp: int, replicas: int, replica: int) -
 
 def _held(arch: Architecture, layout: Layout, names: Sequence[str]) -> _Held:
     """Of every tensor the intervals that ranks hold, disjoint, in the order of their start; no readers yet."""
-    held: dict[tuple[str, int, int], TransferOp] = {}
+    by_interval: dict[tuple[str, int, int], TransferOp] = {}
     for pipeline in range(layout.pipeline_model_parallel_size):
         for tensor in range(layout.tensor_model_parallel_size):
             rank = pipeline * layout.tensor_model_parallel_size + tensor
@@ -214,11 +214,11 @@ def _held(arch: Architecture, layout: Layout, names: Sequence[str]) -> _Held:
                     assert sum(copy.length for copy in copies) == stop - start, "the slices of a rank are neighbours"
                     numel = (stop - start) * _per_index(arch, name, copies[0].dim)
                     new = TransferOp(name, copies[0].dim, start, stop, numel, (), (), len(copies) > 1)
-                    op = held.get((name, start, stop), new)
+                    op = by_interval.get((name, start, stop), new)
                     if rank not in op.holders:
                         holders = (rank, *op.holders) if copies[0].primary else (*op.holders, rank)
-                        held[name, start, stop] = replace(op, holders=holders)
-    return {name: [held[key] for key in sorted(held) if key[0] == name] for name in names}
+                        by_interval[name, start, stop] = replace(op, holders=holders)
+    return {name: [by_interval[key] for key in sorted(by_interval) if key[0] == name] for name in names}
 
 
 def _by_tensor(copies: Sequence[Copy]) -> dict[str, list[Copy]]:
@@ -235,21 +235,21 @@ def _per_index(arch: Architecture, name: str, dim: int) -> int:
     return math.prod(shape) // shape[dim]
 
 
-def _least(arch: Architecture, held: _Held, slices: _Slices, itemsize: int) -> tuple[int, ...]:
+def _least(arch: Architecture, held_ops: _Held, slices: _Slices, itemsize: int) -> tuple[int, ...]:
     """Per rank, the bytes of its slices less those of them that it holds."""
     ranks = range(len(next(iter(slices.values()), ())))
-    missing = ((rank, op) for ops in held.values() for op in ops for rank in ranks if rank not in op.holders)
+    missing = ((rank, op) for ops in held_ops.values() for op in ops for rank in ranks if rank not in op.holders)
     least = [0 for _ in ranks]
     for rank, op in missing:
         least[rank] += itemsize * op.overlap(slices[op.hf][rank]) * _per_index(arch, op.hf, op.dim)
     return tuple(least)
 
 
-def _entries(arch: Architecture, held: _Held, slices: _Slices, capacity: int) -> Iterator[_Planned]:
+def _entries(arch: Architecture, held_ops: _Held, slices: _Slices, capacity: int) -> Iterator[_Planned]:
     """Every tensor whole where ``capacity`` numbers are enough on every rank, else each rank's slice in equal parts."""
     for name, keeps in slices.items():
         entry = BucketEntry(name, keeps)
-        ops = _transfer_ops(held[name], keeps)
+        ops = _transfer_ops(held_ops[name], keeps)
         if max(_to_assemble(entry, ops)) <= capacity:
             yield entry, ops
             continue
@@ -258,13 +258,13 @@ def _entries(arch: Architecture, held: _Held, slices: _Slices, capacity: int) ->
         step = -(-length // number)
         for offset in range(0, length, step):
             part = tuple((d, min(start + offset, stop), min(start + offset + step, stop)) for d, start, stop in keeps)
-            yield BucketEntry(name, part), _transfer_ops(held[name], part)
+            yield BucketEntry(name, part), _transfer_ops(held_ops[name], part)
 
 
-def _transfer_ops(held: Sequence[TransferOp], keeps: Sequence[Slice]) -> list[TransferOp]:
+def _transfer_ops(held_ops: Sequence[TransferOp], keeps: Sequence[Slice]) -> list[TransferOp]:
     """The held intervals of a tensor, cut where the slice of an engine rank begins or ends."""
     ops = []
-    for op in held:
+    for op in held_ops:
         assert all(dim == op.dim for dim, _, _ in keeps), "trainer and engine cut along the same dimension"
         bounds = {op.start, op.stop, *(edge for _, *edges in keeps for edge in edges)}
         for start, stop in itertools.pairwise(sorted(edge for edge in bounds if op.start <= edge <= op.stop)):

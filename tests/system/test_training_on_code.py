@@ -20,7 +20,7 @@ from megatron_dcpo.config import load_config
 from megatron_dcpo.data.code_problems import pack_tests
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.programs import ProgramVerifier
-from megatron_dcpo.runtime.timers import Timers
+from megatron_dcpo.runtime.watchdog import Timers
 from megatron_dcpo.sandbox.local import CodeLimits
 from megatron_dcpo.training import sampling
 from megatron_dcpo.training.run import build_run

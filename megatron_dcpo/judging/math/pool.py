@@ -1,4 +1,4 @@
-"""Verification in separate processes, with hard time limits: a hanging sympy cannot stop a run.
+"""Is an answer of mathematics right? Decided in processes with hard time limits: a hanging sympy cannot stop a run.
 
 Most pairs need no algebra and are decided here at once (``quick_verdict``). The others are cached by (answer, key) and
 judged by workers, which are started when the first such pair comes, one more for every ``PAIRS_PER_WORKER`` that wait.
@@ -24,8 +24,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_dcpo.judging.answers import Outcome
 from megatron_dcpo.judging.math.equivalence import quick_verdict
-from megatron_dcpo.runtime.cores import cores_per_rank
+from megatron_dcpo.runtime import cores_per_rank
 
 CPU_SECONDS = 1.5
 WALL_SECONDS = 6.0
@@ -232,3 +233,17 @@ atexit.register(_POOL.close)
 def shared_pool() -> VerifierPool:
     """The pool of this process."""
     return _POOL
+
+
+def verify_answers(pairs: Sequence[tuple[str | None, str]]) -> list[Outcome]:
+    """The outcome of each (answer or None, key), side by side. No answer is a wrong one.
+
+    Nothing raises: what cannot be parsed, or not in time, is wrong.
+    """
+    verdicts = iter(equivalent_many([(answer, key) for answer, key in pairs if answer is not None]))
+    return [Outcome(answer is not None and next(verdicts)) for answer, _ in pairs]
+
+
+def equivalent_many(pairs: Sequence[tuple[str, str]]) -> list[bool]:
+    """Whether each (answer, key) is the same number, set, expression ...; answers without their boxes."""
+    return shared_pool().verify([(answer.strip(), key.strip()) for answer, key in pairs])

@@ -25,10 +25,10 @@ def main(order: dict) -> None:
         raise OSError(ctypes.get_errno(), "unshare")
     _mount("none", "/", "", 0x4000 | 0x40000)
     places = {}
-    held = {number: os.open(path, os.O_PATH) for number, path in order["sources"].items()}
+    descriptors = {number: os.open(path, os.O_PATH) for number, path in order["sources"].items()}
     _mount("tmpfs", "/tmp", "tmpfs", 0)
     os.chmod("/tmp", 0o755)
-    for number, descriptor in held.items():
+    for number, descriptor in descriptors.items():
         places[f"@{number}"] = target = f"/tmp/{number}"
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
             os.mkdir(target)

@@ -34,7 +34,9 @@ def serve(settings: dict[str, Any]) -> None:
     """Fork for every message until the judge is gone."""
     settings["shared"] = _places(settings)
     _become_ordinary(settings)
-    _load(settings["modules"])
+    for name in settings["modules"]:
+        with contextlib.suppress(ImportError):
+            __import__(name)
     control = socket.socket(fileno=CONTROL)
     gc.collect()
     gc.freeze()  # a collection in a forked process would touch, and so copy, every page of these objects
@@ -66,7 +68,9 @@ def _child(limits: dict[str, Any], pipes: list[int], settings: dict[str, Any]) -
         else:
             _supervise(pipes, limits, settings)
     except BaseException as error:
-        _report(pipes[0], {"failed": f"{type(error).__name__}: {error}"})
+        message = {"failed": f"{type(error).__name__}: {error}"}
+        with contextlib.suppress(OSError):
+            socket.socket(fileno=pipes[0]).send(json.dumps(message).encode())
     finally:
         os._exit(0)
 
@@ -136,17 +140,11 @@ def _watch(
     if alone:
         os.kill(child, signal.SIGKILL)
     else:
-        _kill_all()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)  # everything in the pid namespace but its first process, which is this one
     status = os.waitpid(child, 0)[1]
     _reap()
-    code = os.waitstatus_to_exitcode(status)
-    return {"code": code, "reason": reason}
-
-
-def _kill_all() -> None:
-    """Everything in the pid namespace but its first process, which is this one."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(-1, signal.SIGKILL)
+    return {"code": os.waitstatus_to_exitcode(status), "reason": reason}
 
 
 def _reap() -> None:
@@ -186,8 +184,8 @@ def _program(job: dict[str, Any], given: list[int], limits: dict[str, Any], sett
             isolation.landlock(settings["shared"]["readable"], settings["shared"]["listable"], ["/dev/null"])
         if settings["level"] != "unsafe" and isolation.seccomp_supported():
             isolation.seccomp(alone=settings["level"] == "landlock")
-        for name, held in (("PATH", "/usr/bin:/bin"), ("HOME", "/tmp"), ("LANG", "C.UTF-8")):
-            os.environ[name] = held
+        for name, value in (("PATH", "/usr/bin:/bin"), ("HOME", "/tmp"), ("LANG", "C.UTF-8")):
+            os.environ[name] = value
     except BaseException as error:
         os.write(2, f"sandbox: {type(error).__name__}: {error}\n".encode())
         os._exit(rpc.EXIT_SANDBOX)
@@ -262,14 +260,3 @@ def _become_ordinary(settings: dict[str, Any]) -> None:
         os.setresgid(65534, 65534, 65534)
         os.setresuid(65534, 65534, 65534)
     os.chdir("/")
-
-
-def _load(modules: list[str]) -> None:
-    for name in modules:
-        with contextlib.suppress(ImportError):
-            __import__(name)
-
-
-def _report(channel: int, message: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError):
-        socket.socket(fileno=channel).send(json.dumps(message).encode())

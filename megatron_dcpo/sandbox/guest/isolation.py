@@ -86,8 +86,9 @@ def no_new_privileges() -> None:
 def limit(kind: int, soft: int, hard: int | None = None) -> None:
     """Lower a limit, never above what is allowed already."""
     allowed = resource.getrlimit(kind)[1]
-    wanted = soft if hard is None else hard
-    top = wanted if allowed == resource.RLIM_INFINITY else min(wanted, allowed)
+    top = soft if hard is None else hard
+    if allowed != resource.RLIM_INFINITY:
+        top = min(top, allowed)
     resource.setrlimit(kind, (min(soft, top), top))
 
 
@@ -174,8 +175,8 @@ def _refuse(number: int, error: int = _EPERM) -> list[Instruction]:
 def _refuse_if(number: int, argument: int, tests: Sequence[tuple[int, int, bool]]) -> list[Instruction]:
     """Refuse ``number`` when a test of the argument's low word comes out as wanted. Restores the number afterwards."""
     body: list[Instruction] = [(_LOAD, 0, 0, 16 + 8 * argument)]
-    for operation, value, wanted in tests:
-        body.append((operation, 0, 1, value) if wanted else (operation, 1, 0, value))
+    for operation, value, refused_if in tests:
+        body.append((operation, 0, 1, value) if refused_if else (operation, 1, 0, value))
         body.append((_RETURN, 0, 0, _REFUSE | _EPERM))
     body.append((_LOAD, 0, 0, 0))
     return [(_JUMP_EQUAL, 0, len(body), number), *body]

@@ -19,7 +19,12 @@ from typing import Any
 
 from megatron_dcpo.sandbox.guest import rpc
 
-_REFUSED = (1, 13, 30, 101)  # EPERM, EACCES, EROFS, ENETUNREACH
+# EPERM, EACCES, EROFS, ENETUNREACH; EFBIG; ENOMEM
+_EXIT_OF_ERRNO: dict[int | None, int] = {
+    **dict.fromkeys((1, 13, 30, 101), rpc.EXIT_FORBIDDEN),
+    27: rpc.EXIT_OUTPUT,
+    12: rpc.EXIT_MEMORY,
+}
 _STREAMS = (
     ("stdin", 0, "r", "surrogateescape"),
     ("stdout", 1, "w", "surrogateescape"),
@@ -73,22 +78,13 @@ def category_code(error: BaseException) -> int:
     """The exit status that tells the judge what kind of failure an exception was."""
     if isinstance(error, MemoryError):
         return rpc.EXIT_MEMORY
-    if isinstance(error, OSError):
-        if error.errno in _REFUSED:
-            return rpc.EXIT_FORBIDDEN
-        if error.errno == 27:
-            return rpc.EXIT_OUTPUT
-        if error.errno == 12:
-            return rpc.EXIT_MEMORY
-    return 1
+    return _EXIT_OF_ERRNO.get(error.errno, 1) if isinstance(error, OSError) else 1
 
 
 def _exit_code(end: SystemExit) -> int:
-    if end.code is None:
-        return 0
     if isinstance(end.code, int):
         return end.code & 255
-    return 1
+    return 0 if end.code is None else 1
 
 
 def _fresh_streams() -> None:

@@ -27,13 +27,7 @@ CATEGORY_OF_EXIT = {EXIT_MEMORY: "memory", EXIT_FORBIDDEN: "forbidden", EXIT_OUT
 MAX_DEPTH = 400
 SMALL_INT = 1 << 63
 _HEADER = struct.Struct("!I")
-_SEQUENCES: dict[type, str] = {
-    list: "l",
-    tuple: "t",
-    set: "s",
-    frozenset: "f",
-    collections.deque: "q",
-}
+_SEQUENCES: dict[type, str] = {list: "l", tuple: "t", set: "s", frozenset: "f", collections.deque: "q"}
 _MAKERS = {tag: maker for maker, tag in _SEQUENCES.items()}
 _PLAIN = frozenset({type(None), bool, str, float})
 _NESTED, _INTEGERS = frozenset({list, dict}), frozenset({int})
@@ -64,10 +58,6 @@ class Encoder:
         self._waiting: list[Any] = []
         self._index: dict[int, int] = {}
 
-    def encode(self, value: Any) -> Any:
-        """JSON-able form of ``value``; call ``objects`` once after the last value."""
-        return self._encode(value, 0)
-
     def objects(self) -> list[Any]:
         """``[class name, {attribute: value}]`` of every by-value object met, also in other objects' attributes."""
         while len(self.table) < len(self._waiting):
@@ -76,11 +66,12 @@ class Encoder:
             if fields is None:
                 names = [name for kind in type(item).__mro__ for name in getattr(kind, "__slots__", ())]
                 fields = {name: getattr(item, name) for name in names if hasattr(item, name)}
-            encoded = {str(name): self._encode(value, 0) for name, value in fields.items()}
+            encoded = {str(name): self.encode(value) for name, value in fields.items()}
             self.table.append([type(item).__name__, encoded])
         return self.table
 
-    def _encode(self, value: Any, depth: int) -> Any:
+    def encode(self, value: Any, depth: int = 0) -> Any:
+        """JSON-able form of ``value``; call ``objects`` once after the last value."""
         kind = type(value)
         if value is None or kind is bool or kind is str or kind is float:
             return value
@@ -91,11 +82,9 @@ class Encoder:
         tag = _SEQUENCES.get(kind)
         if tag is not None:
             kinds = set(map(type, value))
-            if _PLAIN.issuperset(kinds):
+            if _PLAIN.issuperset(kinds) or (kinds == _INTEGERS and min(value) > -SMALL_INT and max(value) < SMALL_INT):
                 return [tag, *value]
-            if kinds == _INTEGERS and min(value) > -SMALL_INT and max(value) < SMALL_INT:
-                return [tag, *value]
-            return [tag, *[self._encode(item, depth + 1) for item in value]]
+            return [tag, *[self.encode(item, depth + 1) for item in value]]
         if kind is dict:
             return self._mapping(value, depth)
         return self._rare(value, kind, depth)
@@ -103,8 +92,8 @@ class Encoder:
     def _mapping(self, value: Any, depth: int) -> list[Any]:
         flat = ["d"]
         for key, item in dict.items(value):
-            flat.append(self._encode(key, depth + 1))
-            flat.append(self._encode(item, depth + 1))
+            flat.append(self.encode(key, depth + 1))
+            flat.append(self.encode(item, depth + 1))
         return flat
 
     def _rare(self, value: Any, kind: type, depth: int) -> Any:
@@ -113,7 +102,7 @@ class Encoder:
         if isinstance(value, type) or callable(value):
             return self._reference(value)
         if isinstance(value, int):
-            return self._encode(int.__index__(value), depth)
+            return self.encode(int.__index__(value), depth)
         if isinstance(value, float):
             return float.__float__(value)
         if isinstance(value, str):
@@ -123,20 +112,20 @@ class Encoder:
         if isinstance(value, bytes | bytearray):
             return ["b" if isinstance(value, bytes) else "B", bytes(value).decode("latin-1")]
         if isinstance(value, range):
-            return ["r", *[self._encode(part, depth) for part in (value.start, value.stop, value.step)]]
+            return ["r", *[self.encode(part, depth) for part in (value.start, value.stop, value.step)]]
         if isinstance(value, dict):
             return self._mapping(value, depth)
         for base, tag in _SEQUENCES.items():
             if isinstance(value, base):
-                return [tag, *[self._encode(item, depth + 1) for item in base.__iter__(value)]]  # type: ignore[attr-defined]
+                return [tag, *[self.encode(item, depth + 1) for item in base.__iter__(value)]]  # type: ignore[attr-defined]
         if isinstance(value, decimal.Decimal):
             return ["D", str(value)]
         if isinstance(value, fractions.Fraction):
-            return ["F", self._encode(value.numerator, depth), self._encode(value.denominator, depth)]
+            return ["F", self.encode(value.numerator, depth), self.encode(value.denominator, depth)]
         if isinstance(value, collections.abc.ValuesView):
-            return ["l", *[self._encode(item, depth + 1) for item in value]]
+            return ["l", *[self.encode(item, depth + 1) for item in value]]
         if isinstance(value, collections.abc.KeysView | collections.abc.ItemsView):
-            return ["s", *[self._encode(item, depth + 1) for item in value]]
+            return ["s", *[self.encode(item, depth + 1) for item in value]]
         if kind.__module__ == "numpy":
             return self._numpy(value, depth)
         return self._reference(value)
@@ -144,9 +133,9 @@ class Encoder:
     def _numpy(self, value: Any, depth: int) -> Any:
         numpy = sys.modules["numpy"]
         if isinstance(value, numpy.ndarray) and value.dtype.kind in "biufcU":
-            return ["a", value.dtype.str, self._encode(value.tolist(), depth + 1)]
+            return ["a", value.dtype.str, self.encode(value.tolist(), depth + 1)]
         if isinstance(value, numpy.generic) and not isinstance(value, numpy.void):
-            return self._encode(value.item(), depth + 1)
+            return self.encode(value.item(), depth + 1)
         return self._reference(value)
 
     def _by_value(self, value: Any) -> int:

@@ -67,8 +67,7 @@ class ProgramClient:
 
     def prefetch(self, on: dict[str, Any], calls: Sequence[Sequence[Any]]) -> None:
         """Send calls that the tests will make in this order; saves a change of processes per call."""
-        messages = [{"on": on, **self._arguments(args, {})} for args in calls]
-        self._send({"calls": messages})
+        self._send({"calls": [{"on": on, **self._arguments(args, {})} for args in calls]})
         self._prefetched.extend(_call_key(on, args, {}) for args in calls)
 
     def attribute(self, on: dict[str, Any], name: str) -> Any:
@@ -270,16 +269,13 @@ def _globals_read(code: CodeType) -> Iterator[str]:
 def _shadowed(tree: ast.Module) -> str | None:
     """The builtin that an assert list is about, when it names nothing else of the program (MBPP 126 tests ``sum``):
     what is called on ``*inp``, or first in the asserts."""
+    asserts = [node.test for node in tree.body if isinstance(node, ast.Assert)]
     calls = [
         *[call for call in ast.walk(tree) if isinstance(call, ast.Call) and ast.unparse(call).endswith("(*inp)")],
-        *[call for node in tree.body if isinstance(node, ast.Assert) for call in _calls(node.test)],
+        *[call for node in asserts for call in ast.walk(node) if isinstance(call, ast.Call)],
     ]
     names = [call.func.id for call in calls if isinstance(call.func, ast.Name) and hasattr(builtins, call.func.id)]
     return names[0] if names else None
-
-
-def _calls(node: ast.AST) -> list[ast.Call]:
-    return [part for part in ast.walk(node) if isinstance(part, ast.Call)]
 
 
 def _execute(source: str, names: dict[str, Any], client: ProgramClient, target: str | None, entry: str) -> None:
@@ -339,7 +335,7 @@ def _close(result: Any, expected: Any, atol: float) -> bool:
     if isinstance(expected, list):
         if not isinstance(result, list) or len(result) != len(expected):
             return False
-        return all(_close(part, wanted, atol) for part, wanted in zip(result, expected, strict=True))
+        return all(_close(part, goal, atol) for part, goal in zip(result, expected, strict=True))
     if result == expected:
         return True
     if not isinstance(result, int | float) or not isinstance(expected, int | float):

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from megatron_dcpo.judging.answers import extract_boxed
-from megatron_dcpo.judging.math.verifier import verify_answers
+from megatron_dcpo.judging.math.pool import verify_answers
 
 
 def verify_many(pairs: list[tuple[str, str]]) -> list[bool]:

@@ -8,8 +8,7 @@ import pytest
 from megatron_dcpo.config import validate
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.rollout import choose_engine, engine
-from megatron_dcpo.rollout.engine import read_eos_token_ids
-from megatron_dcpo.rollout.seeds import request_seed
+from megatron_dcpo.rollout.engine import read_eos_token_ids, request_seed
 from megatron_dcpo.runtime import device
 
 

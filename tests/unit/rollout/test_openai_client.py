@@ -21,8 +21,8 @@ from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.evaluate import Request
 from megatron_dcpo.evaluation.samples import read_samples
 from megatron_dcpo.rollout import SamplingConfig
+from megatron_dcpo.rollout.engine import sample_seed
 from megatron_dcpo.rollout.openai_client import Endpoint, served_model
-from megatron_dcpo.rollout.seeds import sample_seed
 from megatron_dcpo.types import Prompt, Response
 from tests.helpers.fake_server import FakeServer, Reply, good_reply
 

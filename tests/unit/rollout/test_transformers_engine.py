@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_dcpo.data.sampler import prompts_of_step
+from megatron_dcpo.data.datasets import prompts_of_step
 from megatron_dcpo.rollout import SamplingConfig, TransformersEngine
-from megatron_dcpo.rollout.seeds import uniforms
+from megatron_dcpo.rollout.engine import uniforms
 from megatron_dcpo.rollout.transformers_engine import sample_token
 from megatron_dcpo.types import Prompt
 

@@ -5,9 +5,8 @@ import copy
 import pytest
 import torch
 
-from megatron_dcpo.runtime.adam import FusedAdam
 from megatron_dcpo.runtime.device import has_cuda
-from megatron_dcpo.runtime.megatron_on_cpu import ensure
+from megatron_dcpo.runtime.megatron_on_cpu import FusedAdam, ensure
 
 
 def trained(optimizer_class, steps, **options):
