@@ -15,6 +15,8 @@ import pytest
 from tests.helpers.evaluated import evaluated
 from tests.helpers.paths import REPOSITORY
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -238,6 +238,7 @@ def test_record_and_inspection_agree(tmp_path, capsys):
         assert report["tensors"][name] == facts
 
 
+@pytest.mark.slow
 def test_memory_is_one_tensor(tmp_path):
     """200 MB through maps of the files: anonymous memory of the process grows by a chunk that is concatenated at most."""
     source = save_model(tmp_path / "hf", "qwen3", True, vocab_size=200_000, hidden_size=256, num_hidden_layers=1)

@@ -269,6 +269,7 @@ def _convert(source: Path, target: Path, verb: str, limit: int = 0, kill: int = 
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["import_checkpoint", "export_checkpoint"])
 def test_the_disk_refuses_in_the_middle(tmp_path, verb):
     """The system refuses to let a file grow beyond 100 kB, as a full disk or a quota would."""

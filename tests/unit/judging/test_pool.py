@@ -14,6 +14,7 @@ import pytest
 
 from megatron_dcpo.judging.math.pool import VerifierPool
 
+pytestmark = pytest.mark.slow
 HANGING = ["9^{9^{9^{9}}}", "100000000!", r"\sum_{k=1}^{10000000} \frac{1}{k^2+k+1}"]
 
 

@@ -131,6 +131,7 @@ def lines_of(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
+@pytest.mark.slow
 def test_killed_and_started_again_loses_no_sample_and_asks_none_twice(tmp_path: Path, toy: str) -> None:
     """SIGKILL of the client in the middle, and another server on the same port afterwards."""
     server, out = FakeServer(pause=0.1).start(), tmp_path / "run"
