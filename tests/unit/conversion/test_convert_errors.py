@@ -304,6 +304,7 @@ def test_full_disk(tmp_path):
 
 
 @pytest.mark.parametrize("verb", ["import_checkpoint", "export_checkpoint"])
+@pytest.mark.slow
 def test_killed_in_the_middle(tmp_path, verb):
     """SIGKILL leaves no target; the next attempt succeeds and clears away what was left under the temporary name."""
     source = save_model(tmp_path / "hf", "qwen3")
@@ -321,6 +322,7 @@ def test_killed_in_the_middle(tmp_path, verb):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.slow
 def test_interrupt_removes_the_temporary_directory(tmp_path, number):
     """Ctrl-C and a polite kill: the temporary directory goes too, and the parents that were made for it."""
     source = save_model(tmp_path / "hf", "qwen3")
@@ -397,6 +399,7 @@ def test_verification_notices_one_wrong_bit(tmp_path, monkeypatch, verb):
 
 
 @pytest.mark.parametrize("tool", ["hf_to_megatron", "megatron_to_hf", "inspect_checkpoint"])
+@pytest.mark.slow
 def test_tools_run_on_their_own(tmp_path, tool):
     """Started by path from anywhere; help, and one line for a directory that is not there."""
     command = [sys.executable, str(REPOSITORY / "tools" / f"{tool}.py")]

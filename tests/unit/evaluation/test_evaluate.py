@@ -117,6 +117,7 @@ def test_equivalence_is_mathematical() -> None:
     assert not equivalent_math("1/2", "1/3")
 
 
+@pytest.mark.slow
 def test_written_evaluation(tokenizer: Any, benchmark_file: Path, tmp_path: Path) -> None:
     samples = evaluated(tokenizer, benchmark_file)
     evaluation = score_samples(samples, model="m", resamples=20)
@@ -136,6 +137,7 @@ def test_written_evaluation(tokenizer: Any, benchmark_file: Path, tmp_path: Path
     assert "toy" in (tmp_path / "run" / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_several_benchmarks_have_a_grid(tokenizer: Any, benchmark_file: Path, tmp_path: Path) -> None:
     samples = evaluated(tokenizer, benchmark_file)
     samples += [replace(sample, benchmark="other") for sample in samples]
@@ -162,6 +164,7 @@ def arguments(*args: str) -> argparse.Namespace:
     return parser.parse_args(["evaluate", *args])
 
 
+@pytest.mark.slow
 def test_command_line_samples_and_scores_again(
     tokenizer: Any,
     benchmark_file: Path,

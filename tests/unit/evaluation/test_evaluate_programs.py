@@ -119,6 +119,7 @@ def test_the_result_depends_on_no_concurrency(tmp_path: Path, problems: Path) ->
     assert len(texts) == 1
 
 
+@pytest.mark.slow
 def test_old_samples_are_scored_and_judged_again_without_model_and_benchmark(tmp_path: Path, problems: Path) -> None:
     evaluation = evaluate(tmp_path / "run", problems)
     problems.unlink()

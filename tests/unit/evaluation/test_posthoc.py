@@ -134,6 +134,7 @@ def test_features_and_entropy() -> None:
     assert mean_entropy(np.array([[0.0, -np.inf]])) == pytest.approx(0.0)
 
 
+@pytest.mark.slow
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Fit, save, and score the saved predictor on other samples."""
     write_samples(SAMPLES, tmp_path / "train.jsonl")

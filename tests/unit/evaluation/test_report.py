@@ -147,6 +147,7 @@ def test_wrong_directories_are_user_errors(tmp_path: Path) -> None:
         report.find_runs([tmp_path])
 
 
+@pytest.mark.slow
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     evaluated(tmp_path / "base")
     evaluated(tmp_path / "dcpo", seed=3)
@@ -209,6 +210,7 @@ def test_another_table_and_bad_ones(tmp_path: Path) -> None:
         published.load_published(str(tmp_path / "none.csv"))
 
 
+@pytest.mark.slow
 def test_run_names_that_begin_with_a_digit_or_are_no_words(tmp_path: Path) -> None:
     for name in ("1", "0_base", "a\\1 b", "λ=0.5"):
         evaluated(tmp_path / name)

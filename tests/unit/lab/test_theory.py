@@ -160,6 +160,7 @@ def test_std_keeps_pushing_a_saturated_group_and_the_mean_fades() -> None:
     assert scoring_rules.saturated_push(proper, nearer) < 0.02 * scoring_rules.saturated_push(proper, near)
 
 
+@pytest.mark.slow
 def test_one_scale_per_batch_keeps_a_proper_score_where_the_groups_own_does_not() -> None:
     """Nine in ten are right: with a std of their own, groups that are all right push as hard as the others, to 1."""
     ends = {
