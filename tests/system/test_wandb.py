@@ -10,7 +10,7 @@ from tests.helpers.quickstart import SMALL, command, metrics
 
 FAKE = """
 import json, os
-class TrainingRun:
+class Run:
     def log(self, values, step):
         with open(os.environ["FAKE_WANDB"], "a") as file:
             file.write(json.dumps({"step_of": step, **values}) + "\\n")
