@@ -307,10 +307,10 @@ def _check_together(config: Config, source: str) -> None:
         if refused:
             raise UserError(f"{source}: {why}")
     try:
-        resolve(config.objective)
+        objective = resolve(config.objective)
     except UserError as error:
         raise UserError(f"{source}: {error}") from None
-    _check_rollout(config, source)
+    _check_rollout(config.rollout, objective, source)
     if config.data.prompts_per_step % training.updates_per_rollout:
         raise UserError(
             f"{source}: training.updates_per_rollout={training.updates_per_rollout} does not divide "
@@ -318,9 +318,8 @@ def _check_together(config: Config, source: str) -> None:
         )
 
 
-def _check_rollout(config: Config, source: str) -> None:
-    rollout = config.rollout
-    if (rollout.top_p < 1 or rollout.top_k) and resolve(config.objective).tis_level == "none":
+def _check_rollout(rollout: RolloutConfig, objective: ObjectiveConfig, source: str) -> None:
+    if (rollout.top_p < 1 or rollout.top_k) and objective.tis_level == "none":
         raise UserError(
             f"{source}: rollout.top_p={rollout.top_p}, top_k={rollout.top_k} sample another policy than the one trained; "
             "set them to 1 and 0, or correct for it with objective.tis_level=token (or sequence)"

@@ -7,7 +7,7 @@ confidence is never better than an honest answer, whichever score is chosen.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -114,6 +114,14 @@ def batch_scale(A_c: np.ndarray, options: ObjectiveConfig) -> float:
     if options.advantage_normalization_confidence != "batch_std" or not len(A_c):
         return 1.0
     return max(float(np.sqrt(np.mean(np.square(A_c)))), MIN_BATCH_RMS)
+
+
+def one_scale(scores: list[GroupScore], options: ObjectiveConfig, *advantages: str) -> list[GroupScore]:
+    """The groups of a mini-batch with their ``advantages`` (``A_r``, ``A_c``) divided by :func:`batch_scale` of A_c."""
+    if options.advantage_normalization_confidence != "batch_std" or not scores:
+        return scores
+    scale = batch_scale(np.concatenate([score.A_c for score in scores]), options)
+    return [replace(score, **{name: getattr(score, name) / scale for name in advantages}) for score in scores]
 
 
 def by_group(score_group: Callable[[Group, ObjectiveConfig], GroupScore]) -> ScoreMiniBatch:

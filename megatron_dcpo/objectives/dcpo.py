@@ -5,7 +5,6 @@ DCPO-I is ``lam: 0`` (each response its own label), DCPO-G is ``lam: 1`` (the gr
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,11 +13,11 @@ import numpy as np
 from megatron_dcpo.objectives.advantages import (
     Group,
     GroupScore,
-    batch_scale,
     calibration_reward,
     correctness_reward,
     hybrid_target,
     normalize,
+    one_scale,
 )
 from megatron_dcpo.objectives.objective import Method
 from megatron_dcpo.objectives.options import (
@@ -66,9 +65,7 @@ def counterfactual_advantage(group: Group, target: np.ndarray, options: Objectiv
 
 def score(groups: Sequence[Group], options: ObjectiveConfig) -> list[GroupScore]:
     """Each group, then one scale for the confidence's advantages of all of them (``batch_std``)."""
-    scores = [score_group(group, options) for group in groups]
-    scale = batch_scale(np.concatenate([s.A_c for s in scores]), options)
-    return [dataclasses.replace(s, A_c=s.A_c / scale) for s in scores]
+    return one_scale([score_group(group, options) for group in groups], options, "A_c")
 
 
 def defaults(config: ObjectiveConfig) -> Mapping[str, Any]:

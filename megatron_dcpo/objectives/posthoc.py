@@ -5,7 +5,6 @@ Start from a GRPO checkpoint and train on the Brier reward alone, without an acc
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,10 +13,10 @@ import numpy as np
 from megatron_dcpo.objectives.advantages import (
     Group,
     GroupScore,
-    batch_scale,
     calibration_reward,
     hybrid_target,
     normalize,
+    one_scale,
 )
 from megatron_dcpo.objectives.objective import Method
 from megatron_dcpo.objectives.options import (
@@ -40,9 +39,7 @@ def score_group(group: Group, options: ObjectiveConfig) -> GroupScore:
 
 def score(groups: Sequence[Group], options: ObjectiveConfig) -> list[GroupScore]:
     """Each group, then one scale for all of them (``batch_std``): one reward, so all tokens have it."""
-    scores = [score_group(group, options) for group in groups]
-    scale = batch_scale(np.concatenate([s.A_c for s in scores]), options)
-    return [dataclasses.replace(s, A_r=s.A_r / scale, A_c=s.A_c / scale) for s in scores]
+    return one_scale([score_group(group, options) for group in groups], options, "A_r", "A_c")
 
 
 def defaults(config: ObjectiveConfig) -> Mapping[str, Any]:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -49,7 +50,7 @@ class TrainingSample:
     weights: np.ndarray | None = None
     digits: tuple[DigitScores, ...] = ()
 
-    @property
+    @cached_property
     def prompt_ids(self) -> np.ndarray:
         return np.asarray(self.prompt.token_ids, np.int64)
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.objectives import METHODS, ObjectiveConfig, TokenBatch, resolve
@@ -428,78 +427,6 @@ def test_ccgspg_is_bounded_when_the_model_is_sure() -> None:
         loss, gradient = loss_and_gradient(objective(name="ccgspg"), rows, sure, sure, dtype)
         assert np.isfinite(loss)
         assert all(np.isfinite(row).all() and np.abs(row).max() <= 1e4 for row in gradient)
-
-
-def test_options_resolve_explicit_then_method_then_preset() -> None:
-    assert resolve(ObjectiveConfig()).lam == 0.5
-    assert resolve(ObjectiveConfig(name="rlcr")).lam == 0.0
-    assert resolve(ObjectiveConfig(name="rlcr", lam=0.3)).lam == 0.3
-    proper = resolve(ObjectiveConfig(preset="dcpo_proper"))
-    assert proper.blocks("advantage_normalization") == ("std", "batch_std")
-    assert proper.blocks("weight") == (1.0, 0.35)
-    assert resolve(ObjectiveConfig(preset="dcpo_proper", weight=2.0)).blocks("weight") == (2.0, 2.0)
-    assert resolve(ObjectiveConfig(preset="dcpo_proper", confidence_gradient="sampled")).blocks("weight") == (1.0, 1.0)
-    assert resolve(ObjectiveConfig(name="rlcr", preset="dcpo_proper")).blocks("weight") == (1.0, 1.0)
-    assert resolve(ObjectiveConfig(clip_high=0.3, clip_high_confidence=0.1)).blocks("clip_high") == (0.3, 0.1)
-    assert resolve(ObjectiveConfig(name="ccgspg", preset="verl_compat")).loss_aggregation == "sequence_mean"
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"lam": 1.5}, "less than or equal to 1"),
-        ({"lam": float("nan")}, "finite"),
-        ({"preset": "papr"}, "verl_compat"),
-        ({"clip_low": 1.0}, "less than 1"),
-        ({"dual_clip": 0.5}, "greater than 1"),
-        ({"ddof": 2}, "0 or 1"),
-        ({"lamda": 0.5}, "Extra inputs are not permitted"),
-    ],
-)
-def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
-        ObjectiveConfig(**options)
-
-
-def test_an_unknown_method_is_named() -> None:
-    with pytest.raises(UserError, match="unknown objective 'dcop'; did you mean 'dcpo'"):
-        objective(name="dcop")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"name": "grpo", "lam": 0.5},
-            "objective.lam has no effect with objective.name=grpo.*dcpo, coupled, rlcr, posthoc",
-        ),
-        ({"name": "dcpo", "w": 0.5}, r"objective.w has no effect.*\(coupled, rlcr\)"),
-        ({"name": "ccgspg", "clip_low": 0.1}, "objective.clip_low_reasoning has no effect"),
-        (
-            {"name": "coupled", "advantage_normalization_confidence": "mean"},
-            "advantage_normalization_confidence has no",
-        ),
-        ({"name": "rlcr", "confidence_gradient": "digits"}, r"\(dcpo\)"),
-        ({"name": "posthoc", "beta": 0.1}, r"\(ccgspg\)"),
-    ],
-)
-def test_options_that_a_method_ignores_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        objective(**options)
-
-
-def test_a_short_name_is_accepted_where_one_block_reads_it_and_null_unsets() -> None:
-    assert (
-        resolve(ObjectiveConfig(name="grpo", advantage_normalization="mean")).advantage_normalization_reasoning
-        == "mean"
-    )
-    assert resolve(ObjectiveConfig(name="grpo", lam=None)).name == "grpo"
-    assert resolve(ObjectiveConfig(name="dcpo", w=1.0).changed(w=None)).w == 1.0
-
-
-def test_every_option_is_read_by_a_method_and_every_method_names_real_options() -> None:
-    read = frozenset().union(*(method.options for method in METHODS.values()))
-    assert read == set(ObjectiveConfig.model_fields)
 
 
 def test_statistics_sum_over_micro_batches() -> None:
