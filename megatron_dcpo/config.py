@@ -192,8 +192,10 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
     try:
         merged = OmegaConf.merge(_read(Path(path)), OmegaConf.from_dotlist(list(overrides)))
         values = OmegaConf.to_container(merged, resolve=True)
-    except (OmegaConfBaseException, YAMLError, ValueError) as error:
-        raise UserError(f"{path}: {one_line(error)}") from None
+    except (OmegaConfBaseException, YAMLError, ValueError, TypeError, AttributeError, OSError) as error:
+        raise UserError(f"{path}: {one_line(error, 500)}") from None
+    except RecursionError:
+        raise UserError(f"{path}: nested too deeply") from None
     return validate(values, str(path))
 
 
@@ -208,6 +210,8 @@ def _read(path: Path, including: tuple[Path, ...] = ()) -> DictConfig:
     base = values.pop("base", None)
     if base is None:
         return values
+    if not isinstance(base, str):
+        raise UserError(f"{path}: base must be the name of a file")
     merged = OmegaConf.merge(_read(path.parent / base, (*including, path.resolve())), values)
     assert isinstance(merged, DictConfig)
     return merged

@@ -28,6 +28,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from megatron_dcpo.calibration.metrics import Bins, wilson_interval
+from megatron_dcpo.runtime.text import printable
 
 # Okabe-Ito: told apart with every kind of colour vision. The order is the order of runs.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7A5195", "#8C8C8C")
@@ -165,11 +166,11 @@ def coverage_figure(curves: Mapping[str, Mapping[str, Sequence[float]]], title: 
     axes = figure.add_subplot()
     for position, (name, curve) in enumerate(curves.items()):
         color = PALETTE[position % len(PALETTE)]
-        axes.plot(curve["coverage"], curve["accuracy"], color=color, linewidth=1.7, label=name)
+        axes.plot(curve["coverage"], curve["accuracy"], color=color, linewidth=1.7, label=_literal(name))
     axes.set(xlim=(0, 1), ylim=(0, 1.02), xlabel="Share answered, most confident first", ylabel="Accuracy")
     axes.xaxis.set_major_formatter(FuncFormatter(_percent))
     axes.yaxis.set_major_formatter(FuncFormatter(_percent))
-    axes.set_title(title, loc="left")
+    axes.set_title(_literal(title), loc="left")
     axes.legend(loc="lower left", fontsize=8)
     return figure
 
@@ -223,13 +224,13 @@ def draw_reliability(axes: Axes, bins: Bins, title: str = "", note: str = "") ->
     axes.plot([0, 1], [0, 1], linestyle=(0, (4, 3)), linewidth=1.0, color=_INK, alpha=0.65)
     axes.set(xlim=(0, 1), ylim=(0, 1.0), xlabel="Confidence")
     axes.set_aspect("equal")
-    axes.set_title(title, loc="left")
+    axes.set_title(_literal(title), loc="left")
     if note:
         paper = {"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 2}
         axes.text(
             0.035,
             0.965,
-            note,
+            _literal(note),
             transform=axes.transAxes,
             va="top",
             fontsize=8.5,
@@ -251,7 +252,7 @@ def draw_histogram(axes: Axes, bins: Bins, title: str = "") -> None:
     axes.set_yscale("log", nonpositive="clip")  # after the limits: autoscaling would warn about empty histograms
     axes.yaxis.set_major_locator(LogLocator(numticks=5))
     axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.set_title(title, loc="left")
+    axes.set_title(_literal(title), loc="left")
 
 
 def draw_curve(axes: Axes, runs: Mapping[str, Sequence[Mapping[str, Any]]], curve: Curve) -> None:
@@ -261,7 +262,7 @@ def draw_curve(axes: Axes, runs: Mapping[str, Sequence[Mapping[str, Any]]], curv
         for key, style in zip(curve.keys, ("-", (0, (4, 2))), strict=False):
             steps, values = _series(rows, key)
             axes.plot(steps, values, linestyle=style, color=color, linewidth=0.7, alpha=0.28)
-            label = name if key == curve.keys[0] else None
+            label = _literal(name) if key == curve.keys[0] else None
             axes.plot(steps, _running_mean(values), linestyle=style, color=color, linewidth=1.7, label=label)
     axes.set_title(curve.title, loc="left", fontsize=9.5)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
@@ -305,6 +306,11 @@ def inline_svg(figure: Figure, label: str) -> str:
 
 
 # ------------------------------------------------------------------------------------------------ small parts
+
+
+def _literal(text: str) -> str:
+    """Names are no mathematics to matplotlib, whatever dollar signs they hold, and have no control characters."""
+    return printable(text, lines=True).replace("$", r"\$")
 
 
 def _figure(width: float, height: float) -> Figure:

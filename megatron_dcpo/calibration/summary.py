@@ -17,6 +17,7 @@ from megatron_dcpo.calibration.metrics import (
     ece_debiased,
     selective_summary,
 )
+from megatron_dcpo.runtime.text import encodable
 from megatron_dcpo.types import MALFORMED
 
 INTERVALS = ("accuracy", "ece", "pce", "brier", "auroc")
@@ -118,9 +119,12 @@ def intervals(
 
 
 def json_ready(value: Any) -> Any:
-    """The same structure with NaN and infinities as ``None`` and NumPy values as Python's, for strict JSON."""
+    """The same structure with NaN and infinities as ``None``, NumPy values as Python's and lone surrogates as U+FFFD, for
+    strict JSON in UTF-8."""
     if isinstance(value, dict):
-        return {str(key): json_ready(item) for key, item in value.items()}
+        return {encodable(str(key)): json_ready(item) for key, item in value.items()}
+    if isinstance(value, str):
+        return encodable(value)
     if isinstance(value, list | tuple | np.ndarray):
         return [json_ready(item) for item in value]
     if isinstance(value, np.generic):

@@ -8,14 +8,18 @@ from __future__ import annotations
 import argparse
 import errno
 import importlib
+import io
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Sequence
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from megatron_dcpo import __version__
 from megatron_dcpo.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, Stopped, UserError
+from megatron_dcpo.runtime.text import printable
 
 if TYPE_CHECKING:
     from megatron_dcpo.sandbox.local import CodeLimits
@@ -57,18 +61,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         args.overrides += rest
-    logging.basicConfig(
-        level=logging.DEBUG if args.debug else logging.INFO,
-        format="%(asctime)s %(name)s: %(message)s" if args.debug else "%(message)s",
-        stream=sys.stderr,
-    )
+    _write_safely(args.debug)
     for noisy in ("httpx", "urllib3", "matplotlib", "torch", "transformers"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     try:
         return int(args.run(args))
     except Stopped as stopped:
         if os.environ.get("RANK", "0") == "0":
-            print(f"dcpo {args.verb}: {stopped}", file=sys.stderr)
+            print(printable(f"dcpo {args.verb}: {stopped}"), file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(stopped.exit_status)  # everything is saved; a judge may still be busy with the abandoned rollout
@@ -77,11 +77,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.debug or not refused:
             raise
         if os.environ.get("RANK", "0") == "0" or _ranks_differ():
-            print(f"dcpo {args.verb}: error: {error}", file=sys.stderr)
+            print(printable(f"dcpo {args.verb}: error: {error}"), file=sys.stderr)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         print(f"dcpo {args.verb}: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def _write_safely(debug: bool) -> None:
+    """Logs and tracebacks quote what others wrote: nothing of it may steer the terminal, and no character end a run."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Formatter("%(asctime)s %(name)s: %(message)s" if debug else "%(message)s"))
+    logging.basicConfig(level=logging.DEBUG if debug else logging.INFO, handlers=[handler])
+    sys.excepthook = _print_traceback
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+class _Formatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record), lines=True)
+
+
+def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    sys.stderr.write(printable("".join(traceback.format_exception(kind, error, trace)), lines=True))
 
 
 def _ranks_differ() -> bool:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_dcpo.cli import VERBS, positive_int
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.runtime.text import printable
 
 if TYPE_CHECKING:
     from megatron_dcpo.conversion.convert import Conversion, Progress
@@ -91,7 +92,7 @@ def main(direction: str, description: str | None) -> int:
     try:
         return run(args)
     except UserError as error:
-        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        print(printable(f"{parser.prog}: error: {error}"), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"{parser.prog}: interrupted", file=sys.stderr)

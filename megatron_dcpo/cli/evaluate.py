@@ -12,6 +12,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from megatron_dcpo.cli import VERBS, add_sandbox_arguments, positive_int, program_limits
+from megatron_dcpo.runtime.text import parse_json, printable
 
 if TYPE_CHECKING:
     from megatron_dcpo.evaluation.evaluate import Progress
@@ -95,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     with _progress() as progress:
         evaluation = run_evaluation(EvaluationConfig(limits=program_limits(args), **given), progress)
     if args.json:
-        print(json.dumps(evaluation, indent=1, allow_nan=False, ensure_ascii=False))
+        print(json.dumps(evaluation, indent=1, allow_nan=False))
         return 0
     rows = {
         f"{name} {kind}": headline(evaluation, kind, name)
@@ -105,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     if len(evaluation["benchmarks"]) > 1:
         rows |= {f"overall {kind}": headline(evaluation, kind) for kind in scored_kinds(evaluation["overall"])}
     print_table(rows, "benchmark")
-    print(f"wrote {args.out}")
+    print(printable(f"wrote {args.out}"))
     return 0
 
 
@@ -139,7 +140,7 @@ def _marker(text: str) -> str:
 
 def _json_object(text: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
+        value = parse_json(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
     if not isinstance(value, dict):

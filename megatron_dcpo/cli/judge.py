@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron_dcpo.cli import VERBS, add_sandbox_arguments, positive_int, program_limits
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.runtime.text import printable
 from megatron_dcpo.types import CONFIDENCE_TAG
 
 
@@ -81,7 +82,7 @@ def _judge_programs(args: argparse.Namespace) -> int:
             if args.json:
                 print(json.dumps({"correct": verdict.correct, "category": verdict.category}), flush=True)
             elif not verdict.correct:
-                print(f"  {where}: {verdict.category}: {verdict.detail}")
+                print(printable(f"  {where}: {verdict.category}: {verdict.detail}"))
     if not args.json:
         print(f"{len(rows)} programs: " + ", ".join(f"{count} {name}" for name, count in counts.most_common()))
     return 0

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dcpo.cli import VERBS
+from megatron_dcpo.runtime.text import printable
 
 
 def add_parser(subparsers: Any) -> None:
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         print_table(numbers)
         _print_published(beside)
-        print(f"wrote {page}")
+        print(printable(f"wrote {page}"))
     return 0
 
 
@@ -50,13 +51,14 @@ def _print_published(rows: Sequence[Mapping[str, Any]]) -> None:
         ours = ", ".join(f"{name} {value:.4g}" for name, value in row["ours"].items() if value is not None)
         mark = f"  ! {row['mark']}" if row["mark"] else ""
         name = f"{row['method']}, {row['benchmark']}, {row['confidence'] or '?'} {row['metric']}"
-        print(f"{name}: printed {row['printed']:.4g}, ours {ours or '–'}{mark}")
+        print(printable(f"{name}: printed {row['printed']:.4g}, ours {ours or '–'}{mark}"))
 
 
 def print_table(numbers: Mapping[str, Mapping[str, Any]], first: str = "run") -> None:
     """One line per name, the headline metrics as columns."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from megatron_dcpo.evaluation.report import LABELS, format_value
 
@@ -65,5 +67,5 @@ def print_table(numbers: Mapping[str, Mapping[str, Any]], first: str = "run") ->
     for label in LABELS.values():
         table.add_column(label, justify="right", no_wrap=True)
     for name, values in numbers.items():
-        table.add_row(name, *[format_value(key, values.get(key)) for key in LABELS])
+        table.add_row(Text(printable(name)), *[format_value(key, values.get(key)) for key in LABELS])
     Console(width=None if Console().is_terminal else 140).print(table)  # in a file nothing has to fit a window

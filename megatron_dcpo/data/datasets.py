@@ -17,6 +17,7 @@ import json
 import logging
 import re
 import sys
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -28,7 +29,8 @@ import numpy as np
 
 from megatron_dcpo.data import prompts
 from megatron_dcpo.data.code_problems import OtherLanguage, code_problem, pack_tests, tests_key
-from megatron_dcpo.errors import UserError
+from megatron_dcpo.errors import UserError, one_line
+from megatron_dcpo.runtime.text import parse_json
 from megatron_dcpo.types import CONFIDENCE_TAG, Prompt
 
 logger = logging.getLogger(__name__)
@@ -39,7 +41,6 @@ PROBLEM_COLUMNS = ("problem", "question", "prompt")
 ANSWER_COLUMNS = ("answer", "ground_truth", "final_answer")
 SUFFIXES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
 _GENERIC_STEMS = {"train", "test", "validation", "val", "dev", "data"}
-_GSM8K_FINAL = re.compile(r"####\s*(.+?)\s*\Z", re.DOTALL)
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?(@[\w.-]+)?\Z")
 
@@ -227,9 +228,9 @@ def final_answer(raw: Any, integer: bool = False) -> str:
     if isinstance(raw, float):
         return "" if raw != raw else str(int(raw)) if raw.is_integer() else repr(raw)
     text = str(raw).strip()
-    if "####" in text and (final := _GSM8K_FINAL.search(text.rsplit("\n", 1)[-1])):
-        return _THOUSANDS.sub("", final.group(1))
-    if integer and (digits := re.fullmatch(r"(\d+)(?:\^\\circ|\^\{\\circ\})?", text)):
+    if final := text.rsplit("\n", 1)[-1].partition("####")[2].strip():
+        return _THOUSANDS.sub("", final)
+    if integer and (digits := re.fullmatch(r"(\d{1,1000})(?:\^\\circ|\^\{\\circ\})?", text)):
         return str(int(digits.group(1)))
     return text
 
@@ -287,7 +288,7 @@ def _open_text(path: str | Path) -> Iterator[TextIO]:
             yield TextIOWrapper(stream, encoding="utf-8", newline="\n")
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
-    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
+    except (UnicodeDecodeError, gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise UserError(f"{path}: not UTF-8 text ({error}); convert the file") from None
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}") from None
@@ -308,9 +309,10 @@ def _read_json(path: Path) -> Iterator[Row]:
 
 def _parse_array(path: Path, text: str) -> list[Row]:
     try:
-        rows = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}:{error.lineno}: not valid JSON ({error.msg}); fix the file") from None
+        rows = parse_json(text)
+    except ValueError as error:
+        line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+        raise UserError(f"{path}{line}: not valid JSON ({getattr(error, 'msg', error)}); fix the file") from None
     for index, row in enumerate(rows):
         if not isinstance(row, dict):
             raise UserError(f"{path}: element {index + 1} is no object but {type(row).__name__}")
@@ -319,8 +321,8 @@ def _parse_array(path: Path, text: str) -> list[Row]:
 
 def _parse_object(line: str, where: str) -> dict[str, Any]:
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        row = parse_json(line)
+    except ValueError as error:
         raise UserError(f"{where}: not valid JSON ({getattr(error, 'msg', error)}); fix or remove the line") from None
     if not isinstance(row, dict):
         raise UserError(f"{where}: not a JSON object but {type(row).__name__}; fix or remove the line")
@@ -330,14 +332,15 @@ def _parse_object(line: str, where: str) -> dict[str, Any]:
 def _read_parquet(path: Path) -> Iterator[Row]:
     try:
         import pyarrow.parquet as parquet
+        from pyarrow.lib import ArrowException
     except ImportError:
         raise UserError(f"{path}: reading parquet needs pyarrow; `pip install pyarrow`") from None
     try:
         with parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=1024):
                 yield from batch.to_pylist()
-    except (OSError, ValueError) as error:  # pyarrow's errors derive from both
-        raise UserError(f"{path}: not a readable parquet file ({str(error).splitlines()[0]})") from None
+    except (ArrowException, OSError, ValueError) as error:
+        raise UserError(f"{path}: not a readable parquet file ({one_line(error, 200)})") from None
 
 
 def _read_hub(name: str) -> Iterator[Row]:

@@ -6,6 +6,7 @@ benchmarks --render--> prompts --complete--> responses --judge--> samples.jsonl 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -154,16 +155,17 @@ def write_evaluation(
 def _draw(scores: Mapping[str, Any], run: Run, benchmark: str | None, pictures: Path) -> None:
     """Reliability diagram and histogram of every kind of confidence, and the accuracy-coverage curves of all kinds."""
     kinds, name = scored_kinds(scores), benchmark or "overall"
+    file = re.sub(r"[^\w.-]", "_", name)[:100]  # a name of a samples.jsonl may be anything
     for kind in kinds:
         values = summary_of(run, kind, benchmark)
         bins = bins_from_json(scores[kind]["bins"])
         note = "\n".join(f"{key.upper()} {values[key]:.3f}" for key in ("ece", "pce") if values[key] is not None)
         heading = f"{name}, {kind} confidence"
-        diagrams.save(diagrams.reliability_diagram(bins, heading, note), pictures / f"reliability_{name}_{kind}")
-        diagrams.save(diagrams.confidence_histogram(bins, heading), pictures / f"confidence_{name}_{kind}")
+        diagrams.save(diagrams.reliability_diagram(bins, heading, note), pictures / f"reliability_{file}_{kind}")
+        diagrams.save(diagrams.confidence_histogram(bins, heading), pictures / f"confidence_{file}_{kind}")
     curves = {kind: scores[kind]["curve"] for kind in kinds if scores[kind].get("curve", {}).get("coverage")}
     if curves:
-        diagrams.save(diagrams.coverage_figure(curves, name), pictures / f"coverage_{name}")
+        diagrams.save(diagrams.coverage_figure(curves, name), pictures / f"coverage_{file}")
 
 
 def _draw_grids(benchmarks: Mapping[str, Mapping[str, Any]], pictures: Path) -> None:

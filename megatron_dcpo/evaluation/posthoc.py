@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zipfile
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +30,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from megatron_dcpo.calibration import metrics
-from megatron_dcpo.errors import UserError
+from megatron_dcpo.errors import UserError, one_line
+from megatron_dcpo.runtime.text import parse_json
 
 if TYPE_CHECKING:
     from megatron_dcpo.evaluation.samples import Sample
@@ -75,14 +78,15 @@ class Posthoc:
         """Raises :class:`UserError` for anything that ``save`` has not written."""
         try:
             with np.load(path, allow_pickle=False) as file:
-                header = json.loads(str(file["header"]))
+                header = parse_json(str(file["header"]))
                 weights = {name: file[name] for name in file.files if name != "header"}
                 method, source = header["method"], header["source"]
         except FileNotFoundError:
             raise UserError(f"{path}: no such file") from None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path}: not a file of dcpo calibrate ({type(error).__name__}: {error})") from None
-        if method not in METHODS:
+        except (OSError, ValueError, LookupError, TypeError, zipfile.BadZipFile, zlib.error, MemoryError) as error:
+            why = f"{type(error).__name__}: {one_line(error, 200)}"
+            raise UserError(f"{path}: not a file of dcpo calibrate ({why})") from None
+        if not isinstance(method, str) or method not in METHODS:
             raise UserError(f"{path}: unknown method {method!r}; known: {', '.join(METHODS)}")
         return cls(method, source, MappingProxyType(weights))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation import published
 from megatron_dcpo.evaluation.published import Published
 from megatron_dcpo.evaluation.scoring import CONFIDENCE_KINDS, HEADLINE, bins_from_json, headline
+from megatron_dcpo.runtime.text import read_json_object
 from megatron_dcpo.types import CONFIDENCE_TAG
 
 LABELS = {
@@ -120,11 +122,8 @@ def _distinct(runs: Sequence[Run]) -> list[Run]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}:{error.lineno}: not valid JSON ({error.msg})") from None
-    if not isinstance(value, dict) or "overall" not in value or "benchmarks" not in value:
+    value = read_json_object(path)
+    if not all(isinstance(value.get(part), dict) for part in ("overall", "benchmarks")):
         raise UserError(f"{path}: not an evaluation (no 'overall' and 'benchmarks'); write it with dcpo evaluate")
     return value
 
@@ -349,13 +348,13 @@ def choose_samples(samples: Sequence[Mapping[str, Any]], count: int = _SAMPLES_S
     wrong = [row for row in by_confidence if not row.get("correct")]
     right = [row for row in by_confidence if row.get("correct")]
     malformed = [row for row in samples if row.get("confidence") is None]
-    queues = [wrong, right[::-1], right, malformed]
+    queues = [deque(rows) for rows in (wrong, reversed(right), right, malformed)]
     chosen: list[Mapping[str, Any]] = []
     problems = set()
     while any(queues) and len(chosen) < count:
         for queue in queues:
             while queue:
-                row = queue.pop(0)
+                row = queue.popleft()
                 problem = row.get("prompt_id", id(row))
                 if problem not in problems and len(chosen) < count:
                     problems.add(problem)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections import ChainMap
@@ -37,6 +36,7 @@ from megatron_dcpo.judging.programs import PackedTests, ProgramVerifier
 from megatron_dcpo.judging.token_bytes import token_bytes
 from megatron_dcpo.rollout import SamplingConfig
 from megatron_dcpo.rollout.openai_client import Endpoint, served_model
+from megatron_dcpo.runtime.text import read_json_object
 from megatron_dcpo.sandbox.local import CodeLimits
 from megatron_dcpo.types import CONFIDENCE_TAG, Prompt
 
@@ -155,8 +155,7 @@ def run_evaluation(config: EvaluationConfig, progress: Progress | None = None) -
 def _evaluation_beside(samples: str) -> dict[str, Any]:
     """The evaluation.json beside old samples, nothing where there is none."""
     path = Path(samples).with_name("evaluation.json")
-    evaluation: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return evaluation
+    return read_json_object(path) if path.exists() else {}
 
 
 def _judge(config: EvaluationConfig, programs: ProgramVerifier | None) -> Judge:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from megatron_dcpo.calibration.summary import json_ready
 from megatron_dcpo.data.datasets import read_json_lines
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.files import write_atomically
+from megatron_dcpo.runtime.text import read_json_object
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,16 @@ class Sample:
 
 # left out of the file where there is none
 _OPTIONAL = frozenset({"mean_entropy", "features", "posthoc_confidence", "category"})
+
+
+# beyond them scoring would overflow; engines round a log-prob of 0 up
+_RANGES = {
+    "num_tokens": (0, 1 << 40),
+    "repeat": (0, 1 << 40),
+    "token_confidence": (0, 1),
+    "min_logprob": (-math.inf, 1e-3),
+    "mean_entropy": (-1e-3, math.inf),
+}
 
 
 def with_consistency(samples: Sequence[Sample], equivalent: Callable[[str, str], bool]) -> list[Sample]:
@@ -106,14 +117,33 @@ def read_samples(path: str | Path, allow_truncated: bool = False) -> list[Sample
     ``allow_truncated``: a broken last line, as a killed evaluation leaves it, is left out.
     """
     known = {field.name for field in fields(Sample)}
+    hints = get_type_hints(Sample)
     samples = []
     for where, row in read_json_lines(path, allow_truncated):
         try:
-            samples.append(Sample(**{key: value for key, value in row.items() if key in known}))
+            sample = Sample(**{key: value for key, value in row.items() if key in known})
         except TypeError as error:
             reason = str(error).replace("Sample.__init__() ", "")
             raise UserError(f"{where}: not a sample of dcpo evaluate ({reason})") from None
+        for name, hint in hints.items():
+            value = getattr(sample, name)
+            low, high = _RANGES.get(name, (-math.inf, math.inf))
+            if not _fits(value, hint) or (name in _RANGES and value is not None and not low <= value <= high):
+                raise UserError(f"{where}: not a sample of dcpo evaluate ({name} is {repr(value)[:40]})")
+        samples.append(sample)
     return samples
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether ``value`` is of one of the types in ``hint``."""
+    if value is None:
+        return type(None) in get_args(hint)
+    kinds = [kind for kind in get_args(hint) or (hint,) if kind is not type(None)]
+    if isinstance(value, list):
+        return any(get_origin(kind) is list and all(_fits(item, get_args(kind)[0]) for item in value) for kind in kinds)
+    if isinstance(value, int | float) and not isinstance(value, bool) and float in kinds:
+        return abs(value) < 1e300
+    return type(value) in kinds
 
 
 def mean_entropy(top_logprobs: np.ndarray | None) -> float | None:
@@ -172,8 +202,8 @@ class SampleLog:
 
 def _check_settings(path: Path, settings: Mapping[str, Any]) -> None:
     try:
-        before = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        before = read_json_object(path)
+    except UserError:
         raise UserError(f"{path.parent} holds samples of unknown settings; give another --out, or --fresh") from None
     for name in sorted({*before, *settings}):
         if before.get(name) != settings.get(name):

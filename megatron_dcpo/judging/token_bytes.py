@@ -16,6 +16,7 @@ import numpy as np
 
 from megatron_dcpo.errors import UserError
 
+MOST_IDS = 1 << 24  # vocabularies have at most some 2 ** 18
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _WORD_START = "\u2581"
 
@@ -45,11 +46,18 @@ def token_bytes(tokenizer: Any) -> TokenBytes:
         raise UserError(
             f"tokenizer {type(tokenizer).__name__} has no fast backend; save the model with its tokenizer.json"
         )
-    spec = json.loads(backend.to_str())
+    return table_of(json.loads(backend.to_str()))
+
+
+def table_of(spec: dict[str, Any]) -> TokenBytes:
+    """The table of a ``tokenizer.json``. Raises :class:`UserError` for another kind, and for ids beyond ``MOST_IDS``."""
     to_bytes = {"byte_level": _byte_level, "sentencepiece": _sentencepiece}[_kind(spec)]
     pieces = {index: to_bytes(piece) for piece, index in _vocabulary(spec["model"])}
     pieces |= {token["id"]: token["content"].encode() for token in spec["added_tokens"]}
-    return TokenBytes(tuple(pieces.get(index, b"") for index in range(max(pieces, default=-1) + 1)))
+    count = max(pieces, default=-1) + 1
+    if count > MOST_IDS:
+        raise UserError(f"the tokenizer has a token with the id {count - 1}; at most {MOST_IDS} ids are supported")
+    return TokenBytes(tuple(pieces.get(index, b"") for index in range(count)))
 
 
 def _kind(spec: dict[str, Any]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,6 +15,7 @@ from pydantic import ValidationError
 from megatron_dcpo.errors import UserError, did_you_mean, validation_message
 from megatron_dcpo.objectives import METHODS, Objective, ObjectiveConfig, Scored, TokenBatch, build_objective
 from megatron_dcpo.objectives.options import option_names
+from megatron_dcpo.runtime.text import parse_json
 from megatron_dcpo.types import ConfidenceStatus, Judgement
 
 STATUSES: tuple[str, ...] = get_args(ConfidenceStatus)
@@ -119,8 +119,8 @@ def read(path: str) -> Mapping[str, Any]:
     """The JSON object in ``path``, or on stdin. Raises :class:`UserError`."""
     try:
         text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
-        group = json.loads(text)
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        group = parse_json(text)
+    except (OSError, ValueError) as error:
         raise UserError(f"--input {path}: {' '.join(str(error).split())}") from None
     if not isinstance(group, dict):
         raise UserError(f"--input {path}: expected an object with method, options and responses")

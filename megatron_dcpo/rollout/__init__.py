@@ -41,6 +41,6 @@ def load_tokenizer(model_dir: str | Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+        return AutoTokenizer.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the tokenizers library raises plain Exception, others whatever their readers meet
         raise UserError(f"no usable tokenizer in {model_dir} ({one_line(error, 200)})") from None

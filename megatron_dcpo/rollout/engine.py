@@ -5,7 +5,6 @@ means here; and random numbers of one sample, the same for any batching, resumpt
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import numpy as np
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.device import capabilities
+from megatron_dcpo.runtime.text import read_json_object
 from megatron_dcpo.types import Prompt, Response
 from megatron_dcpo.weights.architecture import Architecture, read_architecture
 from megatron_dcpo.weights.planner import WeightSlice
@@ -82,9 +82,12 @@ def read_eos_token_ids(model_dir: Path) -> tuple[int, ...]:
     """The ids that end a response: those of ``generation_config.json``, else of ``config.json``."""
     for file in ("generation_config.json", "config.json"):
         path = model_dir / file
-        ids = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+        ids = read_json_object(path).get("eos_token_id") if path.is_file() else None
         if ids is not None:
-            return tuple(ids) if isinstance(ids, list) else (int(ids),)
+            ids = ids if isinstance(ids, list) else [ids]
+            if not ids or not all(type(one) is int for one in ids):
+                raise UserError(f"{path}: eos_token_id must be a token id or a list of them")
+            return tuple(ids)
     raise UserError(f"{model_dir}: neither generation_config.json nor config.json names eos_token_id")
 
 

@@ -48,10 +48,14 @@ class TransformersEngine:
         transformers_logging.disable_progress_bar()
         try:
             model: Any = AutoModelForCausalLM.from_pretrained(
-                model_dir, dtype=torch_dtype(dtype), local_files_only=True
+                model_dir,
+                dtype=torch_dtype(dtype),
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
             )
-        except (OSError, ValueError) as error:
-            raise UserError(f"cannot load a model from {model_dir}: {one_line(error)}") from None
+        except Exception as error:  # transformers raises anything for a damaged directory
+            raise UserError(f"cannot load a model from {model_dir}: {one_line(error, 500)}") from None
         return cls(model.to(current_device()), read_eos_token_ids(Path(model_dir)), max_num_seqs)
 
     def update_weights(self, buckets: Iterable[Sequence[WeightSlice]], version: int) -> None:

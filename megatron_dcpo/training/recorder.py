@@ -137,7 +137,7 @@ class Recorder:
         directory = self.run.directory / "samples"
         directory.mkdir(exist_ok=True)
         decode = self.run.tokenizer.decode
-        with (directory / f"step_{step:06d}.jsonl").open("w") as file:
+        with (directory / f"step_{step:06d}.jsonl").open("w", encoding="utf-8") as file:
             for sample in samples[: self.run.config.logging.samples_per_step]:
                 prompt, response, judgement = sample.prompt, sample.response, sample.judgement
                 ids = response.token_ids.tolist()
@@ -153,7 +153,7 @@ class Recorder:
                     "status": judgement.status,
                     "finish_reason": response.finish_reason,
                 }
-                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+                file.write(json.dumps(json_ready(record), ensure_ascii=False) + "\n")
 
 
 def _why(error: OSError) -> str:
@@ -250,7 +250,7 @@ def _keep_steps_before(path: Path, first_step: int) -> None:
         try:
             if json.loads(line)["step"] < first_step:
                 kept.append(line)
-        except (ValueError, KeyError):  # the line that the kill cut off
+        except (ValueError, KeyError, TypeError):  # the line that the kill cut off
             continue
     write_atomically(path, "".join(line + "\n" for line in kept))
 

@@ -6,12 +6,12 @@ from Llama's, rows in :mod:`megatron_dcpo.weights.table`.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_dcpo.errors import UserError
+from megatron_dcpo.errors import UserError, one_line
+from megatron_dcpo.runtime.text import read_json_object
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,19 @@ ARCHITECTURES: dict[str, _Traits] = {
 }
 
 
+_SIZES = (
+    "num_attention_heads",
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+)
+_ABSURD = 1 << 40
+
+
 def read_architecture(model_dir: str | Path) -> Architecture:
     """Read ``model_dir/config.json``. Raises :class:`UserError` naming what is missing or unknown."""
     model_dir = Path(model_dir)
@@ -67,19 +80,20 @@ def read_architecture(model_dir: str | Path) -> Architecture:
         raise UserError(f"model directory {model_dir} does not exist; pass a Hugging Face checkpoint directory")
     if not path.is_file():
         raise UserError(f"{path} is missing; {model_dir} is not a Hugging Face checkpoint directory")
-    try:
-        config = json.loads(path.read_text())
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON ({error})") from None
-    return parse_architecture(config, str(path))
+    return parse_architecture(read_json_object(path), str(path))
 
 
 def parse_architecture(config: dict[str, Any], source: str = "config.json") -> Architecture:
     """Translate the dictionary of a ``config.json``; ``source`` names it in errors."""
     names = config.get("architectures") or ["(none)"]
-    traits = ARCHITECTURES.get(names[0])
+    name = names[0] if isinstance(names, list) else names
+    traits = ARCHITECTURES.get(str(name))
     if traits is None:
-        raise UserError(f"{source}: architecture {names[0]} is not supported; known: {', '.join(ARCHITECTURES)}")
+        raise UserError(f"{source}: architecture {name} is not supported; known: {', '.join(ARCHITECTURES)}")
+    for key in _SIZES:
+        value = config.get(key)
+        if value is not None and not (type(value) is int and 0 < value < _ABSURD):
+            raise UserError(f"{source}: {key} must be a count, not {value!r:.40}")
     try:
         heads = config["num_attention_heads"]
         base, scaling = _rope(config, source)
@@ -93,15 +107,17 @@ def parse_architecture(config: dict[str, Any], source: str = "config.json") -> A
             kv_channels=config.get("head_dim") or config["hidden_size"] // heads,
             vocab_size=config["vocab_size"],
             max_position_embeddings=config["max_position_embeddings"],
-            layernorm_epsilon=config["rms_norm_eps"],
+            layernorm_epsilon=float(config["rms_norm_eps"]),
             rotary_base=base,
             rope_scaling=scaling,
-            tied_embeddings=config.get("tie_word_embeddings", False),
+            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
             qk_layernorm=traits.qk_layernorm,
             qkv_bias=traits.qkv_bias or bool(config.get("attention_bias", False)),
         )
     except KeyError as error:
-        raise UserError(f"{source}: {names[0]} needs the key {error}") from None
+        raise UserError(f"{source}: {name} needs the key {error}") from None
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise UserError(f"{source}: not the configuration of a {name} ({one_line(error, 200)})") from None
 
 
 def _rope(config: dict[str, Any], source: str) -> tuple[float, RopeScaling | None]:

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.dtypes import FROM_SAFETENSORS, SAFETENSORS_CODES, dtype_bytes, name_of, torch_dtype
 from megatron_dcpo.runtime.files import new_directory
+from megatron_dcpo.runtime.text import read_json_object
 from megatron_dcpo.weights.architecture import Architecture
 from megatron_dcpo.weights.planner import Copy
 from megatron_dcpo.weights.table import hf_shapes
@@ -97,10 +98,10 @@ def read_weight_map(model_dir: Path) -> dict[str, str]:
         if not (model_dir / SINGLE_FILE).is_file():
             raise UserError(f"{model_dir} holds neither {SINGLE_FILE} nor {INDEX}; no weights to read")
         return {}
-    try:
-        return {str(name): str(file) for name, file in json.loads(index.read_text())["weight_map"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{index} is not a valid index ({type(error).__name__}: {error})") from None
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise UserError(f"{index} is not a valid index: it has no weight_map")
+    return {name: str(file) for name, file in weight_map.items()}
 
 
 @torch.no_grad()
@@ -242,7 +243,7 @@ def copy_side_files(source_dir: Path, out: Path, dtype: str | None = None) -> No
             path.name.startswith(".") or path.name.endswith(_WEIGHTS) or path.name in _NOT_SIDE_FILES
         ):
             shutil.copyfile(path, out / path.name)
-    config = json.loads((out / "config.json").read_text())
+    config = read_json_object(out / "config.json")
     key = "dtype" if "dtype" in config else "torch_dtype"
     if dtype is not None and config.get(key) != dtype:
         config[key] = dtype

@@ -93,6 +93,10 @@ IMPORT_CASES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "index is not JSON": (
         lambda d: (d / "model.safetensors.index.json").write_text("{"),
+        r"index.json:1: not valid JSON",
+    ),
+    "index of another kind": (
+        lambda d: (d / "model.safetensors.index.json").write_text("{}"),
         "is not a valid index",
     ),
     "missing tensor": (_resave(**{NORM: None}), "model.layers.1.input_layernorm.weight is missing; config.json"),
@@ -112,7 +116,7 @@ IMPORT_CASES: dict[str, tuple[Callable[[Path], object], str]] = {
     "other number of heads": (_config(num_attention_heads=4), "q_proj.weight has shape"),
     "tied, but an output layer": (_config(tie_word_embeddings=True), "config.json ties the embeddings, but lm_head"),
     "other vocabulary": (_config(vocab_size=330), r"embed_tokens.weight has shape \[331, 32\]"),
-    "config is not JSON": (lambda d: (d / "config.json").write_text("{"), "is not valid JSON"),
+    "config is not JSON": (lambda d: (d / "config.json").write_text("{"), "config.json:1: not valid JSON"),
     "no config": (lambda d: (d / "config.json").unlink(), "config.json is missing"),
 }
 
