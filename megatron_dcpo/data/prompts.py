@@ -39,9 +39,8 @@ _PROGRAM_CONFIDENCE = (
 )
 _ASKS_FOR_BOX = re.compile(r"\\boxed\{\s*\}[^\n]{0,40}\Z")
 # The suffix of the reference's ``..._with_confidence`` files asks for another marker; both would contradict each other.
-_REFERENCE_SUFFIX = re.compile(
-    r"\s*(?:Please put your final answer within \\boxed\{\}\.\s*)?Also output a sing\w+ line.*CONFIDENCE.*\Z", re.DOTALL
-)
+_REFERENCE_LINE = re.compile(r"Also output a sing\w+ line")
+_REFERENCE_BOX = r"Please put your final answer within \boxed{}."
 
 Message = dict[str, str]
 
@@ -99,7 +98,8 @@ def find_template(name: str) -> Template:
 
 def bare_problem(text: str) -> str:
     """The problem without the confidence request of the reference's own data files."""
-    return _REFERENCE_SUFFIX.sub("", text)
+    line = _REFERENCE_LINE.search(text, 0, max(0, text.rfind("CONFIDENCE")))
+    return text if line is None else text[: line.start()].rstrip().removesuffix(_REFERENCE_BOX).rstrip()
 
 
 def ask(

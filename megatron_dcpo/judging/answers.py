@@ -74,7 +74,8 @@ def extract_boxed(text: str) -> str | None:
 
 
 # A fence of three or more backticks or tildes on a line of its own, perhaps indented or quoted in a list.
-_OPENING = re.compile(rb"^([ \t]*)(`{3,}|~{3,})[ \t]*([^`\r\n]*?)[ \t]*\r?$")
+# Possessive: a line that does not match must not be read again for each way to divide it.
+_OPENING = re.compile(rb"([ \t]*+)(`{3,}+|~{3,}+)([^`\r\n]*+)\r?$")
 _LANGUAGES = (b"", b"python", b"py", b"python2", b"python3", b"py3", b"cpython", b"pypy", b"pypy3")
 
 
@@ -100,7 +101,7 @@ def last_fence(content: bytes) -> Fence | None:
     for line in content.split(b"\n"):
         match = _OPENING.match(line) if line.lstrip(b" \t")[:3] in (b"```", b"~~~") else None
         if opening is not None:
-            fence = match[2] if match and not match[3] else b""
+            fence = match[2] if match and not match[3].strip(b" \t") else b""
             if fence[:1] == opening[2][:1] and len(fence) >= len(opening[2]):
                 if opening[3] in _LANGUAGES:
                     block = Fence(opening[0], min(at + len(line), len(content)), b"\n".join(body))

@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron_dcpo.judging.math import answer_forms, latex
 
-MAX_ANSWER = 1_000  # characters; no key is near it, and sympy's time grows with what it is fed
+MAX_ANSWER = 1_000  # characters of an answer or a key; no key is near it, and sympy's time grows with what it is fed
 
 _INTEGER = re.compile(r"[+-]?[0-9]+")
 _IN_MATH = re.compile(r"(?<!\\)\$")  # a key may bring its own delimiters; \$ is money
@@ -40,7 +40,7 @@ def quick_verdict(answer: str, key: str) -> bool | None:
         return True
     if _INTEGER.fullmatch(answer) and _INTEGER.fullmatch(key):
         return _canonical_integer(answer) == _canonical_integer(key)  # AIME keys are written 025
-    if len(answer) > MAX_ANSWER:
+    if max(len(answer), len(key)) > MAX_ANSWER:
         return False
     left, right = answer_forms.exact_number(answer), answer_forms.exact_number(key)
     if left is not None and right is not None:

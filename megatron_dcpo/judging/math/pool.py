@@ -2,7 +2,8 @@
 
 Most pairs need no algebra and are decided here at once (``quick_verdict``). The others are cached by (answer, key) and
 judged by workers, which are started when the first such pair comes, one more for every ``PAIRS_PER_WORKER`` that wait.
-A worker that overruns its wall time or dies is replaced; its pair is wrong.
+A worker that overruns its wall time or dies is replaced; its pair is wrong. Memory is bounded: ``worker.MEMORY_BYTES``
+for each worker, and for the verdicts kept here ``CACHE_SIZE`` pairs of ``CACHE_CHARACTERS`` characters together.
 
 The workers are plain subprocesses: they inherit no torch threads, no gloo sockets and no lock of the trainer, and need
 no ``__main__`` guard in a user's script.
@@ -32,6 +33,7 @@ CPU_SECONDS = 1.5
 WALL_SECONDS = 6.0
 PAIRS_PER_WORKER = 32
 CACHE_SIZE = 200_000
+CACHE_CHARACTERS = 20_000_000  # a model that writes long answers must not fill the trainer's memory
 _START_SECONDS = 120.0  # imports on a machine that is busy; no pair is waiting in the worker yet
 _GRACE_SECONDS = 1.0  # the worker ends itself at the wall time; the parent only has to notice
 
@@ -75,6 +77,7 @@ class VerifierPool:
         self.statistics = PoolStatistics()
         self._workers: list[Worker] = []
         self._cache: OrderedDict[Pair, bool] = OrderedDict()
+        self._cached_characters = 0
         self._died_on: set[Pair] = set()
         self._lock = threading.Lock()
         self._owner = os.getpid()
@@ -168,7 +171,7 @@ class VerifierPool:
             return
         worker.received += chunk
         while (end := worker.received.find(b"\n")) >= 0:
-            word = bytes(worker.received[:end])
+            word, _, last = bytes(worker.received[:end]).partition(b" ")
             del worker.received[: end + 1]
             worker.deadline = float("inf")
             if word == b"ready":
@@ -177,6 +180,9 @@ class VerifierPool:
                 self.statistics.late += word == b"late"
                 self._record(worker.pair, word == b"yes", verdicts)
                 worker.pair = None
+                if last:  # it has used up its memory
+                    self._retire(worker, waiting, verdicts, selector)
+                    return
 
     def _retire(
         self, worker: Worker, waiting: deque[Pair], verdicts: dict[Pair, bool], selector: selectors.BaseSelector
@@ -204,9 +210,12 @@ class VerifierPool:
 
     def _record(self, pair: Pair, verdict: bool, verdicts: dict[Pair, bool]) -> None:
         self.statistics.judged += 1
+        self._died_on.discard(pair)
         verdicts[pair] = self._cache[pair] = verdict
-        if len(self._cache) > CACHE_SIZE:
-            self._cache.popitem(last=False)
+        self._cached_characters += sum(map(len, pair))
+        while len(self._cache) > CACHE_SIZE or self._cached_characters > CACHE_CHARACTERS:
+            oldest, _ = self._cache.popitem(last=False)
+            self._cached_characters -= sum(map(len, oldest))
 
     def _alive(self, worker: Worker) -> bool:
         """Workers may have been killed between two calls, by the kernel for instance; those of an interrupted call

@@ -2,7 +2,9 @@
 
 It imports math-verify and nothing of torch. Three limits bound every pair: processor time (``--cpu``, an exception that
 sympy cannot swallow for ever, so that a busy machine does not change verdicts), wall time (``--wall``, a watchdog
-that ends the process even inside a big-integer operation), and memory. It ends when its parent does.
+that ends the process even inside a big-integer operation), and memory (``MEMORY_BYTES`` of address space; a worker that
+holds half of it after a pair says so and ends, so that no pair is judged in what others have left over). It ends when
+its parent does.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import threading
 import time
 from typing import Any
 
-MEMORY_BYTES = 2 << 30
+MEMORY_BYTES = 1 << 30
 
 
 class OutOfTime(BaseException):
@@ -46,8 +48,12 @@ def main() -> None:
     for line in sys.stdin:
         answer, key = json.loads(line)
         faulthandler.dump_traceback_later(limits.wall, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
-        _say(answers, _judged(equivalent, answer, key, limits.cpu))
+        word = _judged(equivalent, answer, key, limits.cpu)
         faulthandler.cancel_dump_traceback_later()
+        full = _resident_bytes() > MEMORY_BYTES // 2
+        _say(answers, word + " last" * full)
+        if full:
+            return
 
 
 def _judged(equivalent: Any, answer: str, key: str, cpu_seconds: float) -> str:
@@ -63,6 +69,11 @@ def _judged(equivalent: Any, answer: str, key: str, cpu_seconds: float) -> str:
         return "late"
     except (Exception, RecursionError, MemoryError):
         return "no"
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
 
 
 def _out_of_time(_signal: int, _frame: Any) -> None:
