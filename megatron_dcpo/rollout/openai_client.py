@@ -16,12 +16,15 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from megatron_dcpo.data.prompts import plain_text
-from megatron_dcpo.errors import UserError
+from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.rollout.engine import SamplingConfig, sample_seed
 from megatron_dcpo.runtime.http_json import HttpError, JsonClient
 from megatron_dcpo.types import Prompt, Response
 
 _LOWEST_LOGPROB = -9999.0  # what servers write for minus infinity, which JSON does not have
+_ROUNDED = 1e-3  # servers that compute in half precision report probabilities of slightly more than 1
+# A reply is refused beyond so many bytes of each log-prob, and of everything else.
+_TOKEN_BYTES, _OTHER_BYTES = 1000, 1 << 20
 
 
 class _Request(Protocol):
@@ -77,8 +80,16 @@ class Endpoint:
     def ask(self, prompt: Prompt, repeat: int, stop: threading.Event | None = None) -> Response:
         """One sample. Raises :class:`UserError` when the server refuses, or cannot be reached ``attempts`` times."""
         path = "/chat/completions" if self.api == "chat" else "/completions"
-        client = JsonClient(self.url, self.api_key, self.timeout, self.attempts, self.first_pause, self.longest_pause)
         try:
+            client = JsonClient(
+                self.url,
+                self.api_key,
+                self.timeout,
+                self.attempts,
+                self.first_pause,
+                self.longest_pause,
+                _OTHER_BYTES + self.sampling.max_tokens * (1 + self.sampling.top_logprobs) * _TOKEN_BYTES,
+            )
             reply = client.call(path, self._body(prompt, repeat), stop=stop)
         except HttpError as error:
             if error.status is not None:
@@ -88,10 +99,9 @@ class Endpoint:
             ) from None
         try:
             return _response(prompt.prompt_id, repeat, reply["choices"][0], self.api)
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise UserError(
-                f"{self.url}: unexpected reply ({type(error).__name__}: {error}): {str(reply)[:200]}"
-            ) from None
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            why = client.without_key(f"{type(error).__name__}: {one_line(error, 200)}): {str(reply)[:200]}")
+            raise UserError(f"{self.url}: unexpected reply ({why}") from None
 
     def _work(
         self,
@@ -133,12 +143,12 @@ class Endpoint:
 def served_model(url: str, api_key: str | None = None, timeout: float = 30.0) -> str:
     """The one model a server offers. Raises :class:`UserError` when there are several or none can be asked for."""
     try:
-        names = [row["id"] for row in JsonClient(url, api_key, timeout).call("/models")["data"]]
-    except (HttpError, KeyError, TypeError) as error:
-        raise UserError(f"{url}: cannot list its models ({error}); name one with --model-name") from None
+        names = [str(row["id"]) for row in JsonClient(url, api_key, timeout).call("/models")["data"]]
+    except (HttpError, LookupError, TypeError) as error:
+        raise UserError(f"{url}: cannot list its models ({one_line(error)}); name one with --model-name") from None
     if len(names) != 1:
-        raise UserError(f"{url} offers {', '.join(names) or 'no model'}; name one with --model-name")
-    return str(names[0])
+        raise UserError(f"{url} offers {', '.join(names)[:1000] or 'no model'}; name one with --model-name")
+    return names[0]
 
 
 def _drain(done: queue.SimpleQueue[Response | BaseException]) -> tuple[list[Response], BaseException | None]:
@@ -157,6 +167,7 @@ def _drain(done: queue.SimpleQueue[Response | BaseException]) -> tuple[list[Resp
 
 
 def _response(prompt_id: str, repeat: int, choice: Mapping[str, Any], api: str) -> Response:
+    """What a server says of one sample. Raises anything but a crash for what it should not say."""
     logged = choice.get("logprobs") or {}
     if api == "chat":
         text = choice["message"].get("content") or ""
@@ -167,21 +178,24 @@ def _response(prompt_id: str, repeat: int, choice: Mapping[str, Any], api: str) 
         text = choice["text"] or ""
         logprobs = logged.get("token_logprobs") or []
         tops = [list((row or {}).values()) for row in logged.get("top_logprobs") or []]
+    if not isinstance(text, str):
+        raise ValueError(f"a response that is not text but {type(text).__name__}")
+    width = min(map(len, tops), default=0)  # servers add the sampled token where it is not among the largest
     return Response(
         prompt_id,
         repeat,
         token_ids=np.empty(0, np.int64),
-        logprobs=np.array([_LOWEST_LOGPROB if value is None else value for value in logprobs], np.float32),
+        logprobs=_checked_logprobs([_LOWEST_LOGPROB if value is None else value for value in logprobs], 1),
         finish_reason="length" if choice.get("finish_reason") == "length" else "stop",
         weights_version=0,
-        top_logprobs=_rectangle(tops),
+        top_logprobs=_checked_logprobs([sorted(row, reverse=True)[:width] for row in tops], 2) if width else None,
         text=text,
     )
 
 
-def _rectangle(rows: Sequence[Sequence[float]]) -> np.ndarray | None:
-    """[T, K], falling, of the shortest row's length: servers add the sampled token where it is not among the largest."""
-    width = min(map(len, rows), default=0)
-    if not width:
-        return None
-    return np.array([sorted(row, reverse=True)[:width] for row in rows], np.float32)
+def _checked_logprobs(values: Sequence[Any], dimensions: int) -> np.ndarray:
+    """float32 [T] or [T, K], between the lowest that servers write and 0."""
+    array = np.array(values, np.float32)
+    if array.ndim != dimensions or not (array <= _ROUNDED).all():
+        raise ValueError("a log-prob that is not a number of at most 0")
+    return np.maximum(array, _LOWEST_LOGPROB)

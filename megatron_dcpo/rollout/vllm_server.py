@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dcpo.errors import UserError
+from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.rollout.engine import EngineError, SamplingConfig, read_eos_token_ids, request_seed
 from megatron_dcpo.runtime import distributed
 from megatron_dcpo.runtime.dtypes import name_of
@@ -35,6 +35,7 @@ from megatron_dcpo.weights.table import hf_shapes
 logger = logging.getLogger(__name__)
 
 _REQUEST_SECONDS, _RETURN_SECONDS = 3600.0, 900.0  # for one request; for a server to come back
+_ROUNDED = 1e-3  # a log-prob of a probability that rounding has put above 1
 
 
 class ServerEngine:
@@ -131,13 +132,26 @@ class ServerEngine:
             "logprobs": 0,
             "return_token_ids": True,
         }
-        (choice,) = self._call("/v1/completions", body)["choices"]
+        reply = self._call("/v1/completions", body)
+        try:
+            (choice,) = reply["choices"]
+            token_ids = np.array(choice["token_ids"], np.int64)
+            logprobs = np.array(choice["logprobs"]["token_logprobs"], np.float32)
+            cut_off = choice["finish_reason"] != "stop"
+            good = token_ids.shape == logprobs.shape == (token_ids.size,) and 0 < token_ids.size <= sampling.max_tokens
+            good = good and bool((token_ids >= 0).all() and (token_ids < self.arch.vocab_size).all())
+            if not (good and (logprobs <= _ROUNDED).all()):
+                raise ValueError("token ids or log-probs that cannot be")
+        except (LookupError, TypeError, ValueError, OverflowError) as error:
+            raise EngineError(
+                f"{self.url}: unexpected reply ({type(error).__name__}: {one_line(error, 200)})"
+            ) from None
         return Response(
             prompt_id=prompt.prompt_id,
             sample_index=index,
-            token_ids=np.array(choice["token_ids"], np.int64),
-            logprobs=np.array(choice["logprobs"]["token_logprobs"], np.float32),
-            finish_reason="stop" if choice["finish_reason"] == "stop" else "length",
+            token_ids=token_ids,
+            logprobs=logprobs,
+            finish_reason="length" if cut_off else "stop",
             weights_version=self.weights_version,
         )
 
@@ -162,19 +176,20 @@ class ServerEngine:
         """The name of the model served. Raises :class:`UserError` when the server lacks something."""
         needed = "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs"
         try:
-            models = self._call("/v1/models")["data"]
+            models = [str(row["id"]) for row in self._call("/v1/models")["data"]]
             self._call("/weight_info")
             info = json.dumps(self._call("/server_info?config_format=json"))
-        except EngineError as error:
+        except (EngineError, LookupError, TypeError) as error:
             raise UserError(f"rollout.endpoint: {error}; start the server with: {needed}") from None
         if "processed_logprobs" not in info:
             raise UserError(f"{self.url} reports log-probs of the raw logits; start it with: {needed}")
         if len(models) != 1:
             raise UserError(f"{self.url} serves {len(models)} models; training needs a server of its own")
-        return str(models[0]["id"])
+        return models[0]
 
     def _check_version(self) -> None:
-        served = self._call("/weight_info")["weight_version"]
+        info = self._call("/weight_info")
+        served = info.get("weight_version") if isinstance(info, dict) else None
         if served != str(self.weights_version):
             raise EngineError(
                 f"{self.url} holds weights version {served}, not {self.weights_version}: it was started anew"

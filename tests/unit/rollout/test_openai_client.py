@@ -105,7 +105,32 @@ def test_a_server_that_is_gone_is_an_error_after_all_attempts(server: FakeServer
         served_model(server.url)
 
 
-@pytest.mark.parametrize("reply", [{}, {"choices": []}, {"choices": [{"message": {}, "logprobs": {"content": [1]}}]}])
+def _choice(content: Any = "text", logprobs: Any = None) -> dict[str, Any]:
+    return {"choices": [{"message": {"content": content}, "logprobs": {"content": logprobs}}]}
+
+
+ODD_REPLIES = [
+    {},
+    [],
+    {"choices": []},
+    {"choices": {"a": 1}},
+    {"choices": [[]]},
+    {"choices": [{"message": "text"}]},
+    {"choices": [{"message": {}, "logprobs": {"content": [1]}}]},
+    _choice(["not", "text"]),
+    _choice({"text": 1}),
+    _choice(logprobs=[{"logprob": "low"}]),
+    _choice(logprobs=[{"logprob": [-1, -2]}, {"logprob": [-1, -2]}]),
+    _choice(logprobs=[{"logprob": 1000}]),
+    _choice(logprobs=[{"logprob": float("nan")}]),
+    _choice(logprobs=[{"logprob": 10**400}]),
+    _choice(logprobs=[{"logprob": -1, "top_logprobs": [{"logprob": 5}]}]),
+    _choice(logprobs=[{"logprob": -1, "top_logprobs": {"a": 1}}]),
+    _choice(logprobs=[{"logprob": -1, "top_logprobs": [{"logprob": None}, {"logprob": -1}]}]),
+]
+
+
+@pytest.mark.parametrize("reply", ODD_REPLIES)
 def test_odd_replies_are_named(server: FakeServer, reply: dict[str, Any]) -> None:
     server.reply = lambda body: (200, reply, {})
     with pytest.raises(UserError, match="unexpected reply"):
@@ -189,3 +214,32 @@ def test_chat_messages_carry_the_training_prompt(server: FakeServer, toy: str, t
     assert content.startswith("what is 0 = ?")
     assert "<conf> Confidence: 0.83" in content
     assert "prompt" not in server.asked[0]
+
+
+def test_a_lone_surrogate_is_saved_as_a_replacement_and_the_evaluation_goes_on(
+    server: FakeServer, toy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def reply(body: dict[str, Any]) -> Reply:
+        status, good, headers = good_reply(body)
+        good["choices"][0]["text"] = "\ud800 \udfff \x1b[31m \\boxed{\ud800}\n<conf> 0.5"
+        return status, good, headers
+
+    server.reply = reply
+    assert main(command(server, toy, tmp_path / "run", "--limit", "2")) == 0
+    rows = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert {row["response"] for row in rows} == {"\ufffd \ufffd \x1b[31m \\boxed{\ufffd}\n<conf> 0.5"}
+    assert {row["answer"] for row in rows} == {"\ufffd"}
+    assert "\x1b" not in capsys.readouterr().out
+    assert main(["report", str(tmp_path / "run")]) == 0
+
+
+def test_a_redirecting_server_is_one_line(server: FakeServer, toy: str, tmp_path: Path) -> None:
+    other = FakeServer().start()
+    try:
+        server.reply = lambda body: (307, {}, {"Location": f"{other.url}/completions"})
+        with pytest.raises(UserError, match=r"/completions redirects to http.*redirects are not followed") as caught:
+            all_of(endpoint(server).complete([Request(prompts(1)[0], (0,))]))
+        assert "secret" not in str(caught.value)
+        assert not other.asked
+    finally:
+        other.stop()

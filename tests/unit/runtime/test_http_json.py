@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -55,13 +58,35 @@ def serve(servers: list[Server], *replies: tuple[int, bytes, dict[str, str]]) ->
     return servers[-1]
 
 
-def test_a_key_follows_no_redirect_and_is_in_no_repr(servers: list[Server]) -> None:
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+@pytest.mark.parametrize("body", [None, {"prompt": "?"}])
+def test_a_redirect_is_refused_and_gets_neither_key_nor_request(
+    servers: list[Server], status: int, body: dict[str, str] | None
+) -> None:
+    """Also one to a host of another name on the same machine, which is how a key once reached it."""
     other = serve(servers, (200, b'{"ok": 1}', {}))
-    first = serve(servers, (302, b"", {"Location": f"{other.url}/elsewhere"}))
-    client = JsonClient(first.url, "secret")
-    assert client.call("/x") == {"ok": 1}
-    assert (first.keys, other.keys) == (["Bearer secret"], [None])
-    assert "secret" not in repr(client)
+    there = other.url.replace("127.0.0.1", "localhost") + "/elsewhere?key=secret"
+    first = serve(servers, (status, b"", {"Location": there}))
+    client = JsonClient(first.url, "secret", attempts=3, first_pause=0.01)
+    with pytest.raises(HttpError) as caught:
+        client.call("/x", body)
+    assert str(caught.value) == (
+        f"{first.url}/x redirects to {there.replace('secret', '***')}; redirects are not followed, name the address itself"
+    )
+    assert caught.value.status == status
+    assert (first.keys, other.keys) == (["Bearer secret"], [])
+
+
+def test_no_message_shows_the_key(servers: list[Server]) -> None:
+    assert "secret" not in repr(JsonClient("http://h", "secret"))
+    for key in ("secret\n", "secret\r\nX-Other: 1", "secreté"):
+        with pytest.raises(HttpError, match="holds a line break or another character") as caught:
+            JsonClient("http://h", key)
+        assert "secret" not in str(caught.value)
+    for status in (401, 500):
+        echo = serve(servers, (status, b"the key secret is \x1b[31munknown", {}))
+        with pytest.raises(HttpError, match=r"the key \*\*\* is \\x1b\[31munknown"):
+            JsonClient(echo.url, "secret").call("/")
 
 
 def test_replies_are_bounded(servers: list[Server]) -> None:
@@ -69,6 +94,56 @@ def test_replies_are_bounded(servers: list[Server]) -> None:
     assert JsonClient(big.url).call("/") == "x" * 5000
     with pytest.raises(HttpError, match="a reply of more than"):
         JsonClient(big.url, max_reply_bytes=5000).call("/")
+    refused = serve(servers, (400, b"x" * 10**6, {}))
+    with pytest.raises(HttpError) as caught:
+        JsonClient(refused.url).call("/")
+    assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize("text", [b"[" * 10**5, b'{"a":' * 10**5, b"1" * 10**5, b"\xff\xfe\x00", b"{", b"NaN]"])
+def test_what_is_not_json_is_an_error(servers: list[Server], text: bytes) -> None:
+    with pytest.raises(HttpError):
+        JsonClient(serve(servers, (200, text, {})).url).call("/")
+
+
+def test_lone_surrogates_become_harmless(servers: list[Server]) -> None:
+    odd = serve(servers, (200, rb'{"text": "a\ud800b", "\udfff": "\ud83d\ude00"}', {}))
+    assert JsonClient(odd.url).call("/") == {"text": "a\ufffdb", "\ufffd": "\U0001f600"}
+
+
+DRIPS = {
+    "status line": b"H" * 10**4,
+    "headers": b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 10**4,
+    "continue": b"HTTP/1.1 100 Continue\r\n\r\n" * 10**4,
+    "body": b"HTTP/1.1 200 OK\r\nContent-Length: 10000\r\n\r\n" + b" " * 10**4,
+    "chunks": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 10**4,
+    "error": b"HTTP/1.1 400 No\r\nContent-Length: 10000\r\n\r\n" + b"x" * 10**4,
+}
+
+
+@pytest.mark.parametrize("what", DRIPS)
+def test_a_reply_that_drips_ends_at_the_time_limit(what: str) -> None:
+    """A byte every 20 ms would keep a time-out for each read waiting for minutes."""
+    ended = threading.Event()
+
+    def drip(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(OSError):
+            for at in range(len(DRIPS[what])):
+                connection.sendall(DRIPS[what][at : at + 1])
+                if ended.wait(0.02):
+                    return
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=drip, args=(listener,), daemon=True)
+        thread.start()
+        begin = time.monotonic()
+        with pytest.raises(HttpError):
+            JsonClient(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=1.0).call("/")
+        waited = time.monotonic() - begin
+        ended.set()
+        thread.join()
+    assert waited < 60, "the whole drip takes 200 s"
 
 
 def test_what_may_pass_is_repeated_and_a_refusal_is_not(servers: list[Server]) -> None:
