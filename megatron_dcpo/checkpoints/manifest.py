@@ -9,11 +9,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from megatron_dcpo.runtime.text import parse_json
+
 MANIFEST = "integrity.json"
+_NUMBER = re.compile("[0-9]{1,18}")
+_PLAIN_NAME = re.compile(r"\.?[A-Za-z0-9_-][A-Za-z0-9._-]*")  # of a file in the directory itself
 LATEST = "latest_checkpointed_iteration.txt"
 
 
@@ -24,7 +29,7 @@ def iteration_dir(directory: Path, iteration: int) -> Path:
 def iterations(directory: Path) -> list[int]:
     """The iterations of which ``directory`` holds a checkpoint, intact or not, oldest first."""
     names = [path.name.removeprefix("iter_") for path in directory.glob("iter_*") if path.is_dir()]
-    return sorted(int(name) for name in names if name.isdigit())
+    return sorted(int(name) for name in names if _NUMBER.fullmatch(name))
 
 
 def latest_iteration(directory: Path) -> int | None:
@@ -34,7 +39,7 @@ def latest_iteration(directory: Path) -> int | None:
     except (OSError, UnicodeDecodeError):
         text = ""
     present = iterations(directory)
-    return int(text) if text.isdecimal() else (present[-1] if present else None)
+    return int(text) if _NUMBER.fullmatch(text) else (present[-1] if present else None)
 
 
 def digest(path: Path) -> dict[str, Any]:
@@ -66,15 +71,20 @@ def listed_files(directory: Path, iteration: int) -> dict[str, dict[str, Any]]:
     """The manifest's files. Raises :class:`ValueError` saying what is wrong with the manifest."""
     path = directory / MANIFEST
     try:
-        manifest = json.loads(path.read_text())
-        files = dict(manifest["files"])
-        wrong = manifest["iteration"] != iteration or not all({"bytes", "sha256"} <= set(f) for f in files.values())
+        manifest = parse_json(path.read_bytes())
+        files: dict[str, dict[str, Any]] = dict(manifest["files"])
+        wrong = manifest["iteration"] != iteration or not all(
+            type(entry["bytes"]) is int and isinstance(entry["sha256"], str) for entry in files.values()
+        )
     except FileNotFoundError:
         raise ValueError(f"{MANIFEST} is missing") from None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError):
         wrong = True
     if wrong:
         raise ValueError(f"{MANIFEST} is damaged")
+    outside = next((name for name in files if not _PLAIN_NAME.fullmatch(name)), None)
+    if outside is not None:
+        raise ValueError(f"{MANIFEST} names {outside!r:.80}, which is not a file of this directory")
     return files
 
 
@@ -83,13 +93,13 @@ def damage(directory: Path, files: Iterable[tuple[str, dict[str, Any]]]) -> str 
     for name, expected in files:
         path = directory / name
         try:
+            if not path.is_file():
+                return f"{name} is {'not a file' if path.exists() else 'missing'}"
             size = path.stat().st_size
             if size != expected["bytes"]:
                 return f"{name} has {size} bytes instead of {expected['bytes']}"
             if digest(path)["sha256"] != expected["sha256"]:
                 return f"{name} has changed since it was written (SHA-256)"
-        except FileNotFoundError:
-            return f"{name} is missing"
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
     return None

@@ -9,6 +9,7 @@ continue everything else that draws from them.
 from __future__ import annotations
 
 import logging
+import pickle
 import random
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ import torch
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron_dcpo.checkpoints.manifest import damage, iteration_dir, iterations, latest_iteration, listed_files
-from megatron_dcpo.errors import UserError, one_line
+from megatron_dcpo.checkpoints.reader import cause, in_words, metadata_of
+from megatron_dcpo.errors import UserError
 from megatron_dcpo.policy.model import Policy
 from megatron_dcpo.policy.optimizer import optimizer_parts
 from megatron_dcpo.runtime.device import rng_state, set_rng_state
@@ -30,6 +32,11 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 logger = logging.getLogger(__name__)
 
+# What a damaged or hostile checkpoint makes its readers raise. No RuntimeError in general: a lost rank raises that.
+_UNREADABLE = (
+    OSError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError, AssertionError, EOFError, MemoryError,
+    RecursionError, pickle.UnpicklingError, CheckpointingException, CheckpointException,
+)  # fmt: skip
 # Resumable at another data-parallel size, also with the distributed optimizer.
 _SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}
 PARTS = ("optimizer", "opt_param_scheduler", "run")
@@ -81,7 +88,10 @@ def load_checkpoint(directory: Path, iteration: int, policy: Policy, optimizer: 
     logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.ERROR)
     try:
         _check_parts(path, optimizer)
-        loaded = dist_checkpointing.load(_sharded_state(policy, optimizer, scheduler, is_loading=True), str(path))
+        try:
+            loaded = dist_checkpointing.load(_sharded_state(policy, optimizer, scheduler, is_loading=True), str(path))
+        finally:
+            metadata_of.cache_clear()
         for index, gpt in enumerate(policy.gpt):
             result = gpt.load_state_dict(loaded[_model_key(policy, index)], strict=False)
             missing = [name for name in result.missing_keys if not name.endswith("_extra_state")]
@@ -94,13 +104,20 @@ def load_checkpoint(directory: Path, iteration: int, policy: Policy, optimizer: 
         scheduler.load_state_dict(loaded["opt_param_scheduler"])
         _restore_rng_states(policy.topology, loaded["run"]["rng_state"])
         return dict(loaded["run"])
-    except (OSError, KeyError, TypeError, ValueError, CheckpointingException, CheckpointException) as error:
-        raise UserError(f"checkpoint {path} cannot be read ({type(error).__name__}: {one_line(error)})") from None
+    except _UNREADABLE as error:
+        met = cause(error)
+        if isinstance(met, UserError):
+            raise met from None
+        raise UserError(f"checkpoint {path} cannot be read ({in_words(met)})") from None
 
 
 def _check_parts(path: Path, optimizer: Any) -> None:
-    """Everything that is not a tensor must be there before anything is loaded."""
-    common = dist_checkpointing.load_common_state_dict(str(path))
+    """Everything that is not a tensor must be there, and readable, before anything is loaded."""
+    metadata_of(path)
+    try:
+        common = dist_checkpointing.load_common_state_dict(str(path))
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise UserError(f"checkpoint {path} cannot be read (common.pt: {in_words(error)})") from None
     absent = [part for part in PARTS if part not in common]
     absent += [part for part in RUN_PARTS if part not in common.get("run", {})]
     if absent:

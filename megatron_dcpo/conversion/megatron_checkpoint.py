@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import json
 import math
-import pickle
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,10 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
-    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -35,11 +32,11 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.utils import _create_file_view
 
+from megatron_dcpo.conversion.checkpoint_metadata import METADATA, read_metadata
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.dtypes import dtype_bytes, name_of, torch_dtype
 
 LATEST = "latest_checkpointed_iteration.txt"
-METADATA = ".metadata"
 CONFIG = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -102,15 +99,7 @@ class MegatronCheckpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._maps: dict[Path, Tensor] = {}
-        try:
-            with (path / METADATA).open("rb") as file:
-                metadata = _MetadataUnpickler(file).load()
-            self._check_sizes(metadata)
-            self.tensors = dict(self._tensors(metadata))
-        except OSError as error:
-            raise UserError(f"cannot read {error.filename or path}: {error.strerror or error}") from None
-        except (pickle.UnpicklingError, EOFError, KeyError, AttributeError, TypeError, ValueError) as error:
-            raise UserError(f"{path / METADATA} is damaged ({type(error).__name__}: {error})") from None
+        self.tensors = dict(self._tensors(read_metadata(path)))
 
     def _tensors(self, metadata: Metadata) -> Iterator[tuple[str, StoredTensor]]:
         storage = {(index.fqn, tuple(index.offset or ())): info for index, info in metadata.storage_data.items()}
@@ -119,18 +108,12 @@ class MegatronCheckpoint:
                 continue
             chunks = []
             for chunk in entry.chunks:
-                info = storage[key, tuple(chunk.offsets)]
+                info = storage.get((key, tuple(chunk.offsets)))
+                if info is None:
+                    raise UserError(f"{self.path / METADATA} is damaged: a chunk of {key} lies in no file")
                 path = self.path / info.relative_path
                 chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), path, info.offset, info.length))
             yield key, StoredTensor(key, tuple(entry.size), name_of(entry.properties.dtype), tuple(chunks))
-
-    def _check_sizes(self, metadata: Metadata) -> None:
-        ends: dict[str, int] = {}
-        for info in metadata.storage_data.values():
-            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-        for name, end in ends.items():
-            if (self.path / name).stat().st_size < end:
-                raise UserError(f"{self.path / name} is truncated: {METADATA} promises {end} bytes")
 
     def blocks(self, tensor: StoredTensor) -> list[tuple[int, Tensor]]:
         """(first row, bytes [rows, ..., bytes per element]) of ``tensor`` in order of rows, none of them in two blocks.
@@ -185,7 +168,9 @@ def find_checkpoint(path: Path) -> Path:
     """``path`` itself, or the checkpoint that its ``latest_checkpointed_iteration.txt`` names."""
     tracker = path / LATEST
     if not (path / METADATA).is_file() and tracker.is_file():
-        text = tracker.read_text().strip()
+        text = tracker.read_text(errors="replace").strip()
+        if not re.fullmatch(r"[0-9]{1,18}|[A-Za-z0-9_-]+", text):
+            raise UserError(f"{tracker} is damaged: it names {text!r:.80} and not an iteration")
         path = path / (f"iter_{int(text):07d}" if text.isdigit() else text)
     if not path.is_dir():
         raise UserError(f"checkpoint directory {path} does not exist")
@@ -196,56 +181,6 @@ def find_checkpoint(path: Path) -> Path:
 
 def is_checkpoint(path: Path) -> bool:
     return (path / METADATA).is_file() or (path / LATEST).is_file()
-
-
-_KNOWN = {
-    (cls.__module__, cls.__qualname__): cls
-    for cls in (
-        _StorageInfo,
-        BytesStorageMetadata,
-        ChunkStorageMetadata,
-        Metadata,
-        MetadataIndex,
-        StorageMeta,
-        TensorProperties,
-        TensorStorageMetadata,
-        torch.Size,
-    )
-}
-
-
-class _Opaque:
-    """Stands for what a checkpoint may carry besides its metadata (save plans), which is not needed."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def __setstate__(self, state: Any) -> None:
-        pass
-
-
-def _memory_format(owner: Any, name: str) -> Any:
-    """``getattr`` as Python 3.11.0 to 3.11.3 pickles a member of an enumeration, for the one that metadata has."""
-    return _MEM_FORMAT_ENCODING[name] if owner is _MEM_FORMAT_ENCODING else _Opaque()
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Builds the known classes and nothing else: a checkpoint must not be able to run code."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _KNOWN:
-            return _KNOWN[module, name]
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if (module, name) == ("builtins", "getattr"):
-            return _memory_format
-        if (module, name) in (
-            ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
-            ("torch.serialization", "_get_layout"),
-            ("collections", "OrderedDict"),
-        ):
-            return super().find_class(module, name)
-        return _Opaque
 
 
 # ---------------------------------------------------------------------------------------------------------- writing

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_dcpo.checkpoints.manifest import iteration_dir, latest_iteration
 from megatron_dcpo.checkpoints.saver import remove_leftovers
 from megatron_dcpo.checkpoints.state import checkpoint_state, load_checkpoint, newest_intact
-from megatron_dcpo.errors import EXIT_INTERRUPTED, EXIT_REQUEUE, Stopped, UserError
+from megatron_dcpo.errors import EXIT_INTERRUPTED, EXIT_REQUEUE, Stopped, UserError, one_line
 from megatron_dcpo.runtime import signals
 from megatron_dcpo.runtime.distributed import broadcast_object, max_over_ranks
 from megatron_dcpo.training.run import TrainingRun
@@ -36,9 +36,13 @@ def resume(run: TrainingRun) -> int:
         if run.topology.rank == 0:
             logger.warning("checkpoint %s is damaged: %s", iteration_dir(run.checkpoints, iteration), why)
     saved = load_checkpoint(run.checkpoints, latest, run.policy, run.optimizer, run.scheduler)
-    _check_same_run(run, saved)
+    try:
+        _check_same_run(run, saved)
+        run.progress.nonfinite_in_a_row = int(saved["reward"]["nonfinite_in_a_row"])
+    except (LookupError, TypeError, ValueError) as error:
+        path = iteration_dir(run.checkpoints, latest)
+        raise UserError(f"checkpoint {path} cannot be read ({type(error).__name__}: {one_line(error, 200)})") from None
     run.progress.saved_step = latest
-    run.progress.nonfinite_in_a_row = saved["reward"]["nonfinite_in_a_row"]
     if run.topology.rank == 0:
         remove_leftovers(run.checkpoints)
         logger.info("continuing %s after step %d", run.directory, latest)

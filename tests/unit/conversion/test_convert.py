@@ -16,9 +16,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_dcpo.cli import main as dcpo
+from megatron_dcpo.conversion.checkpoint_metadata import _MetadataUnpickler
 from megatron_dcpo.conversion.convert import export_checkpoint, import_checkpoint
 from megatron_dcpo.conversion.inspect import inspect_checkpoint
-from megatron_dcpo.conversion.megatron_checkpoint import MegatronCheckpoint, _MetadataUnpickler
+from megatron_dcpo.conversion.megatron_checkpoint import MegatronCheckpoint
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.weights.architecture import parse_architecture, read_architecture
 from megatron_dcpo.weights.hf_checkpoint import write_checkpoint
