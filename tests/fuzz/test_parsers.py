@@ -1,0 +1,418 @@
+"""Every parser of text that others write, on text that nobody meant: ``make fuzz`` at length, the suite for seconds.
+
+The property of each: only its documented error, never another; and what comes out can be written as UTF-8. Past finds
+stand as examples.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from megatron_dcpo.checkpoints.manifest import MANIFEST, listed_files
+from megatron_dcpo.config import load_config
+from megatron_dcpo.conversion import megatron_checkpoint
+from megatron_dcpo.conversion.checkpoint_metadata import METADATA, read_metadata
+from megatron_dcpo.data.datasets import load_records, read_json_lines
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.evaluation.programs import normal_form, same_program
+from megatron_dcpo.evaluation.samples import Sample, read_samples, sample_line
+from megatron_dcpo.evaluation.scoring import CONFIDENCE_KINDS, score_samples
+from megatron_dcpo.judging.answers import BOXED, FENCED, Outcome, extract_program
+from megatron_dcpo.judging.judge import judge_many
+from megatron_dcpo.judging.math import answer_forms, latex
+from megatron_dcpo.judging.math.equivalence import quick_verdict
+from megatron_dcpo.judging.token_bytes import TokenBytes, token_bytes
+from megatron_dcpo.objectives import worksheet
+from megatron_dcpo.rollout.engine import SamplingConfig
+from megatron_dcpo.rollout.openai_client import Endpoint
+from megatron_dcpo.runtime.http_json import JsonClient
+from megatron_dcpo.runtime.text import encodable, parse_json, printable
+from megatron_dcpo.types import MALFORMED, Prompt, Response
+from megatron_dcpo.weights.architecture import parse_architecture
+from megatron_dcpo.weights.hf_checkpoint import HFReader
+from tests.helpers.hostile import HOSTILE
+from tests.helpers.paths import QUICKSTART
+from tests.helpers.tokenizers import byte_level
+
+AT_LENGTH = int(os.environ.get("DCPO_FUZZ", "0")) // 20
+fuzz = settings(
+    max_examples=AT_LENGTH or 150,
+    derandomize=not AT_LENGTH,
+    database=None,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+FRAGMENTS = ["<conf>", " Confidence: ", "0.83", "1", "-0", "1.5", "\\boxed{", "\\boxed{5}", "{", "}", "\\{", "```", "~~~~",
+             "```python\n", "\n", "\r\n", " ", "\t", "def f(x):\n return x", "x = 1\n", "####", "\\frac", "12", "\\sqrt[3]2",
+             "^\\circ", "\\sin 30", "1,000", "1\\,000", "_{10}", ":", "3:4", "\\text{ cm}", "\\overline{3}", "\ud800",
+             "\x1b[2J", "½", "√", "²", "数", "🙂", "e999", "%", "$", "=", "<", "\\in", "[1,2)", "Also output a single line",
+             "CONFIDENCE"]  # fmt: skip
+responses = st.one_of(
+    st.text(st.characters(codec=None), max_size=200),
+    st.lists(st.sampled_from(FRAGMENTS), max_size=30).map("".join),
+    st.tuples(st.sampled_from(sorted(HOSTILE)), st.integers(1, 400)).map(lambda pair: HOSTILE[pair[0]](pair[1])),
+)
+leaves = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.integers().map(lambda n: n * 10**400),
+    st.floats(),
+    st.sampled_from(FRAGMENTS),
+    st.text(st.characters(codec=None), max_size=10),
+)
+
+
+def values(keys: list[str]) -> st.SearchStrategy[Any]:
+    """JSON values; their objects have mostly these keys."""
+    names = st.sampled_from(keys) | st.text(max_size=5)
+    return st.recursive(
+        leaves, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(names, inner, max_size=5), max_leaves=20
+    )
+
+
+def changed(base: Any, keys: list[str]) -> st.SearchStrategy[Any]:
+    """The JSON object ``base`` with some entries, at any depth, replaced or removed."""
+    edits = st.lists(st.tuples(st.integers(0, 1000), st.just(_REMOVED) | values(keys)), min_size=1, max_size=3)
+    return edits.map(lambda chosen: _edited(base, chosen))
+
+
+_REMOVED = object()
+
+
+def _edited(base: Any, edits: list[tuple[int, Any]]) -> Any:
+    root = json.loads(json.dumps(base))
+    for number, value in edits:
+        places = list(_places(root))
+        if not places:
+            break
+        container, key = places[number % len(places)]
+        if value is _REMOVED:
+            del container[key]
+        else:
+            container[key] = value
+    return root
+
+
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    for key in list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield value, key
+        yield from _places(value[key])
+
+
+def mutated(base: bytes) -> st.SearchStrategy[bytes]:
+    """``base`` with a few stretches overwritten, removed, inserted or repeated."""
+    edit = st.tuples(st.integers(0, max(1, len(base))), st.integers(0, 12), st.binary(max_size=12), st.integers(1, 3))
+    return st.lists(edit, min_size=1, max_size=4).map(lambda edits: _mutate(base, edits))
+
+
+def _mutate(base: bytes, edits: list[tuple[int, int, bytes, int]]) -> bytes:
+    for at, removed, inserted, times in edits:
+        base = base[:at] + inserted * times + base[at + removed :]
+    return base
+
+
+def only(error: type[Exception], function: Callable[[], Any]) -> Any:
+    """The result, None after ``error``; every other exception fails the test. The message is one that can be printed."""
+    try:
+        return function()
+    except error as refused:
+        printable(str(refused)).encode()
+        return None
+
+
+# ---------------------------------------------------------------------------------------- what models write
+
+BYTES = TokenBytes((*(bytes([b]) for b in range(256)), b"<|im_end|>"))
+
+
+@fuzz
+@given(text=responses, key=responses, finished=st.booleans(), form=st.sampled_from([BOXED, FENCED]))
+def test_responses(text: str, key: str, finished: bool, form: Any) -> None:
+    """Ids and text give the same judgement, whose blocks partition the tokens, and a sample that is read as written."""
+    ids = np.array([*text.encode(errors="surrogatepass"), *([256] if finished else [])], np.int64)
+    ends = "stop" if finished else "length"
+    by_id = Response("p", 0, ids, np.zeros(len(ids)), ends, 0)
+    prompts = {"p": Prompt("p", (), (), key, "")}
+    verifier = lambda pairs: [Outcome(bool(quick_verdict(a or "", k))) for a, k in pairs]  # noqa: E731
+    by_ids, by_text = judge_many(
+        [by_id, replace(by_id, text=text)], prompts, BYTES, {256}, verifier=verifier, form=form
+    )
+    same = ("correct", "confidence", "status", "stated", "answered", "answer")
+    if finished or "\ud800" not in text:
+        assert [getattr(by_ids, name) for name in same] == [getattr(by_text, name) for name in same]
+    assert 0 <= by_ids.boundary <= by_ids.length == len(ids)
+    assert (by_ids.status == "ok") == (by_ids.confidence is not None)
+    assert by_ids.status in ("ok", *MALFORMED)
+    assert by_ids.confidence is None or 0 <= by_ids.confidence <= 1
+    said = (by_text.answer, key, bool(by_text.correct), by_text.confidence, by_text.status)
+    sample = Sample("b", "p", 0, key, text, *said, 0.5, -1.0, 3, ends)
+    row = parse_json(sample_line(sample).encode())
+    assert (row["response"], row["ground_truth"]) == (encodable(text), encodable(key))
+
+
+@fuzz
+@given(answer=responses, key=responses)
+@example(answer="1e999", key="1")
+@example(answer="0." + "9" * 190, key="1/" + "3" * 190)
+@example(answer=r"0.\overline{0}", key="²")
+def test_answers_of_mathematics(answer: str, key: str) -> None:
+    answer, key = answer[:300], key[:300]
+    assert quick_verdict(answer, key) in (True, False, None)
+    for form in (answer_forms.numeral, answer_forms.ratio, answer_forms.is_well_formed, answer_forms.is_braced_set):
+        form(answer)
+    answer_forms.units_differ(answer, key)
+    answer_forms.exact_number(answer)
+    latex.degrees_to_radians(latex.normalise(answer))
+
+
+@fuzz
+@given(a=responses, b=responses)
+def test_programs(a: str, b: str) -> None:
+    program = extract_program(a) or a
+    printable(program).encode()
+    assert same_program(program, program)
+    assert isinstance(normal_form(program), str)
+    assert same_program(program, b) == same_program(b, program)
+
+
+# ------------------------------------------------------------------------------------------ what data sets hold
+
+ROWS = [
+    {"problem": "1+1", "answer": "2"},
+    {"question": "?", "answer": 2.0, "data_source": "aime"},
+    {"prompt": [{"role": "user", "content": "?"}], "reward_model": {"ground_truth": "#### 1,000"}},
+]
+NAMES = ["problem", "answer", "prompt", "role", "content", "reward_model", "ground_truth", "data_source", "question"]
+
+
+@fuzz
+@given(row=st.sampled_from(ROWS).flatmap(lambda row: changed(row, NAMES)), garbage=st.booleans(), data=st.data())
+@example(row={"problem": "?", "answer": "1" * 5000, "data_source": "aime"}, garbage=False, data=None)
+def test_data_sets(tmp_path_factory: pytest.TempPathFactory, row: Any, garbage: bool, data: Any) -> None:
+    path = tmp_path_factory.getbasetemp() / "rows.jsonl"
+    line = json.dumps(row).encode() + b"\n"
+    path.write_bytes(data.draw(mutated(line)) if garbage else line)
+    only(UserError, lambda: [encoded(row) for _, row in read_json_lines(path)])
+    records = only(UserError, lambda: load_records(path)) or []
+    for record in records:
+        (record.answer + record.problem + record.prompt_id).encode()
+
+
+def encoded(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False).encode()
+
+
+SAMPLE = {"benchmark": "b", "prompt_id": "p", "repeat": 0, "problem": "?", "response": "5", "answer": None, "status": "ok",
+          "ground_truth": "5", "correct": True, "confidence": 0.5, "token_confidence": 0.5, "min_logprob": -1.0,
+          "num_tokens": 3, "finish_reason": "stop", "consistency_confidence": None, "mean_entropy": 0.5,
+          "features": [0.5]}  # fmt: skip
+
+
+@fuzz
+@given(row=changed(SAMPLE, list(SAMPLE)))
+@example(row=SAMPLE | {"num_tokens": -1, "token_confidence": 0.0})
+@example(row=SAMPLE | {"min_logprob": 1e6})
+@example(row=SAMPLE | {"confidence": 10**400})
+def test_samples_of_others_are_read_or_refused_and_what_is_read_is_scored(
+    tmp_path_factory: pytest.TempPathFactory, row: Any
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "samples.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    for sample in only(UserError, lambda: read_samples(path)) or []:
+        scores = score_samples([sample], tuple(kind for kind in CONFIDENCE_KINDS if kind != "posthoc"), resamples=2)
+        encoded(scores)
+
+
+@fuzz
+@given(text=st.binary(max_size=60) | mutated(b'{"a": [1, "\\ud83d\\ude00", null, {"b": -1e5}], "c": "\\n"}'))
+@example(text=b"[" * 200)
+@example(text=b"[" * 10**5)
+@example(text=b"1" * 5000)
+@example(text=b'"\\ud800"')
+def test_json(text: bytes) -> None:
+    value = only(ValueError, lambda: parse_json(text))
+    encoded(value)
+
+
+# ------------------------------------------------------------------------------------------- what servers reply
+
+CHAT = {"choices": [{"message": {"content": "x"}, "finish_reason": "stop", "logprobs": {"content": [
+    {"logprob": -1.0, "top_logprobs": [{"logprob": -1.0}, {"logprob": -2.0}]}]}}]}  # fmt: skip
+PLAIN = {"choices": [{"text": "x", "logprobs": {"token_logprobs": [-1.0, None], "top_logprobs": [{"a": -1.0}, None]}}]}
+WORDS = ["choices", "message", "content", "text", "logprobs", "logprob", "top_logprobs", "token_logprobs"]
+
+
+@fuzz
+@given(
+    reply=st.sampled_from([CHAT, PLAIN]).flatmap(lambda reply: changed(reply, WORDS)) | values(WORDS),
+    api=st.sampled_from(["chat", "completions"]),
+)
+def test_replies_of_servers(reply: Any, api: Any) -> None:
+    endpoint = Endpoint("http://server", "m", SamplingConfig(top_logprobs=2), api=api, attempts=1)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(JsonClient, "_once", lambda *_: parse_json(json.dumps(reply)))
+        response = only(
+            UserError, lambda: endpoint.ask(Prompt("p", ({"role": "user", "content": "?"},), (), "", ""), 0)
+        )
+    if response is not None:
+        response.text.encode()
+        assert response.logprobs.ndim == 1
+        assert np.isfinite(response.logprobs).all()
+        assert response.top_logprobs is None or np.isfinite(response.top_logprobs).all()
+
+
+# ---------------------------------------------------------------------------------------- models and checkpoints
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("checkpoint")
+    chunk = megatron_checkpoint.NewChunk("a", (4, 3), (0, 0), (4, 3), "float32", lambda: torch.ones(4, 3))
+    megatron_checkpoint.write_checkpoint(directory, [chunk], {"b": None}, lambda nbytes: None)
+    (directory / "honest").write_bytes((directory / METADATA).read_bytes())
+    return directory
+
+
+NAMED = [b"cos\nsystem\n", b"cbuiltins\neval\n", b"ctorch\nSize\n", b"ctorch\nfloat32\n", b"U\x01a", b"K\x01"]
+OPCODES = st.sampled_from([*(bytes([code]) for code in range(256)), *NAMED, b"(", b"t", b"R", b"}", b"b"])
+
+
+@fuzz
+@given(data=st.data())
+def test_checkpoint_metadata(checkpoint: Path, data: Any) -> None:
+    honest = (checkpoint / "honest").read_bytes()
+    programs = st.lists(OPCODES, max_size=20).map(lambda codes: b"\x80\x02" + b"".join(codes) + b".")
+    (checkpoint / METADATA).write_bytes(data.draw(mutated(honest) | programs))
+    if only(UserError, lambda: read_metadata(checkpoint)) is not None:
+        only(UserError, lambda: megatron_checkpoint.MegatronCheckpoint(checkpoint))
+
+
+@fuzz
+@given(
+    header=changed(
+        {
+            "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
+            "b": {"dtype": "BF16", "shape": [4], "data_offsets": [24, 32]},
+        },
+        ["dtype", "shape", "data_offsets", "a", "__metadata__"],
+    ),
+    garbage=st.booleans(),
+    data=st.data(),
+)
+@example(header={"a": {"dtype": "F32", "shape": [-2, -3], "data_offsets": [0, 24]}}, garbage=False, data=None)
+@example(header={"a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0.0, 24.0]}}, garbage=False, data=None)
+@example(header={"a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [-8, 16]}}, garbage=False, data=None)
+@example(
+    header={name: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]} for name in "ab"}, garbage=False, data=None
+)
+@example(header={"a": {"dtype": "F32", "shape": [1 << 62, 4], "data_offsets": [0, 24]}}, garbage=False, data=None)
+def test_safetensors_headers(tmp_path_factory: pytest.TempPathFactory, header: Any, garbage: bool, data: Any) -> None:
+    path = tmp_path_factory.getbasetemp() / "safetensors" / "model.safetensors"
+    path.parent.mkdir(exist_ok=True)
+    text = json.dumps(header).encode()
+    content = len(text).to_bytes(8, "little") + text + bytes(32)
+    path.write_bytes(data.draw(mutated(content)) if garbage else content)
+    reader = only(UserError, lambda: HFReader(path.parent))
+    for name, (shape, _) in (reader.specs if reader else {}).items():
+        assert all(size >= 0 for size in shape)
+        tensor = reader.tensor(name)
+        assert tensor.numel() == math.prod(shape)
+        tensor.clone()
+
+
+@fuzz
+@given(data=st.data())
+def test_tokenizers(data: Any) -> None:
+    spec = json.loads(byte_level().to_str())
+    small = spec | {"model": spec["model"] | {"vocab": dict(list(spec["model"]["vocab"].items())[:20]), "merges": []}}
+    keys = ["id", "content", "type", "vocab", "decoder", "added_tokens", "model"]
+    chosen = data.draw(changed(small, keys))
+    try:
+        tokenizer = Tokenizer.from_str(json.dumps(chosen))
+    except Exception:  # the library's own refusal, which load_tokenizer turns into a UserError
+        return
+    table = only(UserError, lambda: token_bytes(tokenizer))
+    assert table is None or all(isinstance(piece, bytes) for piece in table.table)
+
+
+CONFIG = {"architectures": ["Qwen3ForCausalLM"], "num_attention_heads": 4, "num_hidden_layers": 2, "hidden_size": 32,
+          "intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 61, "rms_norm_eps": 1e-6,
+          "max_position_embeddings": 64, "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+          "high_freq_factor": 4.0, "original_max_position_embeddings": 32}}  # fmt: skip
+
+
+@fuzz
+@given(config=changed(CONFIG, list(CONFIG)))
+@example(config=CONFIG | {"num_attention_heads": 0, "head_dim": None})
+@example(config=CONFIG | {"architectures": {}})
+def test_model_configurations(config: dict[str, Any]) -> None:
+    only(UserError, lambda: parse_architecture(config))
+
+
+@fuzz
+@given(text=mutated(json.dumps({"iteration": 7, "files": {"common.pt": {"bytes": 1, "sha256": "a"}}}).encode()))
+@example(text=json.dumps({"iteration": 7, "files": {"../x": {"bytes": 1, "sha256": "a"}}}).encode())
+def test_manifests(tmp_path_factory: pytest.TempPathFactory, text: bytes) -> None:
+    directory = tmp_path_factory.getbasetemp()
+    (directory / MANIFEST).write_bytes(text)
+    files = only(ValueError, lambda: listed_files(directory, 7))
+    assert not files or not any("/" in name or name in (".", "..") for name in files)
+
+
+# ------------------------------------------------------------------------------------------------ configurations
+
+YAML = (QUICKSTART / "dcpo.yaml").read_bytes()
+
+
+@fuzz
+@given(text=mutated(YAML))
+@example(text=b"a: " + b"[" * 5000)
+@example(text=b"base: [1]\n" + YAML)
+@example(text=b"\xff" + YAML)
+@example(text=b'run_dir: "${run_dir}"\n')
+def test_yaml_configurations(tmp_path_factory: pytest.TempPathFactory, text: bytes) -> None:
+    path = tmp_path_factory.getbasetemp() / "config.yaml"
+    path.write_bytes(text)
+    only(UserError, lambda: load_config(path))
+
+
+GROUP = {"method": "dcpo", "options": {"lam": 0.5}, "responses": [
+    {"prompt_id": "p", "correct": right, "confidence": 0.5, "status": "ok", "n_reasoning": 2, "n_confidence": 1,
+     "old_logprobs": [-1.0, -1.0, -1.0], "logprobs": [-1.0, -1.0, -1.0]} for right in (0, 1)]}  # fmt: skip
+
+
+@fuzz
+@given(group=changed(GROUP, [*GROUP, *GROUP["responses"][0]]))  # type: ignore[dict-item]
+def test_groups_of_responses(group: Any) -> None:
+    if isinstance(group, dict):
+        only(UserError, lambda: worksheet.evaluate(group))
+
+
+def test_the_reader_of_metadata_is_not_the_one_that_runs_code() -> None:
+    """What the fuzzing relies on: a payload that would run does run where it is let."""
+    ran: list[int] = []
+
+    class Payload:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (exec, ("raise KeyError('ran')",))
+
+    with pytest.raises(KeyError, match="ran"):
+        pickle.load(io.BytesIO(pickle.dumps(Payload())))
+    assert not ran
