@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dcpo.cli import VERBS
+from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.runtime.text import printable
 
 
@@ -33,9 +34,15 @@ def run(args: argparse.Namespace) -> int:
 
     runs = report.find_runs(args.runs)
     against = published.load_published(args.against) if args.against else []
-    page = report.write_report(runs, args.out or Path(args.runs[0]) / "report.html", args.title, against)
-    numbers = report.comparison(runs)
-    beside = published.compare({one.name: one.evaluation for one in runs}, against)
+    try:
+        page = report.write_report(runs, args.out or Path(args.runs[0]) / "report.html", args.title, against)
+        numbers = report.comparison(runs)
+        beside = published.compare({one.name: one.evaluation for one in runs}, against)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"a file of {', '.join(args.runs)} is not what dcpo evaluate and dcpo train write "
+            f"({type(error).__name__}: {one_line(error, 200)}); --debug shows where"
+        ) from error
     if args.json:
         beside_runs = {"against": beside} if args.against else {}
         print(json.dumps(json_ready({"report": str(page), "runs": numbers, **beside_runs}), indent=1))

@@ -77,3 +77,21 @@ def test_global_style_is_untouched() -> None:
     before = dict(matplotlib.rcParams)
     diagrams.inline_svg(diagrams.confidence_histogram(some_bins()), "x")
     assert dict(matplotlib.rcParams) == before
+
+
+@pytest.mark.parametrize("name", ["$x^2$", r"a$\frac{$b", "$$", r"\$5 $", "$\x1b[31m\x00$", "$\\"])
+def test_names_are_no_mathematics(name: str, tmp_path: Path) -> None:
+    """matplotlib would typeset what stands between two dollar signs, or raise where it cannot."""
+    shown = name.replace("\x1b", "\\x1b").replace("\x00", "\\x00")
+    rows = [{"step": 1, "reward/accuracy": 0.5}, {"step": 2, "reward/accuracy": 0.6}]
+    for figure in (
+        diagrams.reliability_diagram(some_bins(), name, name),
+        diagrams.confidence_histogram(some_bins(), name),
+        diagrams.comparison_grid({name: some_bins(), "b": some_bins(1)}, {name: name}),
+        diagrams.coverage_figure({name: {"coverage": [0.5, 1.0], "accuracy": [1.0, 0.5]}}, name),
+        diagrams.training_curves({name: rows}),
+    ):
+        _, svg = diagrams.save(figure, tmp_path / "figure")
+        texts = ["".join(node.itertext()) for node in ElementTree.parse(svg).iter("{http://www.w3.org/2000/svg}text")]
+        assert shown in texts
+        diagrams.inline_svg(figure, name)

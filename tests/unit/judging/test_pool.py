@@ -9,9 +9,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from megatron_dcpo.judging.math import pool as pool_module
+from megatron_dcpo.judging.math import worker
 from megatron_dcpo.judging.math.pool import VerifierPool
 
 pytestmark = pytest.mark.slow
@@ -27,6 +30,10 @@ def pool() -> Iterator[VerifierPool]:
 
 def workers_of(pool: VerifierPool) -> list[int]:
     return [worker.process.pid for worker in pool._workers]
+
+
+def status_of(pool: VerifierPool) -> list[str]:
+    return Path(f"/proc/{workers_of(pool)[0]}/status").read_text().splitlines()
 
 
 def alive(pid: int) -> bool:
@@ -128,3 +135,53 @@ def test_workers_import_no_torch() -> None:
     script += "; e.equivalent('x+1','1+x')"
     script += "; assert 'math_verify' in sys.modules and 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize(
+    "answer", ["2^{99999999999}", "10^{10^{9}}", r"\binom{10000000}{5000000}", "(x+y)^{500}", "9" * 999]
+)
+def test_memory_of_a_worker_is_bounded(answer: str) -> None:
+    """Address space, so that even what is asked for and not used counts; and the next pair is judged as ever."""
+    pool = VerifierPool(workers=1, cpu_seconds=2.0, wall_seconds=20.0)
+    try:
+        assert pool.verify([("x+1", "1+x"), (answer, "5x+1"), ("x+2", "2+x")]) == [True, False, True]
+        status = dict(line.split(":", 1) for line in status_of(pool))
+        assert int(status["VmPeak"].split()[0]) << 10 <= worker.MEMORY_BYTES
+    finally:
+        pool.close()
+
+
+def test_a_worker_that_has_used_up_its_memory_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It judges its pair, says that it was the last one, and ends; no other pair pays for it."""
+    full = "from megatron_dcpo.judging.math import worker as w; w._resident_bytes = lambda: w.MEMORY_BYTES; w.main()"
+    start = subprocess.Popen
+    monkeypatch.setattr(
+        pool_module.subprocess,
+        "Popen",
+        lambda command, **options: start([command[0], "-c", full, *command[3:]], **options),
+    )
+    pool = VerifierPool(workers=1, cpu_seconds=5.0, wall_seconds=60.0)
+    try:
+        assert pool.verify([("x+1", "1+x"), ("x+2", "5x"), ("x+3", "3+x")]) == [True, False, True]
+        assert pool.statistics.replaced == 3
+        assert workers_of(pool) == []
+    finally:
+        pool.close()
+
+
+def test_the_verdicts_that_are_kept_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "CACHE_CHARACTERS", 5000)
+    pool = VerifierPool(workers=1)
+    for number in range(100):
+        pool._record((f"{number}" + "x" * 900, "y"), False, {})
+    assert 4 <= len(pool._cache) <= 6
+    assert pool._cached_characters == sum(len(answer) + len(key) for answer, key in pool._cache) <= 5000
+    pool._record(("x" * 9000, "y"), True, verdicts := {})
+    assert (verdicts, pool._cache, pool._cached_characters) == ({("x" * 9000, "y"): True}, {}, 0)
+
+
+@pytest.mark.parametrize("pair", [("5x", "y" * 10**6), ("y" * 10**6, "5x"), ("y" * 10**6, "z" * 10**6)])
+def test_long_answers_and_keys_are_wrong_without_a_process(pool: VerifierPool, pair: tuple[str, str]) -> None:
+    assert pool.verify([pair]) == [False]
+    assert pool.verify([(pair[0], pair[0])]) == [True]
+    assert workers_of(pool) == []
