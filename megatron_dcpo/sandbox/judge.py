@@ -16,11 +16,11 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.sandbox.guest.rpc import EXIT_SANDBOX
+from megatron_dcpo.sandbox import cgroup
 from megatron_dcpo.sandbox.local import (
     CodeLimits,
     Ending,
@@ -31,8 +31,9 @@ from megatron_dcpo.sandbox.local import (
     choose,
     end_of_run,
     in_memory,
-    receive,
+    last_line,
     remaining,
+    running_tests,
     start_run,
 )
 from megatron_dcpo.sandbox.remote import RemoteSession
@@ -141,6 +142,10 @@ class SandboxSession:
     def __init__(self, level: Level, limits: CodeLimits) -> None:
         self.level, self.limits = level, limits
         self.servers: dict[Role, Server] = {}
+        # Files in memory count for the group of the process that writes them.
+        memory = limits.memory_mb + limits.scratch_mb + 2 * limits.output_mb
+        where = None if level == "unsafe" else cgroup.place()
+        self.groups = cgroup.ControlGroups(cgroup.limits_of(memory << 20, limits.processes), where)
         self.replaced = 0
 
     def __enter__(self) -> SandboxSession:
@@ -156,75 +161,75 @@ class SandboxSession:
         self.servers = {}
 
     def judge(self, program: str, tests: dict[str, Any]) -> CodeVerdict:
-        """The verdict on ``program``; judged again, in a new sandbox, when the sandbox died."""
-        problem = ""
-        for _ in range(ATTEMPTS):
+        """The verdict on ``program``; judged again, in a new sandbox, when the sandbox died, within the program's
+        whole time."""
+        judge = self._by_output if tests["kind"] == "stdin" else self._by_calls
+        deadline = time.monotonic() + self.limits.program_seconds
+        for attempt in range(1, ATTEMPTS + 1):
             try:
-                if tests["kind"] == "stdin":
-                    return self._by_output(program, tests)
-                return self._by_calls(program, tests)
+                return judge(program, tests, deadline)
             except SandboxDied as error:
-                problem = str(error)
                 self.replaced += 1
                 self.discard()
-        return CodeVerdict(0, "runtime_error", f"the sandbox died {ATTEMPTS} times: {problem}")
+                if attempt == ATTEMPTS or not remaining(deadline):
+                    return CodeVerdict(0, "runtime_error", f"the sandbox died, attempt {attempt}: {error}")
+        raise AssertionError("unreachable")
 
     def server(self, role: Role) -> Server:
         if role not in self.servers or not self.servers[role].alive():
             self.servers[role] = Server(self.level, role)
         return self.servers[role]
 
-    def _by_output(self, program: str, tests: dict[str, Any]) -> CodeVerdict:
-        deadline = time.monotonic() + self.limits.program_seconds
+    def _by_output(self, program: str, tests: dict[str, Any], deadline: float) -> CodeVerdict:
         with in_memory(_job(program, tests)) as task, self.server("program").spawn(self.limits, task) as channel:
             for place, (given, expected) in enumerate(tests["cases"], start=1):
                 wall = min(self.limits.test_seconds, remaining(deadline))
                 with in_memory(given.encode(errors="surrogatepass")) as stdin, in_memory() as out, in_memory() as err:
-                    start_run(channel, wall, stdin, out, err)
-                    category, detail = self._category(end_of_run(channel, wall), out, err)
+                    with self.groups.group() as group:
+                        start_run(channel, wall, stdin, out, err, group=group.entry)
+                        category, detail = self._category(end_of_run(channel, wall), out, err, group.exceeded())
                     if category == "passed":
-                        output = _content(out, self.limits.output_mb << 20).decode(errors="replace")
+                        output = os.pread(out, self.limits.output_mb << 20, 0)
                         if not same_output(output, expected, tests["atol"]):
                             category, detail = "wrong", "another output than expected"
                 if category != "passed":
                     return CodeVerdict(0, category, f"case {place}: {detail}")
         return CodeVerdict(1, "passed")
 
-    def _by_calls(self, program: str, tests: dict[str, Any]) -> CodeVerdict:
-        total = self.limits.program_seconds
+    def _by_calls(self, program: str, tests: dict[str, Any], deadline: float) -> CodeVerdict:
+        limits = replace(self.limits, program_seconds=max(0.001, remaining(deadline)))
         with ExitStack() as stack:
             checker_end, program_end = socket.socketpair()
             stack.callback(program_end.close)
             stack.callback(checker_end.close)
             task = stack.enter_context(in_memory(_job(program, tests)))
-            checks = stack.enter_context(in_memory(json.dumps(tests).encode()))
             empty, out, err = (stack.enter_context(in_memory()) for _ in range(3))
-            channel = stack.enter_context(self.server("program").spawn(self.limits, task))
-            start_run(channel, total, empty, out, err, program_end.fileno())
-            verdicts = stack.enter_context(self.server("checker").spawn(self.limits, checks, checker_end.fileno()))
+            group = stack.enter_context(self.groups.group())
+            channel = stack.enter_context(self.server("program").spawn(limits, task))
+            start_run(channel, limits.program_seconds, empty, out, err, program_end.fileno(), group=group.entry)
+            checker = self.server("checker")
+            verdict = stack.enter_context(running_tests(checker, limits, tests, checker_end.fileno()))
             program_end.close()
             checker_end.close()
-            try:
-                report = receive(verdicts, total + 2.0)
-            except TimeoutError:
-                return CodeVerdict(0, "timeout", f"the tests took more than {total:g} s")
-            if "failed" in report:
-                raise SandboxDied(report["failed"])
+            report = verdict()
             if report["category"] != "gone":
                 return CodeVerdict(int(report["category"] == "passed"), report["category"], report["detail"])
-            category, detail = self._category(end_of_run(channel, 2.0), out, err)
+            try:
+                ending = end_of_run(channel, 2.0, grace=0.0)
+            except TimeoutError:
+                return CodeVerdict(0, "runtime_error", "the program closed the pipe of its tests")
+            category, detail = self._category(ending, out, err, group.exceeded())
             if category == "passed":
                 category, detail = "runtime_error", "the program ended before its tests were done"
             return CodeVerdict(0, category, detail)
 
-    def _category(self, ending: Ending, out: int, err: int) -> tuple[Category, str]:
-        """The category of an ended process; ``passed`` when it ended by itself, with status 0 and within its limits."""
-        complaint = _last_line(err)
-        if ending.code == EXIT_SANDBOX and complaint.startswith("sandbox: "):
-            raise SandboxDied(complaint)
+    def _category(self, ending: Ending, out: int, err: int, exceeded: bool) -> tuple[Category, str]:
+        """The category of an ended process; ``passed`` when it ended by itself, with status 0 and within its limits.
+        ``exceeded``: its control group ran out of memory."""
+        complaint = last_line(err)
         if ending.reason == "wall":
             return "timeout", "out of time"
-        if ending.reason == "memory":
+        if ending.reason == "memory" or exceeded:
             return "memory", f"all processes together over {self.limits.memory_mb} MB"
         if os.fstat(out).st_size >= self.limits.output_mb << 20:
             return "output_limit", f"over {self.limits.output_mb} MB of output"
@@ -239,18 +244,3 @@ class SandboxSession:
 
 def _job(program: str, tests: Mapping[str, Any]) -> bytes:
     return json.dumps({"program": program, "setup": tests["setup"]}).encode()
-
-
-def _content(descriptor: int, limit: int) -> bytes:
-    chunks = []
-    at = 0
-    while at < limit and (chunk := os.pread(descriptor, min(1 << 20, limit - at), at)):
-        chunks.append(chunk)
-        at += len(chunk)
-    return b"".join(chunks)
-
-
-def _last_line(descriptor: int) -> str:
-    size = os.fstat(descriptor).st_size
-    lines = os.pread(descriptor, 2000, max(0, size - 2000)).decode(errors="replace").strip().splitlines()
-    return lines[-1][:300] if lines else ""

@@ -14,11 +14,13 @@ import json
 import os
 import select
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import util
 from pathlib import Path
@@ -36,7 +38,7 @@ _MODULES = (
     "fractions functools hashlib heapq io itertools json math numbers operator os pprint queue random re statistics "
     "string struct sys textwrap threading time traceback types typing"
 )
-_SOURCES = ("rpc", "isolation", "program", "test_runner", "fork_server")
+_SOURCES = ("rpc", "isolation", "seccomp", "program", "test_runner", "fork_server")
 _START_SECONDS = 60.0
 _GRACE_SECONDS = 5.0  # beyond a wall time that the supervisor keeps itself
 
@@ -49,6 +51,20 @@ for name, source in order["sources"].items():
     sys.modules[module.__name__] = module
     setattr(sys.modules["megatron_dcpo.sandbox.guest"], name, module)
     exec(compile(source, name + ".py", "exec"), module.__dict__)
+"""
+# The start-up test: what every level refuses.
+_PROBE = """
+import os, socket
+refused = 0
+for attempt in (
+    lambda: os.listdir("/root") + os.listdir("/home"),
+    lambda: socket.socket(),
+    lambda: os.chmod("/usr/lib", 0o755),
+    lambda: os.truncate("/usr/lib/none", 0),
+):
+    try: attempt()
+    except OSError: refused += 1
+print("refused", refused)
 """
 _BOOT = f"""
 import json, sys, types, socket
@@ -188,23 +204,61 @@ def receive(channel: socket.socket, seconds: float) -> Any:
     return json.loads(data)
 
 
-def start_run(channel: socket.socket, wall: float, *pipes: int) -> None:
-    """Start the program of a channel once, with stdin, stdout, stderr and perhaps the pipe of the tests."""
+def start_run(channel: socket.socket, wall: float, *pipes: int, group: int | None = None) -> None:
+    """Start the task of a channel once, with stdin, stdout, stderr and perhaps the pipe between program and tests.
+    ``group``: the open ``cgroup.procs`` of the control group that it enters."""
+    message = {"wall": wall, "group": group is not None}
     try:
-        socket.send_fds(channel, [json.dumps({"wall": wall}).encode()], list(pipes))
+        socket.send_fds(channel, [json.dumps(message).encode()], [*pipes, *([] if group is None else [group])])
     except OSError as error:
         raise SandboxDied(str(error)) from None
 
 
-def end_of_run(channel: socket.socket, seconds: float) -> Ending:
-    """Wait for the end of the run that was started. Raises SandboxDied."""
+def end_of_run(channel: socket.socket, seconds: float, grace: float = _GRACE_SECONDS) -> Ending:
+    """Wait for the end of the run that was started. Raises SandboxDied; without ``grace``, TimeoutError."""
     try:
-        message = receive(channel, seconds + _GRACE_SECONDS)
+        message = receive(channel, seconds + grace)
     except TimeoutError:
+        if not grace:
+            raise
         raise SandboxDied("the supervisor does not answer") from None
     if "failed" in message:
         raise SandboxDied(message["failed"])
     return Ending(message["code"], message["reason"], message["cpu"])
+
+
+@contextlib.contextmanager
+def running_tests(server: Server, limits: CodeLimits, tests: dict[str, Any], pipe: int) -> Iterator[Callable[[], dict[str, Any]]]:
+    """Start the tests of a program that answers on ``pipe``, in a process of ``server``, whose role is ``checker``.
+    The function that waits for their verdict: ``category``, ``detail``; it raises SandboxDied."""
+    with contextlib.ExitStack() as stack:
+        task = stack.enter_context(in_memory(json.dumps(tests).encode()))
+        empty, verdict, complaints = (stack.enter_context(in_memory()) for _ in range(3))
+        channel = stack.enter_context(server.spawn(limits, task))
+        start_run(channel, limits.program_seconds, empty, verdict, complaints, pipe)
+
+        def wait() -> dict[str, Any]:
+            ending = end_of_run(channel, limits.program_seconds)
+            if ending.reason == "wall":
+                return {"category": "timeout", "detail": f"the tests took more than {limits.program_seconds:g} s"}
+            if ending.code in (-signal.SIGPROF, -signal.SIGXCPU):
+                detail = f"the tests worked more than {limits.test_seconds:g} s on what the program returned"
+                return {"category": "timeout", "detail": detail}
+            if ending.code == -signal.SIGKILL:
+                raise SandboxDied("the process of the tests was killed")
+            if ending.code:
+                return {"category": "wrong", "detail": f"the tests ended with {ending.code}: {last_line(complaints)}"}
+            report: dict[str, Any] = json.loads(os.pread(verdict, 1 << 16, 0))
+            return report
+
+        yield wait
+
+
+def last_line(descriptor: int) -> str:
+    """The last line of a file, at most 300 characters."""
+    size = os.fstat(descriptor).st_size
+    lines = os.pread(descriptor, 2000, max(0, size - 2000)).decode(errors="replace").strip().splitlines()
+    return lines[-1][:300] if lines else ""
 
 
 def choose(sandbox: str) -> Level:
@@ -237,13 +291,12 @@ def problem_of(level: Level) -> str:
     """Why ``level`` does not work on this machine, in words; empty when it does: a program was run and confined."""
     if level == "bubblewrap" and shutil.which("bwrap") is None:
         return "bwrap is not installed (apt-get install bubblewrap)"
-    program = "import os\ntry:\n    print(os.listdir('/root') + os.listdir('/home'))\nexcept OSError: print('closed')"
     try:
         server = Server(level)
     except (SandboxDied, OSError) as error:
         return str(error)
     try:
-        job = json.dumps({"program": program}).encode()
+        job = json.dumps({"program": _PROBE}).encode()
         with in_memory(job) as task, in_memory() as empty, in_memory() as out, in_memory() as err:
             channel = server.spawn(CodeLimits(), task)
             with channel:
@@ -251,7 +304,7 @@ def problem_of(level: Level) -> str:
                 ending = end_of_run(channel, 20.0)
             printed = os.pread(out, 100, 0).decode(errors="replace").strip()
             complaint = os.pread(err, 1000, 0).decode(errors="replace").strip()
-            if ending.code or printed != "closed":
+            if ending.code or printed != "refused 4":
                 ended = f"the test program ended with {ending.code}: {printed}"
                 return complaint.splitlines()[-1] if complaint else ended
             return ""
@@ -294,6 +347,9 @@ def _popen(level: Level, control: socket.socket, boot: socket.socket) -> subproc
 import os
 os.dup2({control.fileno()}, 503); os.dup2({boot.fileno()}, 504)
 os.dup2(503, 3); os.dup2(504, 4); os.closerange(5, 600)
+try:
+    with open("/proc/self/oom_score_adj", "w") as stream: stream.write("1000")
+except OSError: pass
 os.execve({interpreter[0]!r}, {interpreter!r}, {environment!r})
 """
     return subprocess.Popen(

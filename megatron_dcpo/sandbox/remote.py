@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,8 @@ from megatron_dcpo.sandbox.local import (
     SandboxDied,
     Server,
     choose,
-    in_memory,
-    receive,
     remaining,
+    running_tests,
 )
 from megatron_dcpo.sandbox.tests import EXITS, Category, CodeVerdict, same_output
 
@@ -91,7 +91,7 @@ class RemoteSession:
             if not left:
                 return CodeVerdict(0, "timeout", f"case {place}: out of time")
             category, detail, output = self._run(code, given, left)
-            if category == "passed" and not same_output(output, expected, tests["atol"]):
+            if category == "passed" and not same_output(output.encode(errors="replace"), expected, tests["atol"]):
                 category, detail = "wrong", "another output than expected"
             if category != "passed":
                 return CodeVerdict(0, category, f"case {place}: {detail}")
@@ -104,24 +104,18 @@ class RemoteSession:
         with ExitStack() as stack:
             checker_end, program_end = socket.socketpair()
             stack.callback(program_end.close)
-            checks = stack.enter_context(in_memory(json.dumps(tests).encode()))
             # The service starts an interpreter per batch; the tests' patience covers that.
-            patient = CodeLimits(**{**vars(self.limits), "test_seconds": self.limits.program_seconds})
-            verdicts = stack.enter_context(self.checker.spawn(patient, checks, checker_end.fileno()))
+            patient = replace(self.limits, test_seconds=total, program_seconds=total + _HTTP_SECONDS)
+            verdict = stack.enter_context(running_tests(self.checker, patient, tests, checker_end.fileno()))
             checker_end.close()
             remote_program = _RemoteProgram(self, program_end, {"program": program, "setup": tests["setup"]})
             thread = threading.Thread(target=remote_program.answer, daemon=True)
             thread.start()
-            try:
-                report = receive(verdicts, total + _HTTP_SECONDS)
-            except TimeoutError:
-                report = {"category": "timeout", "detail": f"the tests took more than {total:g} s"}
+            report = verdict()
             program_end.shutdown(socket.SHUT_RDWR)
             thread.join()
         if remote_program.error is not None:
             raise remote_program.error
-        if "failed" in report:
-            raise SandboxDied(report["failed"])
         if report["category"] == "gone":
             category = "runtime_error" if remote_program.category == "passed" else remote_program.category
             return CodeVerdict(0, category, remote_program.detail or "the program ended before its tests were done")

@@ -7,14 +7,17 @@ does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
+from itertools import zip_longest
 from typing import Any, Literal, get_args
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.sandbox.guest.rpc import CATEGORY_OF_EXIT, Encoder, Unsendable
 
+_WORD = re.compile(r"\S+")
 KINDS = ("stdin", "check", "asserts", "function")
 
 
@@ -67,8 +70,8 @@ def check_syntax(tests: Mapping[str, Any], where: str = "tests") -> None:
     for name in ("setup", "code"):
         try:
             compile(tests.get(name) or "", f"<{name}>", "exec")
-        except (SyntaxError, ValueError) as error:
-            raise UserError(f"{where}: {name} is not Python: {error}") from None
+        except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+            raise UserError(f"{where}: {name} is not Python: {error or type(error).__name__}") from None
 
 
 def _function_cases(cases: list[Mapping[str, Any]], where: str) -> dict[str, Any]:
@@ -117,36 +120,51 @@ def _atol(tests: Mapping[str, Any], where: str) -> float:
     value = tests.get("atol") or 0.0
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
         raise UserError(f"{where}: atol {value!r} is not a tolerance; want a number, 0 or more")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise UserError(f"{where}: atol is not a tolerance: too large for a number") from None
 
 
-def same_output(output: str, expected: str, atol: float = 0.0) -> bool:
+def same_output(output: bytes, expected: str, atol: float = 0.0) -> bool:
     """Lines are compared without white space at their ends, and without empty lines at the end of the text.
 
     A line that differs as text is right when both split into the same number of numerals that are pairwise equal as
     exact decimals (``1.50`` is ``1.5``, ``1e3`` is ``1000``), or within ``atol``, absolute or relative, where the
-    tests state one.
+    tests state one. Reads line by line and numeral by numeral, until the first that differs: beside ``output`` itself
+    it needs the memory of its longest line.
     """
-    lines, expected_lines = _lines(output), _lines(expected)
-    if len(lines) != len(expected_lines):
-        return False
-    pairs = zip(lines, expected_lines, strict=True)
-    return all(line == goal or _same_numbers(line, goal, atol) for line, goal in pairs)
+    lines = _lines(output)
+    for goal in expected.rstrip().split("\n"):
+        line = next(lines, None)
+        if line is None or not (line == goal.strip() or _same_numbers(line, goal, atol)):
+            return False
+    return not any(lines)
 
 
-def _lines(text: str) -> list[str]:
-    return [line.strip() for line in text.rstrip().split("\n")]
+def _lines(output: bytes) -> Iterator[str]:
+    at = 0
+    while at <= len(output):
+        end = output.find(b"\n", at)
+        end = len(output) if end < 0 else end
+        yield output[at:end].decode(errors="replace").strip()
+        at = end + 1
 
 
 def _same_numbers(line: str, expected: str, atol: float) -> bool:
-    tokens, goals = line.split(), expected.split()
-    if len(tokens) != len(goals) or not goals:
-        return False
+    pairs = zip_longest(_WORD.finditer(line), _WORD.finditer(expected))
     try:
-        pairs = [(Decimal(token), Decimal(goal)) for token, goal in zip(tokens, goals, strict=True)]
-        return all(_close(value, goal, atol) for value, goal in pairs)
+        return bool(expected.strip()) and all(
+            word is not None and goal is not None and _close(_number(word[0]), _number(goal[0]), atol)
+            for word, goal in pairs
+        )
     except (InvalidOperation, ValueError, OverflowError):
         return False
+
+
+def _number(word: str) -> Decimal:
+    """Raises InvalidOperation for anything but a numeral. ``1_000`` is Python's way to write one, not an output's."""
+    return Decimal("" if "_" in word else word)
 
 
 def _close(value: Decimal, goal: Decimal, atol: float) -> bool:

@@ -273,7 +273,7 @@ def test_tests_that_are_no_python() -> None:
     ],
 )  # fmt: skip
 def test_output(output: str, expected: str, atol: float, same: bool) -> None:
-    assert same_output(output, expected, atol) is same
+    assert same_output(output.encode(), expected, atol) is same
 
 
 def test_bad_limits() -> None:

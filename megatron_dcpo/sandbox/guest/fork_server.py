@@ -1,9 +1,9 @@
-"""The warm server of a sandbox: it holds an interpreter with the usual modules loaded and forks one process per program.
+"""The warm server of a sandbox: it holds an interpreter with the usual modules loaded and forks one process per task.
 
-Level ``bubblewrap``: the server is inside bubblewrap already; each program gets user, pid, mount and IPC namespaces of
-its own within. The first process of the pid namespace (the supervisor, which the program can neither trace, read nor
-signal) starts the program once per test and kills everything in the namespace after each. Level ``landlock``: the
-program's process may start no other and reach no other. Level ``unsafe``: limits only.
+A task is a program, or the tests of one (a server of role ``checker``). Its supervisor, which it can neither trace, read
+nor signal, runs it once per message. Level ``bubblewrap``: the server is inside bubblewrap already; each program gets
+user, pid, mount and IPC namespaces of its own within, and everything in them is killed after each run. Level
+``landlock``, and tests on every level: the process may start no other and reach no other. Level ``unsafe``: limits only.
 
 The server and the supervisor hold no expected values: what is forked from them has a copy of their memory.
 """
@@ -22,7 +22,7 @@ import sys
 import time
 from typing import Any
 
-from megatron_dcpo.sandbox.guest import isolation, rpc
+from megatron_dcpo.sandbox.guest import isolation, seccomp
 from megatron_dcpo.sandbox.guest.program import run_program
 
 CONTROL = 3  # the descriptor of the pipe to the judge
@@ -32,7 +32,7 @@ MAX_FILES = 64
 
 def serve(settings: dict[str, Any]) -> None:
     """Fork for every message until the judge is gone."""
-    settings["shared"] = _places(settings)
+    settings["shared"], settings["server"] = _places(settings), os.getpid()
     _become_ordinary(settings)
     for name in settings["modules"]:
         with contextlib.suppress(ImportError):
@@ -58,66 +58,72 @@ def _child(limits: dict[str, Any], pipes: list[int], settings: dict[str, Any]) -
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.close(CONTROL)
         os.setsid()
-        isolation.die_with_parent()
-        if settings["role"] == "checker":
-            from megatron_dcpo.sandbox.guest.test_runner import run_checks
-
-            run_checks(pipes[0], pipes[1], pipes[2], limits)
-        elif settings["level"] == "bubblewrap":
+        isolation.die_with_parent(settings["server"])
+        if settings["level"] == "bubblewrap" and settings["role"] == "program":
             _in_namespaces(pipes, limits, settings)
         else:
-            _supervise(pipes, limits, settings)
+            _supervise(pipes, limits, settings, None)
     except BaseException as error:
-        message = {"failed": f"{type(error).__name__}: {error}"}
         with contextlib.suppress(OSError):
-            socket.socket(fileno=pipes[0]).send(json.dumps(message).encode())
+            _answer(socket.socket(fileno=pipes[0]), {"failed": f"{type(error).__name__}: {error}"})
     finally:
         os._exit(0)
 
 
 def _in_namespaces(pipes: list[int], limits: dict[str, Any], settings: dict[str, Any]) -> None:
     isolation.map_own_user()
+    parent = os.getpid()
     first = os.fork()
     if first:
         for pipe in pipes:
             os.close(pipe)
         os.waitpid(first, 0)
         return
-    isolation.die_with_parent()
+    isolation.die_with_parent(0)  # which this namespace does not show
     isolation.set_dumpable(False)
-    isolation.private_mounts(limits["scratch_bytes"])
+    processes = isolation.private_mounts(limits["scratch_bytes"])
     os.chdir("/tmp")
-    _supervise(pipes, limits, settings)
+    _supervise(pipes, limits, settings, processes)
 
 
-def _supervise(pipes: list[int], limits: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Run the program once per message ``{"wall": seconds}`` with its descriptors; answer how it ended."""
+def _supervise(pipes: list[int], limits: dict[str, Any], settings: dict[str, Any], processes: int | None) -> None:
+    """Run the task once per message ``{"wall": seconds}`` with its descriptors; answer how it ended.
+
+    ``processes``: the /proc of a namespace in which this process is the first; None where the task is one process.
+    """
     channel = socket.socket(fileno=pipes[0])
     with open(pipes[1], "rb") as stream:
-        job = json.loads(stream.read())
-    base = _resident("self")
+        task = stream.read()
     while True:
-        message, given, _, _ = socket.recv_fds(channel, 65536, 4)
-        if not message:
+        data, given, _, _ = socket.recv_fds(channel, 65536, 6)
+        if not data:
             return
-        wall = float(json.loads(message)["wall"])
+        message = json.loads(data)
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        parent = os.getpid()
+        failures, failed = os.pipe()
         child = os.fork()
         if child == 0:
-            _program(job, given, limits, settings)
-        for pipe in given:
+            _run(task, given, failed, message.get("group", False), parent, limits, settings)
+        for pipe in (*given, failed):
             os.close(pipe)
-        ending = _watch(child, channel, wall, limits["memory_bytes"], base, settings)
+        ending = _watch(child, channel, float(message["wall"]), limits["memory_bytes"], processes)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         ending["cpu"] = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        channel.send(json.dumps(ending).encode())
+        if failure := os.read(failures, 1000):
+            ending = {"failed": failure.decode(errors="replace")}
+        os.close(failures)
+        _answer(channel, ending)
+
+
+def _answer(channel: socket.socket, ending: dict[str, Any]) -> None:
+    channel.send(json.dumps(ending).encode())
 
 
 def _watch(
-    child: int, channel: socket.socket, wall: float, memory: int, base: int, settings: dict[str, Any]
+    child: int, channel: socket.socket, wall: float, memory: int, processes: int | None
 ) -> dict[str, Any]:
     """Wait for the end of ``child``, for its time, for too much memory, or for the judge to lose interest."""
-    alone = settings["level"] != "bubblewrap"
     handle = os.pidfd_open(child)
     poll = select.poll()
     poll.register(handle, select.POLLIN)
@@ -134,10 +140,10 @@ def _watch(
             break
         if events:
             reason = "cancelled"
-        elif not alone and _resident_of_all(base) > memory:
+        elif processes is not None and _memory_of_all(processes, memory) > memory:
             reason = "memory"
     os.close(handle)
-    if alone:
+    if processes is None:
         os.kill(child, signal.SIGKILL)
     else:
         with contextlib.suppress(ProcessLookupError):
@@ -155,63 +161,106 @@ def _reap() -> None:
         pass
 
 
-def _resident(process: str) -> int:
+def _memory_of_all(processes: int, limit: int) -> int:
+    """Bytes in memory of the namespace's processes but the first. Where the plain sum passes ``limit``, pages that
+    several processes share count once (their proportional size; a process that hides it counts whole)."""
+    names = [name for name in os.listdir(processes) if name.isdigit() and name != "1"]
+    total = sum(_resident(processes, name) for name in names)
+    return total if total <= limit else sum(_proportional(processes, name) for name in names)
+
+
+def _resident(processes: int, name: str) -> int:
     try:
-        with open(f"/proc/{process}/statm", "rb") as stream:
-            return int(stream.read().split()[1]) * resource.getpagesize()
+        return int(_read(processes, f"{name}/statm").split()[1]) * resource.getpagesize()
     except (OSError, IndexError, ValueError):
         return 0
 
 
-def _resident_of_all(base: int) -> int:
-    """Bytes in memory of the namespace's processes, without what each shares with the supervisor."""
-    return sum(max(0, _resident(name) - base) for name in os.listdir("/proc") if name.isdigit() and name != "1")
+def _proportional(processes: int, name: str) -> int:
+    try:
+        lines = _read(processes, f"{name}/smaps_rollup").splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(b"Pss:"))
+    except (OSError, StopIteration, IndexError, ValueError):
+        return _resident(processes, name)
 
 
-def _program(job: dict[str, Any], given: list[int], limits: dict[str, Any], settings: dict[str, Any]) -> None:
-    """The program's own process: put its descriptors in place, give everything up, run."""
+def _read(folder: int, name: str) -> bytes:
+    descriptor = os.open(name, os.O_RDONLY, dir_fd=folder)
+    try:
+        return os.read(descriptor, 4096)
+    finally:
+        os.close(descriptor)
+
+
+def _run(
+    task: bytes,
+    given: list[int],
+    failed: int,
+    grouped: bool,
+    parent: int,
+    limits: dict[str, Any],
+    settings: dict[str, Any],
+) -> None:
+    """The program's, or the tests', own process: put its descriptors in place, give everything up, run."""
+    checker = settings["role"] == "checker"
     try:
         if settings["level"] == "bubblewrap":
             isolation.set_dumpable(True)
-        isolation.die_with_parent()
+        isolation.die_with_parent(parent)
         os.setsid()
-        keep = _arrange(given, settings)
+        if grouped:
+            os.write(given.pop(), b"0")
+        failed = _arrange(given, failed, settings)
         _limit(limits, settings)
         isolation.no_new_privileges()
-        if settings["level"] == "bubblewrap":
-            isolation.drop_capabilities()
-        if settings["level"] == "landlock":
-            isolation.landlock(settings["shared"]["readable"], settings["shared"]["listable"], ["/dev/null"])
-        if settings["level"] != "unsafe" and isolation.seccomp_supported():
-            isolation.seccomp(alone=settings["level"] == "landlock")
-        for name, value in (("PATH", "/usr/bin:/bin"), ("HOME", "/tmp"), ("LANG", "C.UTF-8")):
-            os.environ[name] = value
+        _confine(alone=checker or settings["level"] != "bubblewrap", settings=settings)
+        os.environ.update(PATH="/usr/bin:/bin", HOME="/tmp", LANG="C.UTF-8")
+        os.close(failed)
     except BaseException as error:
-        os.write(2, f"sandbox: {type(error).__name__}: {error}\n".encode())
-        os._exit(rpc.EXIT_SANDBOX)
-    run_program(job, calls=3 if keep else None, message_bytes=limits["output_bytes"])
+        os.write(failed, f"{type(error).__name__}: {error}".encode()[:1000] or b"unknown")
+        os._exit(1)
+    if checker:
+        from megatron_dcpo.sandbox.guest.test_runner import run_checks
+
+        run_checks(task, limits)
+    run_program(json.loads(task), calls=3 if len(given) > 3 else None, message_bytes=limits["output_bytes"])
 
 
-def _arrange(given: list[int], settings: dict[str, Any]) -> bool:
-    """stdin, stdout, stderr and the pipe of the tests become 0 to 3; everything else is closed."""
-    high = [os.dup2(pipe, 500 + place) for place, pipe in enumerate(given)]
-    for place, pipe in enumerate(high):
+def _confine(alone: bool, settings: dict[str, Any]) -> None:
+    """Give up capabilities, files, and system calls, for good."""
+    if settings["level"] == "unsafe":
+        return
+    if not seccomp.supported():
+        raise OSError(f"the system calls of {os.uname().machine} are not known: want x86_64 or aarch64")
+    truncates = True
+    if settings["level"] == "bubblewrap":
+        isolation.drop_capabilities()
+    else:
+        isolation.landlock(settings["shared"]["readable"], settings["shared"]["listable"], ["/dev/null"])
+        truncates = isolation.landlock_abi() >= isolation.ABI_OF_TRUNCATE
+    seccomp.confine(alone, truncates)
+
+
+def _arrange(given: list[int], failed: int, settings: dict[str, Any]) -> int:
+    """stdin, stdout, stderr and the pipe of the tests become 0 to 3; everything else is closed, but the descriptor
+    that is returned: ``failed`` under its new number."""
+    high = [os.dup2(pipe, 500 + place) for place, pipe in enumerate([*given, failed])]
+    for place, pipe in enumerate(high[:-1]):
         os.dup2(pipe, place)
-    kept = sorted(settings["shared"]["descriptors"])
     start = len(given)
-    for pipe in kept:
+    for pipe in sorted([high[-1], *settings["shared"]["descriptors"]]):
         os.closerange(start, pipe)
         start = pipe + 1
     os.closerange(start, 1024)
-    return len(given) > 3
+    return high[-1]
 
 
 def _limit(limits: dict[str, Any], settings: dict[str, Any]) -> None:
     cpu = int(limits["cpu_seconds"])
     isolation.limit(resource.RLIMIT_CPU, cpu, cpu + 1)
-    isolation.limit(resource.RLIMIT_AS, limits["memory_bytes"])
+    isolation.limit(resource.RLIMIT_AS, limits["checker_bytes" if settings["role"] == "checker" else "memory_bytes"])
     isolation.limit(resource.RLIMIT_FSIZE, limits["output_bytes"])
-    isolation.limit(resource.RLIMIT_CORE, 0)
+    isolation.limit(resource.RLIMIT_CORE, 1)  # 0 would still start a program that core_pattern names
     isolation.limit(resource.RLIMIT_NOFILE, MAX_FILES + 16 * len(settings["shared"]["descriptors"]))
     isolation.limit(resource.RLIMIT_MEMLOCK, 0)
     isolation.limit(resource.RLIMIT_MSGQUEUE, 0)
@@ -233,12 +282,23 @@ def _places(settings: dict[str, Any]) -> dict[str, Any]:
     if os.geteuid() == 0:
         sys.path[:] = [f"/proc/self/fd/{opened[name]}" for name in sys.path if name in opened]
         sys.path_importer_cache.clear()
+        for package in list(sys.modules.values()):  # such as encodings, which looks for codecs later
+            if isinstance(places := getattr(package, "__path__", None), list):
+                places[:] = [_through(opened, place) for place in places]
     return {
         "descriptors": list(opened.values()),
         "readable": [opened[name] for name in settings["readable"] if name in opened],
         "listable": [opened[name] for name in settings["listable"] if name in opened],
         "processes": _own_processes(),
     }
+
+
+def _through(opened: dict[str, int], place: str) -> str:
+    """``place`` by way of the open directory that holds it."""
+    for name, descriptor in opened.items():
+        if place.startswith(f"{name}/"):
+            return f"/proc/self/fd/{descriptor}{place.removeprefix(name)}"
+    return place
 
 
 def _own_processes() -> int:

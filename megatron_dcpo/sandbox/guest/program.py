@@ -115,7 +115,7 @@ def _end(code: int) -> None:
         code = _exit_code(end)
     except BaseException as error:
         code = code or category_code(error)
-    for stream in {id(stream): stream for stream in (sys.stdout, sys.__stdout__)}.values():
+    for stream in {id(stream): stream for stream in (sys.stdout, sys.__stdout__, sys.stderr)}.values():
         try:
             if stream is not None:
                 stream.flush()

@@ -12,24 +12,26 @@ import decimal
 import fractions
 import json
 import os
+import re
 import select
 import struct
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 # Exit statuses of a program's process that say more than "an exception", and what they say.
 EXIT_MEMORY, EXIT_FORBIDDEN, EXIT_OUTPUT = 96, 97, 98
-EXIT_SANDBOX = 125  # the sandbox, not the program, failed: the last line of stderr says why
 CATEGORY_OF_EXIT = {EXIT_MEMORY: "memory", EXIT_FORBIDDEN: "forbidden", EXIT_OUTPUT: "output_limit"}
 
 MAX_DEPTH = 400
+MAX_TEXT_ARRAY = 64 << 20  # bytes of an array of text, whose items all take as much as the longest
 SMALL_INT = 1 << 63
 _HEADER = struct.Struct("!I")
 _SEQUENCES: dict[type, str] = {list: "l", tuple: "t", set: "s", frozenset: "f", collections.deque: "q"}
 _MAKERS = {tag: maker for maker, tag in _SEQUENCES.items()}
 _PLAIN = frozenset({type(None), bool, str, float})
+_NUMBERS = re.compile(r"[<>|=][biufc][0-9]{1,2}")
 _NESTED, _INTEGERS = frozenset({list, dict}), frozenset({int})
 
 
@@ -162,6 +164,8 @@ class Decoder:
                 self.made.append(object.__new__(classes[name]))
             for item, (_, fields) in zip(self.made, table, strict=True):
                 for field, value in fields.items():
+                    if isinstance(value, list) and value and value[0] == "a":
+                        raise ValueError("an array as an attribute")  # an empty one is neither equal nor unequal
                     object.__setattr__(item, field, self.decode(value))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise BadMessage(f"objects: {error}") from None
@@ -200,16 +204,47 @@ class Decoder:
             data = value[1].encode("latin-1")
             return data if tag == "b" else bytearray(data)
         if tag == "r":
-            return range(*[self._decode(part) for part in value[1:]])
+            return range(*self._integers(value[1:]))
         if tag == "D":
             return decimal.Decimal(value[1])
         if tag == "F":
-            return fractions.Fraction(self._decode(value[1]), self._decode(value[2]))
+            return fractions.Fraction(*self._integers(value[1:3]))
         if tag == "a":
-            import numpy
-
-            return numpy.array(self._decode(value[2]), dtype=numpy.dtype(str(value[1])))
+            return _array(str(value[1]), self._decode(value[2]))
         raise BadMessage(f"tag {tag!r}")
+
+    def _integers(self, values: list[Any]) -> list[int]:
+        """Integers, as ``Encoder`` writes them: text such as ``1e3000000000`` would become one with as many digits."""
+        decoded = [self._decode(value) for value in values]
+        if not all(isinstance(value, int) for value in decoded):
+            raise BadMessage("not an integer")
+        return decoded
+
+
+def _array(kind: str, values: Any) -> Any:
+    """A NumPy array of numbers or text. The item size comes from the values, never from the sender."""
+    import numpy
+
+    if kind[1:2] == "U":
+        if not isinstance(values, list):
+            return numpy.array(str(values))
+        texts = list(_leaves(values))
+        if not all(isinstance(text, str) for text in texts):
+            raise BadMessage("not an array of text")
+        if 4 * len(texts) * max(map(len, texts), default=0) > MAX_TEXT_ARRAY:
+            raise BadMessage("too large an array of text")
+        return numpy.array(values, dtype=str)
+    if not _NUMBERS.fullmatch(kind):
+        raise BadMessage(f"an array of {kind!r:.20}")
+    return numpy.array(values, dtype=numpy.dtype(kind))
+
+
+def _leaves(values: list[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, list):
+            yield from _leaves(value)
+        else:
+            yield value
 
 
 def pack(message: Any) -> bytes:
@@ -218,14 +253,18 @@ def pack(message: Any) -> bytes:
     return _HEADER.pack(len(body)) + body
 
 
-def write_all(pipe: int, data: bytes) -> None:
-    """Raises Gone when nobody reads."""
+def write_all(pipe: int, data: bytes, seconds: float | None = None) -> None:
+    """Raises Gone when the other side has closed the pipe, TimeoutError when a pipe that does not block takes nothing
+    for ``seconds``."""
     view = memoryview(data)
-    try:
-        while view:
+    while view:
+        try:
             view = view[os.write(pipe, view) :]
-    except OSError as error:
-        raise Gone(str(error)) from None
+        except BlockingIOError:
+            if not select.select([], [pipe], [], seconds)[1]:
+                raise TimeoutError from None
+        except OSError as error:
+            raise Gone(str(error)) from None
 
 
 class Reader:

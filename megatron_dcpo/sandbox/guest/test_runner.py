@@ -13,16 +13,15 @@ import dis
 import importlib
 import json
 import marshal
-import resource
+import os
 import signal
-import socket
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
-from typing import Any
+from typing import Any, NoReturn
 
-from megatron_dcpo.sandbox.guest import isolation, rpc
+from megatron_dcpo.sandbox.guest import rpc
 
 EVALPLUS_ATOL, EVALPLUS_RTOL = 1e-6, 1e-7
 # Modules that assert lists use without importing them.
@@ -52,6 +51,7 @@ class ProgramClient:
         self.stopped: Stop | None = None
         self.raised: tuple[BaseException, int] | None = None
         self._prefetched: deque[bytes] = deque()
+        os.set_blocking(pipe, False)
 
     def call(self, on: dict[str, Any], attribute: str | None, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """What the program returns; what it raises is raised here as the builtin exception that it derives from."""
@@ -92,7 +92,9 @@ class ProgramClient:
         if self.stopped:
             raise self.stopped
         try:
-            rpc.write_all(self.pipe, rpc.pack(message))
+            rpc.write_all(self.pipe, rpc.pack(message), self.timeout)
+        except TimeoutError:
+            self._stop("timeout", f"the program read nothing for {self.timeout:g} s")
         except rpc.Gone:
             self._stop("gone", "")
 
@@ -111,6 +113,7 @@ class ProgramClient:
             self._stop("wrong", f"the program's answer is not a value: {error}")
         if not isinstance(answer, dict):
             self._stop("wrong", "the program's answer is not a message")
+        signal.setitimer(signal.ITIMER_PROF, self.timeout)  # ends this process if the answer costs more to compare
         return answer
 
     def _answer(self) -> Any:
@@ -195,18 +198,18 @@ def _call_key(on: dict[str, Any], args: Sequence[Any], kwargs: dict[str, Any]) -
         return repr((on, list(args), kwargs)).encode(errors="surrogatepass")
 
 
-def run_checks(channel: int, task: int, pipe: int, limits: dict[str, Any]) -> None:
-    """Judge one program; the verdict goes over ``channel``: ``{"category": ..., "detail": ...}``."""
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_REAL, limits["program_seconds"])
-    isolation.limit(resource.RLIMIT_AS, limits["checker_bytes"])
-    isolation.limit(resource.RLIMIT_CORE, 0)
+def run_checks(task: bytes, limits: dict[str, Any]) -> NoReturn:
+    """Judge one program, which answers on descriptor 3; the verdict goes to descriptor 1: ``{"category", "detail"}``.
+
+    Ends the process: by SIGPROF when the tests' own work between two calls takes more processor time than one call may.
+    """
+    verdict = os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.setrecursionlimit(10_000)
-    with open(task, "rb") as stream:
-        tests = json.loads(stream.read())
-    client = ProgramClient(pipe, limits["test_seconds"], limits["output_bytes"])
-    category, detail = judge(tests, client)
-    socket.socket(fileno=channel).send(json.dumps({"category": category, "detail": detail[:1000]}).encode())
+    signal.setitimer(signal.ITIMER_PROF, limits["program_seconds"])
+    category, detail = judge(json.loads(task), ProgramClient(3, limits["test_seconds"], limits["output_bytes"]))
+    rpc.write_all(verdict, json.dumps({"category": category, "detail": detail[:1000]}).encode())
+    os._exit(0)
 
 
 def judge(tests: dict[str, Any], client: ProgramClient) -> tuple[str, str]:
@@ -217,16 +220,22 @@ def judge(tests: dict[str, Any], client: ProgramClient) -> tuple[str, str]:
         if client.stopped:
             return client.stopped.category, client.stopped.detail
         if client.raised and client.raised[0] is error:
-            category = rpc.CATEGORY_OF_EXIT.get(client.raised[1], "runtime_error")
-            return category, f"{type(error).__name__}: {error}"
+            return rpc.CATEGORY_OF_EXIT.get(client.raised[1], "runtime_error"), _described(error)
         if isinstance(error, MemoryError):
             return "memory", "comparing the results"
-        return "wrong", f"{type(error).__name__}: {error}"
+        return "wrong", _described(error)
     if client.stopped:
         return client.stopped.category, client.stopped.detail
     if not client.calls:
         return "wrong", "the tests never called the program"
     return "passed", ""
+
+
+def _described(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # an integer with too many digits to print, for one
+        return type(error).__name__
 
 
 def _namespace(tests: dict[str, Any], client: ProgramClient) -> dict[str, Any]:

@@ -1,0 +1,141 @@
+"""Control groups (version 2) around programs, where the kernel lets us make them.
+
+A program's group limits the memory and the number of all its processes together, with what they share counted once and
+without a moment of overshoot. It needs a directory below ``/sys/fs/cgroup`` whose ``cgroup.subtree_control`` has
+``memory`` and ``pids`` (or in which they can be switched on) and which this user may write: delegated by systemd
+(``Delegate=yes`` with ``DelegateSubgroup=``), by Slurm's prolog, or root's own. ``DCPO_CGROUP`` names it; otherwise this
+process's own group and the one above are tried. Where there is none, the limits in ``local.py`` stand alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_dcpo.errors import UserError
+
+VARIABLE = "DCPO_CGROUP"
+CONTROLLERS = ("memory", "pids")
+_MOUNTS = (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified"))
+_REMOVAL_SECONDS = 2.0
+_count = itertools.count()
+
+
+@dataclass(frozen=True)
+class Group:
+    """``entry``: an open descriptor; a process that writes 0 there is in the group, with what it starts."""
+
+    folder: Path | None
+    entry: int | None
+
+    def exceeded(self) -> bool:
+        """Whether the kernel has killed for want of memory in this group."""
+        if self.folder is None:
+            return False
+        with contextlib.suppress(OSError):
+            events = dict(line.split() for line in (self.folder / "memory.events").read_text().splitlines())
+            return int(events.get("oom_kill", 0)) > 0
+        return False
+
+
+class ControlGroups:
+    """Makes the groups of one worker's programs, each with ``limits`` (file: text). ``folder``: where."""
+
+    def __init__(self, limits: Mapping[str, str], folder: Path | None) -> None:
+        self.limits, self.folder = dict(limits), folder
+
+    @contextlib.contextmanager
+    def group(self) -> Iterator[Group]:
+        """A group for one program; at the end everything in it is killed and it is removed. Without a place for
+        groups one that limits nothing."""
+        if self.folder is None:
+            yield Group(None, None)
+            return
+        folder = self.folder / f"dcpo-{os.getpid()}-{next(_count)}"
+        folder.mkdir()
+        try:
+            for name, value in self.limits.items():
+                if (folder / name).exists():  # memory.swap.max is missing where the kernel has no swap
+                    (folder / name).write_text(value)
+            entry = os.open(folder / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                yield Group(folder, entry)
+            finally:
+                os.close(entry)
+        finally:
+            _remove(folder)
+
+
+def limits_of(memory_bytes: int, processes: int) -> dict[str, str]:
+    return {
+        "memory.max": str(memory_bytes),
+        "memory.swap.max": "0",
+        "memory.oom.group": "1",
+        "pids.max": str(processes),
+    }
+
+
+@functools.cache
+def place() -> Path | None:
+    """Where groups with limits can be made. Raises UserError where ``DCPO_CGROUP`` names a place that does not do."""
+    if named := os.environ.get(VARIABLE):
+        if problem := _problem(Path(named)):
+            raise UserError(f"{VARIABLE}={named}: {problem}")
+        return Path(named)
+    return next((folder for folder in _candidates() if not _problem(folder)), None)
+
+
+def _candidates() -> Iterator[Path]:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            if line.startswith("0::"):
+                for mount in _MOUNTS:
+                    own = mount / line[3:].lstrip("/")
+                    yield own
+                    if own != mount:
+                        yield own.parent
+
+
+def _problem(folder: Path) -> str:
+    """Why no group with limits can be made in ``folder``, "" where one can."""
+    try:
+        enabled = (folder / "cgroup.subtree_control").read_text().split()
+        if missing := [name for name in CONTROLLERS if name not in enabled]:
+            (folder / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in missing))
+        _sweep(folder)
+        with ControlGroups({}, folder).group() as group:
+            assert group.folder is not None
+            absent = [name for name in ("memory.max", "pids.max") if not (group.folder / name).exists()]
+            return f"its groups have no {absent[0]}" if absent else ""
+    except OSError as error:
+        return f"{error.strerror} ({error.filename})"
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what a killed judge has left."""
+    for left in folder.glob("dcpo-*-*"):
+        if not Path("/proc", left.name.split("-")[1]).exists():
+            _remove(left)
+
+
+def _remove(folder: Path) -> None:
+    """Kill everything in the group; it goes once its processes are reaped."""
+    deadline = time.monotonic() + _REMOVAL_SECONDS
+    with contextlib.suppress(OSError):
+        (folder / "cgroup.kill").write_text("1")
+    while True:
+        try:
+            folder.rmdir()
+            return
+        except FileNotFoundError:
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                return  # swept by the next judge
+            time.sleep(0.005)
