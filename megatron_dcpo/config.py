@@ -56,7 +56,8 @@ class ParallelConfig:
 
 @dataclass(frozen=True, config=_STRICT)
 class DataConfig:
-    """``path``: jsonl, json or parquet, or a hub data set name. ``template``: how a problem becomes a prompt."""
+    """``path``: jsonl, json or parquet, or a hub data set name. ``template``: how a problem becomes a prompt.
+    ``untested``: keep programming problems whose tests assert nothing, which any program passes."""
 
     path: str
     template: Literal["paper", "grpo", "raw"] = "paper"
@@ -64,6 +65,7 @@ class DataConfig:
     max_prompt_length: Positive = 1024
     limit: NonNegative = 0
     shuffle: bool = True
+    untested: bool = False
 
 
 @dataclass(frozen=True, config=_STRICT)

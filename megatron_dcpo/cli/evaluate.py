@@ -51,6 +51,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--limit", type=positive_int, help="only the first problems of every benchmark")
     parser.add_argument("--data-dir", metavar="DIR", help="where benchmark files are (default: $DCPO_DATA, else data/)")
     parser.add_argument("--corrections", action="store_true", help="repair documented defects of benchmark data")
+    parser.add_argument(
+        "--untested", action="store_true", help="keep programming problems whose tests assert nothing (3 of MBPP+)"
+    )
     parser.add_argument("--rejudge", action="store_true", help="with --samples: judge the responses anew as well")
     sampling = parser.add_argument_group("sampling (defaults: the paper's evaluation)")
     sampling.add_argument("--temperature", type=float, help="default 0.7")

@@ -14,7 +14,8 @@ from datetime import date
 from pathlib import Path
 from types import MappingProxyType
 
-from megatron_dcpo.data.datasets import Record, load_records, read_rows, to_record
+from megatron_dcpo.data.code_problems import Untested
+from megatron_dcpo.data.datasets import Record, load_records, read_rows, to_record, untested_note
 from megatron_dcpo.data.livecodebench import contest_date
 from megatron_dcpo.errors import UserError
 
@@ -207,8 +208,11 @@ def find_benchmark(name: str) -> Benchmark:
     return BENCHMARKS[key]
 
 
-def load_benchmark(spec: str, data_dir: str | Path | None = None, corrections: bool = False) -> LoadedBenchmark:
-    """A registered benchmark by name, or ``NAME=PATH``. ``corrections`` repairs documented defects of the data.
+def load_benchmark(
+    spec: str, data_dir: str | Path | None = None, corrections: bool = False, untested: bool = False
+) -> LoadedBenchmark:
+    """A registered benchmark by name, or ``NAME=PATH``. ``corrections`` repairs documented defects of the data;
+    ``untested`` keeps programming problems whose tests assert nothing.
 
     A name may be followed by another window of contest dates: ``lcbv5:2024-10-01..2025-02-01``, the last day left out.
     """
@@ -217,12 +221,13 @@ def load_benchmark(spec: str, data_dir: str | Path | None = None, corrections: b
     if has_path:
         if not re.fullmatch(r"[\w.-]+", name) or dates or not path:
             raise UserError(f"bad benchmark {spec!r}; write NAME=PATH, NAME of letters, digits and . _ -")
-        return LoadedBenchmark(name, path, tuple(load_records(path, task=name)), ())
+        return LoadedBenchmark(name, path, tuple(load_records(path, task=name, untested=untested)), ())
     entry = find_benchmark(name)
     if dates:
         entry = replace(entry, window=_parse_window(spec, dates, entry), count=0)
     sources = _find_sources(entry, data_dir)
     records, seen = [], set()
+    left_out: list[str] = []
     try:
         rows = (row for source in sources for row in read_rows(source))
         first, end = entry.window or ("", "")
@@ -235,7 +240,10 @@ def load_benchmark(spec: str, data_dir: str | Path | None = None, corrections: b
                 seen.add(row["question_id"])
             if corrections:
                 row = {**row, **entry.corrections.get(str(row.get("id")), {})}
-            records.append(to_record(row, index, entry.name, source=sources[0]))
+            try:
+                records.append(to_record(row, index, entry.name, source=sources[0], untested=untested))
+            except Untested as name_of_task:
+                left_out.append(str(name_of_task))
     except UserError as error:
         if sources != [entry.hub]:
             raise
@@ -244,7 +252,10 @@ def load_benchmark(spec: str, data_dir: str | Path | None = None, corrections: b
     if not kept:
         raise UserError(f"{entry.name}: no problem of {' to '.join(entry.window or ())} in {', '.join(sources)}")
     source = ", ".join(sources)
-    return LoadedBenchmark(entry.name, source, kept, _differences(entry, source, len(kept), corrections))
+    differences = _differences(entry, source, len(kept) + len(left_out), corrections)
+    return LoadedBenchmark(
+        entry.name, source, kept, (*differences, f"{entry.name}: {untested_note(left_out)}") if left_out else differences
+    )
 
 
 def _parse_window(spec: str, dates: str, entry: Benchmark) -> tuple[str, str]:

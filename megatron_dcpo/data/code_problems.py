@@ -31,6 +31,7 @@ Tests = Mapping[str, Any]
 READS_STDIN = "The program reads its input from standard input and writes its output to standard output."
 _ENTRY_OF_CHECK = re.compile(r"^check\(\s*(.+?)\s*\)\s*$", re.MULTILINE)
 _ENTRY_OF_MBPP = re.compile(r"\bassertion\((\w+)\(\*inp\)")
+_ASSERTS = re.compile(r"\b(?:assert|raise)\b|\.assert[_A-Z]|\bfail\(")
 _PYTHON = re.compile(r"(?:python ?3?|py3?)(?:\.[0-9.]+)?", re.IGNORECASE)
 
 
@@ -56,10 +57,11 @@ def tests_key(packed: bytes) -> str:
     return "tests:" + hashlib.sha256(zlib.decompress(packed)).hexdigest()[:16]
 
 
-def code_problem(row: Row, where: str = "row") -> CodeProblem | None:
+def code_problem(row: Row, where: str = "row", untested: bool = False) -> CodeProblem | None:
     """The problem of a row in any of the known formats, None for a row that is not a programming problem.
 
-    Raises :class:`UserError` for a row that looks like one of them and cannot be read as one.
+    Raises :class:`UserError` for a row that looks like one of them and cannot be read as one, and :class:`Untested`,
+    unless ``untested`` ones are wanted, for tests that any program passes.
     """
     for applies, read in _FORMATS:
         if applies(row):
@@ -68,8 +70,17 @@ def code_problem(row: Row, where: str = "row") -> CodeProblem | None:
             except (LookupError, ValueError, TypeError, AttributeError, SyntaxError, RecursionError) as error:
                 raise UserError(f"{where}: unreadable tests ({type(error).__name__}: {str(error)[:200]})") from None
             checked_tests(problem.tests, where)
+            if not untested and not _can_fail(problem.tests):
+                raise Untested(str(row.get("task_id") or where))
             return problem
     return None
+
+
+def _can_fail(tests: Tests) -> bool:
+    """Whether the tests assert anything. Three tasks of MBPP+ compute whether the output is right, and drop it."""
+    return tests["kind"] in ("stdin", "function") or any(
+        _ASSERTS.search(text) for text in [str(tests.get("code", "")), *tests.get("asserts", ())]
+    )
 
 
 def reference_solution(row: Row) -> str | None:
@@ -191,6 +202,7 @@ def _human_eval(row: Row) -> CodeProblem:
     """
     before = _before_function(row["prompt"], row["entry_point"])
     code = row["test"].replace("_poly(*candidate(*inp), inp)", "abs(_poly(*inp, candidate(*inp)))")
+    code = _same_shape_first(code)
     tests = {"kind": "check", "entry_point": row["entry_point"], "code": code, "setup": before}
     return CodeProblem(_completion_statement(row["prompt"]), tests)
 
@@ -227,7 +239,7 @@ def _mbpp_plus(row: Row) -> CodeProblem:
     One input of problem 255 has 1.7 million combinations of 77 words as its result, gigabytes to compare: left out.
     """
     entry = _ENTRY_OF_MBPP.findall(row["test"])[-1]
-    test = row["test"]
+    test = _same_shape_first(row["test"])
     if row["task_id"] == 255:
         test = test.replace("\nfor i, ", "\ninputs = [inp for inp in inputs if inp[1] < 70]\nfor i, ")
     code = (
@@ -238,6 +250,12 @@ def _mbpp_plus(row: Row) -> CodeProblem:
         f"{str(row['prompt']).strip()}\n\nYour program must satisfy this:\n```python\n{row['test_list'][0]}\n```"
     )
     return CodeProblem(statement, {"kind": "check", "entry_point": entry, "code": code})
+
+
+def _same_shape_first(test: str) -> str:
+    """NumPy finds an empty list close to every number, and a number close to a list of it, by broadcasting: with the
+    released tests ``return []`` passes 30 tasks."""
+    return test.replace("assert np.allclose(out, exp", "assert np.shape(out) == np.shape(exp) and np.allclose(out, exp")
 
 
 def _mbpp(row: Row) -> CodeProblem:
@@ -286,6 +304,10 @@ def _verl(row: Row) -> CodeProblem:
 
 class OtherLanguage(Exception):
     """The tests of a row are for programs in another language than Python."""
+
+
+class Untested(Exception):
+    """The tests of a row, which the argument names, pass whatever a program does."""
 
 
 _FORMATS: tuple[tuple[Callable[[Row], bool], Callable[[Row], Any]], ...] = (
@@ -380,6 +402,8 @@ def same(out, expected):
     )
     tolerance = ATOL or (1e-6 if floats else 0.0)
     if not tolerance:
+        return False
+    if isinstance(out, (list, tuple)) != isinstance(expected, (list, tuple)):
         return False
     outs, wants = (v if isinstance(v, (list, tuple)) else [v] for v in (out, expected))
     numbers = all(isinstance(v, (int, float)) for v in (*outs, *wants))

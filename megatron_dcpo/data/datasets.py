@@ -28,7 +28,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from megatron_dcpo.data import prompts
-from megatron_dcpo.data.code_problems import OtherLanguage, code_problem, pack_tests, tests_key
+from megatron_dcpo.data.code_problems import OtherLanguage, Untested, code_problem, pack_tests, tests_key
 from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.runtime.text import parse_json
 from megatron_dcpo.types import CONFIDENCE_TAG, Prompt
@@ -79,6 +79,7 @@ def load_prompts(
     limit: int | None = None,
     task: str | None = None,
     marker: str = CONFIDENCE_TAG,
+    untested: bool = False,
 ) -> list[Prompt]:
     """The prompts of a data set: rendered, tokenised, each with an id of its own (equal problems stay separate groups).
 
@@ -86,7 +87,7 @@ def load_prompts(
     Prompts of more than ``max_prompt_length`` tokens are dropped, ``limit`` keeps the first ones that are left
     (``None`` or 0: all). ``marker`` is what the ``paper`` template asks the confidence line to begin with.
     """
-    records = load_records(path_or_name, task=task)
+    records = load_records(path_or_name, task=task, untested=untested)
     return render_prompts(records, tokenizer, template, max_prompt_length, limit, marker, source=str(path_or_name))
 
 
@@ -166,16 +167,21 @@ def _order(n: int, epoch: int, seed: int) -> np.ndarray:
 # ------------------------------------------------------------------------------------------------ records
 
 
-def load_records(path_or_name: str | Path, task: str | None = None) -> list[Record]:
-    """All problems with an answer. ``task`` names them, by default the row's ``data_source`` or the file's name."""
+def load_records(path_or_name: str | Path, task: str | None = None, untested: bool = False) -> list[Record]:
+    """All problems with an answer. ``task`` names them, by default the row's ``data_source`` or the file's name.
+    ``untested`` keeps programming problems whose tests assert nothing."""
     name = task or _task_name(path_or_name)
     records: list[Record] = []
     unanswered = other_languages = 0
+    left_out: list[str] = []
     for index, row in enumerate(read_rows(path_or_name)):
         try:
-            record = to_record(row, index, name, forced=task is not None, source=str(path_or_name))
+            record = to_record(row, index, name, task is not None, str(path_or_name), untested)
         except OtherLanguage:
             other_languages += 1
+            continue
+        except Untested as task_name:
+            left_out.append(str(task_name))
             continue
         if record is None:
             unanswered += 1
@@ -185,19 +191,28 @@ def load_records(path_or_name: str | Path, task: str | None = None) -> list[Reco
         logger.warning("%s: dropped %d rows without an answer", path_or_name, unanswered)
     if other_languages:
         logger.warning("%s: dropped %d rows with tests for other languages than Python", path_or_name, other_languages)
+    if left_out:
+        logger.warning("%s: %s", path_or_name, untested_note(left_out))
     if not records:
         raise UserError(f"{path_or_name}: no problem with an answer in it")
     return records
 
 
-def to_record(row: Row, index: int, task: str, forced: bool = True, source: str = "row") -> Record | None:
+def untested_note(names: Sequence[str]) -> str:
+    return f"left out {len(names)} tasks whose tests assert nothing: {', '.join(names)} (the untested option keeps them)"
+
+
+def to_record(
+    row: Row, index: int, task: str, forced: bool = True, source: str = "row", untested: bool = False
+) -> Record | None:
     """One row as a problem with its answer; ``None`` when the answer is null or empty.
 
-    Raises :class:`UserError` for unreadable rows and ``OtherLanguage`` for programs that are not to be Python's.
+    Raises :class:`UserError` for unreadable rows, ``OtherLanguage`` for programs that are not to be Python's, and, unless
+    ``untested`` ones are wanted, ``Untested`` for tests that assert nothing.
     """
     name = task if forced else str(row.get("data_source") or task)
     where = f"{source}: row {index + 1}"
-    code = code_problem(row, where)
+    code = code_problem(row, where, untested)
     if code is not None:
         packed = pack_tests(code.tests)
         return Record(name, index, _as_messages(code.statement, where), tests_key(packed), packed)

@@ -76,6 +76,7 @@ class EvaluationConfig:
     limit: int | None = None
     data_dir: str | None = None
     corrections: bool = _saved(False)
+    untested: bool = _saved(False)
     rejudge: bool = False
     resamples: int = 1000
     # sampling: the paper's evaluation
@@ -205,7 +206,8 @@ def _new_samples(config: EvaluationConfig, progress: Progress | None) -> tuple[l
         raise UserError("--benchmarks is missing; name at least one, for instance --benchmarks math500")
     find_template(config.template)
     # Everything that can be wrong with the data, or with running programs here, is known before the model is loaded.
-    loaded = [load_benchmark(spec, config.data_dir, config.corrections) for spec in parse_specs(config.benchmarks)]
+    options = config.data_dir, config.corrections, config.untested
+    loaded = [load_benchmark(spec, *options) for spec in parse_specs(config.benchmarks)]
     for warning in (text for benchmark in loaded for text in benchmark.warnings):
         logger.warning(warning)
     tests_of = {b.name: {r.answer: r.tests for r in b.records if r.tests is not None} for b in loaded}

@@ -82,6 +82,7 @@ def build_run(config: Config) -> TrainingRun:
         config.data.max_prompt_length,
         config.data.limit or None,
         marker=config.judging.marker,
+        untested=config.data.untested,
     )
     verifier, form = build_verifier(config, prompts)
     parallel = config.parallel

@@ -1,0 +1,172 @@
+"""Which programming problems does an answer pass that knows nothing of them? 60 universal answers, every task.
+
+    python benchmarks/universal_answers.py [FILE...] [--data ../shared/data] [--workers 2] [--json OUT]
+
+An answer is a program that returns (for whole programs: prints) the same whatever the task: ``[]``, ``0``, ``None``, nan,
+an object that equals everything, its own argument, the zero of every type. Printed per file: tasks, passes, and every
+pass with its answer and whether the data set's own tests, as released, pass it too in a plain interpreter. The exit
+status is 1 when one passes here that does not pass there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_dcpo.data.code_problems import OtherLanguage, Untested, code_problem
+from megatron_dcpo.data.datasets import read_rows
+from megatron_dcpo.sandbox.judge import CodeLimits, CodePool
+
+FILES = (
+    "humaneval/HumanEval.jsonl.gz",
+    "humanevalplus/HumanEvalPlus-OriginFmt.jsonl.gz",
+    "humanevalplus/HumanEvalPlus.jsonl.gz",
+    "mbpp/mbpp.jsonl",
+    "mbppplus/MbppPlus-OriginFmt.jsonl.gz",
+    "leetcodedataset/LeetCodeDataset-v0.3.1-test.jsonl.gz",
+    "code_rllm/test_leetcode.json",
+    "code_rllm/test_codeforces.json",
+    "code_rllm/test_code_contests.json",
+)
+CLASSES = """
+import collections, decimal, fractions, math
+def _yes(*a, **k): return True
+_names = "eq ge le call contains bool instancecheck".split()
+class Equal: __hash__ = None
+class EqualInt(int): __hash__ = int.__hash__
+class EqualText(str): __hash__ = str.__hash__
+class EqualList(list): pass
+class EqualFloat(float): __hash__ = float.__hash__
+for _kind in (Equal, EqualInt, EqualText, EqualList, EqualFloat):
+    for _name in _names: setattr(_kind, f"__{_name}__", _yes)
+    _kind.__ne__ = _kind.__lt__ = _kind.__gt__ = lambda *a: False
+class Meta(type):
+    __eq__ = _yes
+    __hash__ = type.__hash__
+class EqualType(metaclass=Meta): pass
+class Proxy:
+    def __getattr__(self, name): return self
+    def __call__(self, *a, **k): return self
+    def __iter__(self): return iter(())
+    def __len__(self): return 0
+    def __getitem__(self, key): return self
+def _first(a): return a[0] if a else None
+def _array(*a, **k):
+    import numpy
+    return numpy.array(*a, **k)
+"""
+ANSWERS = (
+    "[]", "0", "None", "float('nan')", "Equal()", "EqualInt()", "EqualText()", "EqualList()", "EqualFloat()", "EqualType",
+    "EqualType()", "Proxy()", "_first(a)", "a", "list(a)", "a[-1]", "sorted(_first(a))", "len(_first(a))", "str(_first(a))",
+    "1", "-1", "2", "True", "False", "''", "'0'", "'YES'", "'No'", "0.0", "-0.0", "1.0", "float('inf')", "-float('inf')", "()", "{}",
+    "set()", "frozenset()", "b''", "[[]]", "[0]", "[None]", "['']", "[True]", "(0,)", "[float('nan')]", "{0: 0}", "0j", "range(0)",
+    "iter([])", "(x for x in ())", "_yes", "object()", "bool", "NotImplemented", "...", "decimal.Decimal(0)",
+    "decimal.Decimal('nan')", "fractions.Fraction(0)", "collections.Counter()", "collections.deque()", "collections.defaultdict(int)",
+    "_array([])", "_array(0)", "_array([[]])", "_array(float('nan'))", "_array(True)",
+)  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", type=Path)
+    parser.add_argument("--data", type=Path, default=Path(__file__).parents[2] / "shared" / "data")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--json", type=Path, help="write the passes to this file")
+    args = parser.parse_args()
+    files = args.files or [path for name in FILES if (path := args.data / name).exists()]
+    if not files:
+        parser.error(f"no data set below {args.data}; name files or --data")
+    print(f"{len(ANSWERS)} answers")
+    record, alone = {}, 0
+    with CodePool(limits=CodeLimits(test_seconds=4, program_seconds=20), workers=args.workers) as pool:
+        for file in files:
+            passes = _passes(pool, file)
+            record[file.name] = passes
+            alone += sum(not found["in_plain_python"] for found in passes)
+    if args.json:
+        args.json.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"{alone} passes that plain Python does not give")
+    return 1 if alone else 0
+
+
+def _passes(pool: CodePool, file: Path) -> list[dict[str, Any]]:
+    start, waiting, tasks, untested = time.perf_counter(), [], 0, []
+    for index, row in enumerate(read_rows(file)):
+        name = str(row.get("task_id") or row.get("question_title") or f"row {index + 1}")
+        try:
+            problem = code_problem(row, f"{file}: row {index + 1}")
+        except OtherLanguage:
+            continue
+        except Untested:
+            untested.append(name)
+            continue
+        if problem is None:
+            continue
+        tasks += 1
+        for answer in ANSWERS:
+            program = _program(problem.tests, answer)
+            waiting.append((name, answer, program, row, pool.submit(program, problem.tests)))
+    found = []
+    for name, answer, program, row, verdict in waiting:
+        if verdict.result().correct:
+            found.append({"task": name, "answer": answer, "in_plain_python": _plain(row, program)})
+    by_task = len({entry["task"] for entry in found})
+    print(
+        f"{file.name}: {tasks} tasks, {len(found)} passes of {len(waiting)} in {by_task} tasks, "
+        f"{sum(not entry['in_plain_python'] for entry in found)} not in plain Python, "
+        f"left out {untested or 'none'}, {time.perf_counter() - start:.0f} s",
+        flush=True,
+    )
+    for entry in found:
+        print(f"  {entry['task']}: {entry['answer']}{'' if entry['in_plain_python'] else '  NOT IN PLAIN PYTHON'}")
+    return found
+
+
+def _program(tests: Mapping[str, Any], answer: str) -> str:
+    if tests["kind"] == "stdin":
+        return f"{CLASSES}\nimport sys\na = (sys.stdin.read(),)\nprint({answer})\n"
+    entry = str(tests.get("entry_point") or _called(tests))
+    owner, _, method = entry.replace("()", "").rpartition(".")
+    if owner:
+        return f"{CLASSES}\nclass {owner}:\n    def {method}(self, *a, **k): return {answer}\n"
+    return f"{CLASSES}\ndef {entry}(*a, **k): return {answer}\n"
+
+
+def _called(tests: Mapping[str, Any]) -> str:
+    """The function of an assert list: the first name that is called and is not Python's."""
+    import ast
+    import builtins
+
+    tree = ast.parse("\n".join(tests.get("asserts") or [str(tests["code"])]))
+    calls = [node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    return next((name for name in calls if not hasattr(builtins, name)), calls[0] if calls else "f")
+
+
+def _plain(row: Mapping[str, Any], program: str) -> bool:
+    """Whether the tests as the data set releases them pass ``program`` in one interpreter, without a sandbox. For
+    formats whose tests are data (inputs and outputs), the comparison is ours and the answer is right."""
+    if "test_list" in row and "test" not in row:
+        tests = "\n".join([str(row.get("test_setup_code") or ""), *row.get("test_imports", []), *row["test_list"]])
+    elif "test_list" in row:
+        tests = str(row["test"])
+    elif "test" in row and "entry_point" in row:
+        tests = f"{row['test']}\ncheck({row['entry_point']})"
+        before = str(row["prompt"]) if "completion" in row else str(row["prompt"]).partition(f"def {row['entry_point']}")[0]
+        program = f"{before}\n{program}"
+    else:
+        return True
+    text = f"{program}\n{tests}".encode(errors="surrogatepass")
+    try:
+        return subprocess.run([sys.executable, "-"], input=text, capture_output=True, timeout=60).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
