@@ -137,7 +137,7 @@ class Server:
         self.control, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sources, boot = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with server_end, boot, sources:
-            self.process = _popen(level, server_end, boot)
+            self.process = _popen(level, role, server_end, boot)
             boot.close()
             server_end.close()
             try:
@@ -336,12 +336,12 @@ def _order(level: Level, role: Role) -> dict[str, Any]:
     }
 
 
-def _popen(level: Level, control: socket.socket, boot: socket.socket) -> subprocess.Popen[bytes]:
+def _popen(level: Level, role: Role, control: socket.socket, boot: socket.socket) -> subprocess.Popen[bytes]:
     """Start the interpreter with the two sockets as 3 and 4."""
     python = os.path.realpath(sys.executable)
     interpreter = [python, "-I", "-S", "-B", "-X", "utf8", "-c", _BOOT]
     if level == "bubblewrap":
-        interpreter = _bubblewrap(python, interpreter)
+        interpreter = _bubblewrap(python, interpreter, role)
     environment = {"PATH": "/usr/bin:/bin", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     start = f"""
 import os
@@ -363,8 +363,9 @@ os.execve({interpreter[0]!r}, {interpreter!r}, {environment!r})
     )
 
 
-def _bubblewrap(python: str, interpreter: list[str]) -> list[str]:
-    """The command line. pid 1 inside is bubblewrap itself, whose environment is readable: it gets an empty one."""
+def _bubblewrap(python: str, interpreter: list[str], role: Role) -> list[str]:
+    """The command line. pid 1 inside is bubblewrap itself, whose environment is readable: it gets an empty one. /proc is
+    for the server of programs alone, which makes namespaces through it and hides it from them."""
     bwrap = shutil.which("bwrap")
     if bwrap is None:
         raise SandboxDied("bwrap is not installed (apt-get install bubblewrap)")
@@ -392,7 +393,8 @@ def _bubblewrap(python: str, interpreter: list[str]) -> list[str]:
     for name in PACKAGES:
         if os.path.isdir(f"{_site()}/{name}"):
             bind(f"{_site()}/{name}", f"/packages/{name}")
-    command += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev", "--dir", "/tmp", "--chdir", "/"]
+    command += ["--proc", "/proc"] if role == "program" else ["--dir", "/proc"]
+    command += ["--dev", "/dev", "--remount-ro", "/dev", "--dir", "/tmp", "--chdir", "/"]
     command += ["--remount-ro", "/", *interpreter]
     if os.geteuid() != 0:
         return command

@@ -14,7 +14,7 @@ import pytest
 
 from megatron_dcpo.data import code_problems, livecodebench
 from megatron_dcpo.data.benchmarks import load_benchmark, parse_specs
-from megatron_dcpo.data.code_problems import code_problem, pack_tests, reference_solution, unpack_tests
+from megatron_dcpo.data.code_problems import Untested, code_problem, pack_tests, reference_solution, unpack_tests
 from megatron_dcpo.data.datasets import load_records, message_prompts, read_rows
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.sandbox.judge import judge_programs
@@ -332,7 +332,24 @@ def test_code_benchmarks_of_the_data_directory() -> None:
     if not DATA.is_dir():
         pytest.skip("no data directory; set DCPO_DATA")
     for spelling, count in (("HumanEval+", 164), ("mbpp_plus", 378), ("leetcode", 228)):
-        loaded = load_benchmark(spelling, DATA)
+        loaded = load_benchmark(spelling, DATA, untested=True)
         assert len(loaded.records) == count
         assert [warning for warning in loaded.warnings if "problem 32" not in warning] == []
         assert len({record.answer for record in loaded.records}) == count
+
+
+def test_tasks_whose_tests_assert_nothing_are_left_out_by_name(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    row = {"task_id": 737, "prompt": "Write it.", "test_list": ["assert f(1)"]}
+    dropped = row | {"test": "def assertion(out, exp, atol):\n    exact_match = out == exp\n\nassertion(f(*inp), 1, 0)"}
+    tested = row | {"task_id": 3, "test": "def assertion(out, exp, atol):\n    assert out == exp\n\nassertion(f(*inp), 1, 0)"}
+    with pytest.raises(Untested, match="737"):
+        code_problem(dropped)
+    path = tmp_path / "tasks.jsonl"
+    write(path, [dropped, tested])
+    assert len(load_records(path)) == 1
+    assert "left out 1 tasks whose tests assert nothing: 737" in caplog.text
+    assert len(load_records(path, untested=True)) == 2
+    if DATA.is_dir():
+        loaded = load_benchmark("mbppplus", DATA)
+        assert len(loaded.records) == 375
+        assert any("737, 787, 794" in warning for warning in loaded.warnings)
