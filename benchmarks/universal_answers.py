@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """Which programming problems does an answer pass that knows nothing of them? 60 universal answers, every task.
 
     python benchmarks/universal_answers.py [FILE...] [--data ../shared/data] [--workers 2] [--json OUT]
@@ -11,17 +12,27 @@ status is 1 when one passes here that does not pass there.
 from __future__ import annotations
 
 import argparse
+import ast
+import builtins
 import json
+import multiprocessing
+import resource
+import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_dcpo.data.code_problems import OtherLanguage, Untested, code_problem
 from megatron_dcpo.data.datasets import read_rows
-from megatron_dcpo.sandbox.judge import CodeLimits, CodePool
+from megatron_dcpo.sandbox.guest import test_runner
+from megatron_dcpo.sandbox.guest.program import Answers, define
+from megatron_dcpo.sandbox.judge import judge_programs
+from megatron_dcpo.sandbox.tests import checked_tests, same_output
 
 FILES = (
     "humaneval/HumanEval.jsonl.gz",
@@ -84,10 +95,9 @@ def main() -> int:
         parser.error(f"no data set below {args.data}; name files or --data")
     print(f"{len(ANSWERS)} answers")
     record, alone = {}, 0
-    with CodePool(limits=CodeLimits(test_seconds=4, program_seconds=20), workers=args.workers) as pool:
+    with multiprocessing.get_context("fork").Pool(args.workers, _limit, maxtasksperchild=20) as workers:
         for file in files:
-            passes = _passes(pool, file)
-            record[file.name] = passes
+            record[file.name] = passes = _passes(workers, file)
             alone += sum(not found["in_plain_python"] for found in passes)
     if args.json:
         args.json.write_text(json.dumps(record, indent=1) + "\n")
@@ -95,10 +105,10 @@ def main() -> int:
     return 1 if alone else 0
 
 
-def _passes(pool: CodePool, file: Path) -> list[dict[str, Any]]:
-    start, waiting, tasks, untested = time.perf_counter(), [], 0, []
+def _passes(workers: Any, file: Path) -> list[dict[str, Any]]:
+    start, tasks, untested = time.perf_counter(), [], []
     for index, row in enumerate(read_rows(file)):
-        name = str(row.get("task_id") or row.get("question_title") or f"row {index + 1}")
+        name = str(row.get("task_id") or f"row {index + 1}")
         try:
             problem = code_problem(row, f"{file}: row {index + 1}")
         except OtherLanguage:
@@ -106,26 +116,94 @@ def _passes(pool: CodePool, file: Path) -> list[dict[str, Any]]:
         except Untested:
             untested.append(name)
             continue
-        if problem is None:
-            continue
-        tasks += 1
-        for answer in ANSWERS:
-            program = _program(problem.tests, answer)
-            waiting.append((name, answer, program, row, pool.submit(program, problem.tests)))
+        if problem is not None:
+            tasks.append((name, dict(row), checked_tests(problem.tests)))
     found = []
-    for name, answer, program, row, verdict in waiting:
-        if verdict.result().correct:
-            found.append({"task": name, "answer": answer, "in_plain_python": _plain(row, program)})
-    by_task = len({entry["task"] for entry in found})
+    accepted = workers.imap(_accepted, [tests for _, _, tests in tasks], chunksize=1)
+    for (name, row, tests), answers in zip(tasks, accepted, strict=True):
+        programs = {answer: _program(tests, answer) for answer in answers}
+        # once more as any other program, in the sandbox
+        for answer, verdict in zip(answers, judge_programs([(p, tests) for p in programs.values()]), strict=True):
+            if verdict.correct:
+                found.append({"task": name, "answer": answer, "in_plain_python": _plain(row, programs[answer])})
     print(
-        f"{file.name}: {tasks} tasks, {len(found)} passes of {len(waiting)} in {by_task} tasks, "
+        f"{file.name}: {len(tasks)} tasks, {len(found)} passes of {len(tasks) * len(ANSWERS)}, in "
+        f"{len({entry['task'] for entry in found})} tasks, "
         f"{sum(not entry['in_plain_python'] for entry in found)} not in plain Python, "
-        f"left out {untested or 'none'}, {time.perf_counter() - start:.0f} s",
+        f"left out {', '.join(untested) or 'none'}, {time.perf_counter() - start:.0f} s",
         flush=True,
     )
     for entry in found:
         print(f"  {entry['task']}: {entry['answer']}{'' if entry['in_plain_python'] else '  NOT IN PLAIN PYTHON'}")
     return found
+
+
+def _limit() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+    sys.setrecursionlimit(10_000)
+
+
+def _accepted(tests: dict[str, Any]) -> list[str]:
+    """The answers that pass ``tests``. The two ends of the sandbox's pipe are in this process: nothing here is hostile."""
+
+    def late(*_: object) -> None:
+        raise TimeoutError
+
+    signal.signal(signal.SIGALRM, late)
+    client = _Here()
+    names: dict[str, Any] = {}
+    if tests["kind"] == "check":  # parsed once: megabytes of inputs
+        names = test_runner._namespace(tests, client)
+        test_runner._execute(tests["code"], names, client, "candidate", tests["entry_point"])
+    passed = []
+    for answer in ANSWERS:
+        signal.setitimer(signal.ITIMER_REAL, 10.0, 1.0)
+        try:
+            if _accepts(tests, answer, client, names):
+                passed.append(answer)
+        except BaseException:
+            continue
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    return passed
+
+
+def _accepts(tests: dict[str, Any], answer: str, client: _Here, names: dict[str, Any]) -> bool:
+    """Raises what the tests raise."""
+    if tests["kind"] == "stdin":
+        made: dict[str, Any] = {}
+        exec(CLASSES, made)
+        outputs = [f"{eval(answer, made | {'a': (given,)})}\n" for given, _ in tests["cases"]]
+        pairs = zip(outputs, tests["cases"], strict=True)
+        return all(same_output(text.encode(errors="replace"), expected, tests["atol"]) for text, (_, expected) in pairs)
+    module, shared = define({"program": _program(tests, answer), "setup": tests["setup"]}, "solution")
+    client.answer_with(Answers(module, shared, -1, 16 << 20))
+    if tests["kind"] == "check":
+        names["check"](test_runner.RemoteObject(client, {"name": tests["entry_point"]}, "function"))
+        return client.calls > 0
+    return test_runner.judge(tests, client)[0] == "passed"
+
+
+class _Here(test_runner.ProgramClient):
+    """The program's answers, encoded and decoded as they are between two processes."""
+
+    def __init__(self) -> None:
+        self._ends = socket.socketpair()
+        super().__init__(self._ends[0].fileno(), 5.0, 16 << 20)
+
+    def answer_with(self, answers: Answers) -> None:
+        self.answers, self.waiting = answers, deque[dict[str, Any]]()
+        self.calls, self.stopped, self.raised, self.remotes = 0, None, None, {}
+
+    def prefetch(self, on: dict[str, Any], calls: Sequence[Sequence[Any]]) -> None:
+        """One call at a time: most answers fail at the first."""
+
+    def _send(self, message: dict[str, Any]) -> None:
+        self.waiting.extend(json.loads(json.dumps(message))["calls"])
+
+    def _receive(self) -> dict[str, Any]:
+        answer: dict[str, Any] = json.loads(self.answers.answer(self.waiting.popleft())[4:])
+        return answer
 
 
 def _program(tests: Mapping[str, Any], answer: str) -> str:
@@ -140,11 +218,8 @@ def _program(tests: Mapping[str, Any], answer: str) -> str:
 
 def _called(tests: Mapping[str, Any]) -> str:
     """The function of an assert list: the first name that is called and is not Python's."""
-    import ast
-    import builtins
-
-    tree = ast.parse("\n".join(tests.get("asserts") or [str(tests["code"])]))
-    calls = [node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    calls = [node.func.id for node in ast.walk(ast.parse(str(tests["code"]))) if isinstance(node, ast.Call)
+             and isinstance(node.func, ast.Name)]  # fmt: skip
     return next((name for name in calls if not hasattr(builtins, name)), calls[0] if calls else "f")
 
 
@@ -157,7 +232,9 @@ def _plain(row: Mapping[str, Any], program: str) -> bool:
         tests = str(row["test"])
     elif "test" in row and "entry_point" in row:
         tests = f"{row['test']}\ncheck({row['entry_point']})"
-        before = str(row["prompt"]) if "completion" in row else str(row["prompt"]).partition(f"def {row['entry_point']}")[0]
+        before = (
+            str(row["prompt"]) if "completion" in row else str(row["prompt"]).partition(f"def {row['entry_point']}")[0]
+        )
         program = f"{before}\n{program}"
     else:
         return True

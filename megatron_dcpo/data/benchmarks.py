@@ -254,7 +254,10 @@ def load_benchmark(
     source = ", ".join(sources)
     differences = _differences(entry, source, len(kept) + len(left_out), corrections)
     return LoadedBenchmark(
-        entry.name, source, kept, (*differences, f"{entry.name}: {untested_note(left_out)}") if left_out else differences
+        entry.name,
+        source,
+        kept,
+        (*differences, f"{entry.name}: {untested_note(left_out)}") if left_out else differences,
     )
 
 

@@ -199,7 +199,9 @@ def load_records(path_or_name: str | Path, task: str | None = None, untested: bo
 
 
 def untested_note(names: Sequence[str]) -> str:
-    return f"left out {len(names)} tasks whose tests assert nothing: {', '.join(names)} (the untested option keeps them)"
+    return (
+        f"left out {len(names)} tasks whose tests assert nothing: {', '.join(names)} (the untested option keeps them)"
+    )
 
 
 def to_record(

@@ -127,8 +127,8 @@ def _sweep(folder: Path) -> None:
 def _remove(folder: Path) -> None:
     """Kill everything in the group; it goes once its processes are reaped."""
     deadline = time.monotonic() + _REMOVAL_SECONDS
-    with contextlib.suppress(OSError):
-        (folder / "cgroup.kill").write_text("1")
+    with contextlib.suppress(OSError), open(folder / "cgroup.kill", "r+") as stream:
+        stream.write("1")
     while True:
         try:
             folder.rmdir()

@@ -71,6 +71,8 @@ class CodePool:
         self.limits = limits or CodeLimits()
         self.url = sandbox if sandbox.startswith(("http://", "https://")) else None
         self.level = "remote" if self.url else choose(sandbox)
+        if self.level != "unsafe":
+            cgroup.place()  # raises here, not in a worker, where the named one does not do
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(workers)]
         self._owner = os.getpid()

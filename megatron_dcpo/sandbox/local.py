@@ -107,7 +107,7 @@ class CodeLimits:
             "program_seconds": self.program_seconds + _GRACE_SECONDS,
             "cpu_seconds": int(self.program_seconds) + 1,
             "memory_bytes": self.memory_mb << 20,
-            "checker_bytes": max(4096, 4 * self.memory_mb) << 20,
+            "checker_bytes": max(2048, 2 * self.memory_mb) << 20,
             "output_bytes": self.output_mb << 20,
             "scratch_bytes": self.scratch_mb << 20,
             "processes": self.processes,
@@ -228,7 +228,9 @@ def end_of_run(channel: socket.socket, seconds: float, grace: float = _GRACE_SEC
 
 
 @contextlib.contextmanager
-def running_tests(server: Server, limits: CodeLimits, tests: dict[str, Any], pipe: int) -> Iterator[Callable[[], dict[str, Any]]]:
+def running_tests(
+    server: Server, limits: CodeLimits, tests: dict[str, Any], pipe: int
+) -> Iterator[Callable[[], dict[str, Any]]]:
     """Start the tests of a program that answers on ``pipe``, in a process of ``server``, whose role is ``checker``.
     The function that waits for their verdict: ``category``, ``detail``; it raises SandboxDied."""
     with contextlib.ExitStack() as stack:

@@ -123,7 +123,10 @@ def _attempts(level: str, as_tests: bool) -> list[str]:
         try:
             program, code = probe + "def f(): return done", "done = candidate()"
             if as_tests:
-                program, code = "def f(): return 1", f"candidate(); names = {{}}; exec({probe!r}, names); done = names['done']"
+                program, code = (
+                    "def f(): return 1",
+                    f"candidate(); names = {{}}; exec({probe!r}, names); done = names['done']",
+                )
             code = f"def check(candidate):\n    {code}\n    raise AssertionError(' '.join(done))"
             verdict = session.judge(program, checked_tests({"kind": "check", "entry_point": "f", "code": code}))
             assert verdict.detail.startswith("AssertionError"), verdict

@@ -59,7 +59,9 @@ def problems_of(path: Path) -> list[tuple[str, str, str, Mapping[str, Any]]]:
     for row in rows(path):
         problem = code_problem(row, untested=True)
         assert problem is not None
-        found.append((str(row["task_id"]), str(reference_solution(row)), str(problem.tests["entry_point"]), problem.tests))
+        found.append(
+            (str(row["task_id"]), str(reference_solution(row)), str(problem.tests["entry_point"]), problem.tests)
+        )
     return found
 
 

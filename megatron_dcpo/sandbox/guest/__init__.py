@@ -3,7 +3,8 @@
 | file | what it holds |
 |---|---|
 | `fork_server.py` | the warm server: forks a supervised process per program |
-| `isolation.py` | namespaces, seccomp, Landlock, limits, by system call |
+| `isolation.py` | namespaces, capabilities, Landlock, limits, by system call |
+| `seccomp.py` | the system calls that are allowed |
 | `program.py` | runs a program on stdin, or answers calls to its functions |
 | `test_runner.py` | runs the tests, in another process, and calls the program through a pipe |
 | `rpc.py` | values and messages between the two, without pickle |

@@ -72,7 +72,6 @@ def _child(limits: dict[str, Any], pipes: list[int], settings: dict[str, Any]) -
 
 def _in_namespaces(pipes: list[int], limits: dict[str, Any], settings: dict[str, Any]) -> None:
     isolation.map_own_user()
-    parent = os.getpid()
     first = os.fork()
     if first:
         for pipe in pipes:
@@ -120,9 +119,7 @@ def _answer(channel: socket.socket, ending: dict[str, Any]) -> None:
     channel.send(json.dumps(ending).encode())
 
 
-def _watch(
-    child: int, channel: socket.socket, wall: float, memory: int, processes: int | None
-) -> dict[str, Any]:
+def _watch(child: int, channel: socket.socket, wall: float, memory: int, processes: int | None) -> dict[str, Any]:
     """Wait for the end of ``child``, for its time, for too much memory, or for the judge to lose interest."""
     handle = os.pidfd_open(child)
     poll = select.poll()

@@ -338,10 +338,15 @@ def test_code_benchmarks_of_the_data_directory() -> None:
         assert len({record.answer for record in loaded.records}) == count
 
 
-def test_tasks_whose_tests_assert_nothing_are_left_out_by_name(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_tasks_whose_tests_assert_nothing_are_left_out_by_name(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
     row = {"task_id": 737, "prompt": "Write it.", "test_list": ["assert f(1)"]}
     dropped = row | {"test": "def assertion(out, exp, atol):\n    exact_match = out == exp\n\nassertion(f(*inp), 1, 0)"}
-    tested = row | {"task_id": 3, "test": "def assertion(out, exp, atol):\n    assert out == exp\n\nassertion(f(*inp), 1, 0)"}
+    tested = row | {
+        "task_id": 3,
+        "test": "def assertion(out, exp, atol):\n    assert out == exp\n\nassertion(f(*inp), 1, 0)",
+    }
     with pytest.raises(Untested, match="737"):
         code_problem(dropped)
     path = tmp_path / "tasks.jsonl"
