@@ -115,7 +115,8 @@ lab-policies: setup
 
 # hostile programs against every sandbox that works here
 attacks: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/sandbox/test_attacks.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/sandbox/test_attacks.py tests/sandbox/test_guarantees.py \
+		tests/sandbox/test_costs.py tests/sandbox/test_cgroup.py
 
 # MBPP+ and LeetCodeDataset: canonical solutions pass, changed ones fail (long)
 code-data: setup
