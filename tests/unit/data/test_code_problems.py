@@ -336,3 +336,13 @@ def test_code_benchmarks_of_the_data_directory() -> None:
         assert len(loaded.records) == count
         assert [warning for warning in loaded.warnings if "problem 32" not in warning] == []
         assert len({record.answer for record in loaded.records}) == count
+
+
+def test_a_memo_of_private_tests_makes_no_room() -> None:
+    """Python's unpickler in C would make room for four thousand million objects."""
+    for number in (b"\xff\xff\xff\xff", b"\x00\x00\x00\x10"):
+        bomb = base64.b64encode(zlib.compress(b"\x80\x04Nr" + number + b"0.")).decode()
+        with pytest.raises(ValueError, match="pickle"):
+            livecodebench.decode_private(bomb)
+    with pytest.raises(ValueError, match="levels deep"):
+        livecodebench.decode_private(packed_private("[" * 10**5))
