@@ -34,7 +34,7 @@ from megatron_dcpo.judging.answers import FENCED
 from megatron_dcpo.judging.judge import judge_many
 from megatron_dcpo.judging.programs import PackedTests, ProgramVerifier
 from megatron_dcpo.judging.token_bytes import token_bytes
-from megatron_dcpo.rollout import SamplingConfig, load_tokenizer
+from megatron_dcpo.rollout import SamplingConfig
 from megatron_dcpo.rollout.openai_client import Endpoint, served_model
 from megatron_dcpo.runtime.text import read_json_object
 from megatron_dcpo.sandbox.local import CodeLimits
@@ -239,6 +239,8 @@ def _new_samples(config: EvaluationConfig, progress: Progress | None) -> tuple[l
 
 def _server(config: EvaluationConfig) -> tuple[str, Render, Complete]:
     """Name of the model, the prompts of a benchmark (messages, or with ``tokenizer`` ids), the samples of ``endpoint``."""
+    from megatron_dcpo.rollout import load_tokenizer
+
     assert config.endpoint is not None
     if config.tokenizer and config.api == "chat":
         raise UserError("--tokenizer sends token ids, which only --api completions takes; leave one of the two out")
@@ -277,7 +279,7 @@ def as_ids(config: EvaluationConfig, tokenizer: Any, benchmark: LoadedBenchmark)
 
 def _local_model(config: EvaluationConfig) -> tuple[str, Render, Complete]:
     """The same for a checkpoint directory, sampled in this process."""
-    from megatron_dcpo.rollout import build_local_engine
+    from megatron_dcpo.rollout import build_local_engine, load_tokenizer
     from megatron_dcpo.rollout.vllm_engine import VllmOptions
 
     assert config.model is not None

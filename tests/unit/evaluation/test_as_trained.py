@@ -5,11 +5,11 @@ import shutil
 
 import pytest
 
+from megatron_dcpo import rollout
 from megatron_dcpo.cli.evaluate import as_trained
 from megatron_dcpo.config import load_config
 from megatron_dcpo.data import load_benchmark, load_prompts
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.evaluation import run
 from megatron_dcpo.evaluation.run import EvaluationConfig, _server
 from megatron_dcpo.rollout import load_tokenizer
 from tests.helpers.data import real
@@ -61,7 +61,7 @@ def test_the_ids_are_those_of_the_training(path, tokenizer_of, tmp_path, monkeyp
     options = as_trained(str(path), server=True)
     assert options["tokenizer"] == config.model.path
     options |= {"out": tmp_path, "endpoint": "http://localhost/v1", "model_name": "m", "tokenizer": str(directory)}
-    monkeypatch.setattr(run, "load_tokenizer", {str(directory): tokenizer}.get)  # it takes seconds
+    monkeypatch.setattr(rollout, "load_tokenizer", {str(directory): tokenizer}.get)  # it takes seconds
     _, render, complete = _server(EvaluationConfig(**options))
     endpoint = complete.__self__
     assert endpoint.api == "completions"

@@ -67,6 +67,7 @@ if sys.argv[1] == "apex":
     for name in ("apex", "apex.optimizers"):
         sys.modules[name] = types.ModuleType(name)
     sys.modules["apex.optimizers"].FusedAdam = fused = type("FusedAdam", (), {})
+    sys.modules["apex.optimizers"].FusedSGD = type("FusedSGD", (), {})
 else:
     fused = megatron_on_cpu.FusedAdam
 megatron_on_cpu.ensure()
