@@ -87,7 +87,7 @@ lint: setup
 	git ls-files '*.sh' '*.sbatch' .ci/run | xargs $(BIN)/shellcheck
 	$(BIN)/python tools/check_docs.py
 
-# every parser of text that others write, 10,000 odd texts each (the suite runs 150), and 200,000 outputs through the
+# every parser of text that others write, 5,000 odd texts each (the suite runs 150), and 200,000 outputs through the
 # confidence parser and the block splitter (the suite runs 5,000); minutes
 fuzz: setup
 	OMP_NUM_THREADS=1 DCPO_FUZZ=200000 $(BIN)/python -m pytest -n 2 tests/fuzz tests/unit/judging/test_blocks.py

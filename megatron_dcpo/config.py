@@ -136,8 +136,8 @@ class OptimizerConfig:
 class TrainingConfig:
     """``updates_per_rollout``: optimizer steps on one rollout (mini-batches). ``save_interval`` 0: only at the end.
 
-    ``async_save`` writes checkpoints beside the training; ``max_nonfinite_steps`` skipped updates in a row end the run;
-    a phase longer than ``phase_warning_seconds`` is reported with the place where every rank waits."""
+    ``async_save`` writes checkpoints beside the training (``auto``: on a GPU); ``max_nonfinite_steps`` skipped updates
+    in a row end the run; a phase longer than ``phase_warning_seconds`` is reported with the place where every rank waits."""
 
     steps: Positive = 120
     updates_per_rollout: Positive = 1
@@ -149,7 +149,7 @@ class TrainingConfig:
     export_hf: bool = True
     gradient_probe_interval: NonNegative = 10
     phase_warning_seconds: Positive = 900
-    async_save: bool = False
+    async_save: bool | Literal["auto"] = "auto"
     max_nonfinite_steps: Positive = 3
     offload_optimizer_during_rollout: bool = False
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_dcpo.checkpoints.manifest import (
     LATEST,
@@ -33,8 +34,12 @@ from megatron_dcpo.runtime.distributed import all_gather_objects, barrier, broad
 from megatron_dcpo.runtime.files import write_atomically
 
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config  # isort: skip
+from megatron.core.dist_checkpointing.exchange_utils import determine_main_replica_uniform_distribution
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    distribute_main_replicas_with_precomputed_distribution,
+)
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
 COMMON = "common.pt"
@@ -60,17 +65,22 @@ class Pending:
 class Saver:
     """Saves into ``directory``, keeps the newest ``keep`` checkpoints. All methods are collective.
 
-    ``background``: :meth:`save` returns as soon as the state is copied; :meth:`poll` or :meth:`wait` completes it.
-    ``damaged``: iterations that failed their check; they do not count among those to keep.
+    ``background``: :meth:`begin` returns as soon as the state is copied. ``replicas``: the ranks that hold the same
+    weights share the writing of them. ``damaged``: iterations that failed their check; they do not count among those to
+    keep.
     """
 
-    def __init__(self, directory: Path, rank: int, keep: int, background: bool) -> None:
+    def __init__(
+        self, directory: Path, rank: int, keep: int, background: bool, replicas: dist.ProcessGroup | None = None
+    ) -> None:
         self.directory, self.rank, self.keep, self.background = directory, rank, keep, background
+        self.replicas = replicas
         self.damaged: set[int] = set()
         self._pending: Pending | None = None
 
-    def save(self, iteration: int, state: dict[str, Any]) -> None:
-        """Write the sharded ``state`` as ``iter_<iteration>`` and make it the latest.
+    def begin(self, iteration: int, state: dict[str, Any]) -> None:
+        """Write the sharded ``state``, in the background if so; it is announced by :meth:`finish`, :meth:`wait` or the
+        next :meth:`begin`. Afterwards ``state`` may change.
 
         Raises :class:`UserError` when the disk cannot be written; the previous checkpoint stays the latest.
         """
@@ -81,17 +91,16 @@ class Saver:
             pending.thread.start()
         else:
             _write(pending)
-            self.wait()
 
-    def poll(self) -> None:
-        """Complete the pending checkpoint if every rank has written its part. Raises as :meth:`save` does."""
+    def finish(self) -> None:
+        """Make the pending checkpoint the latest, if every rank has written its part. Raises as :meth:`begin` does."""
         if self._pending is not None:
             thread = self._pending.thread
             if not max_over_ranks(int(thread is not None and thread.is_alive())):
                 self.wait()
 
     def wait(self) -> None:
-        """Complete the pending checkpoint, however long it takes. Raises as :meth:`save` does."""
+        """The same, however long the writing takes."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -120,6 +129,9 @@ class Saver:
         # Megatron would start a process to hold this queue; the thread that writes is in this one.
         filesystem_async._results_queue = queue.Queue()
         sharded, common = save_preprocess(state)
+        if self.replicas is not None:
+            shares = determine_main_replica_uniform_distribution(sharded, self.replicas)
+            distribute_main_replicas_with_precomputed_distribution(sharded, self.replicas, shares)
         writer, metadata = _Planner("torch_dist", 1).async_save(sharded, temporary)
         writer.write_buckets = _snapshot(writer.write_buckets, clone=self.background)
         return Pending(iteration, temporary, self.rank, writer, metadata, copy.deepcopy(common))

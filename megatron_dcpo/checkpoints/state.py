@@ -18,17 +18,16 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint import CheckpointException
 
+from megatron_dcpo.checkpoints import optimizer_shards
 from megatron_dcpo.checkpoints.manifest import damage, iteration_dir, iterations, latest_iteration, listed_files
 from megatron_dcpo.checkpoints.reader import cause, in_words, metadata_of
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.policy.model import Policy
-from megatron_dcpo.policy.optimizer import optimizer_parts
 from megatron_dcpo.runtime.device import rng_state, set_rng_state
 from megatron_dcpo.runtime.distributed import Topology, all_gather_objects, broadcast_object
 
 from megatron.core import dist_checkpointing, tensor_parallel  # isort: skip
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +36,6 @@ _UNREADABLE = (
     OSError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError, AssertionError, EOFError, MemoryError,
     RecursionError, pickle.UnpicklingError, CheckpointingException, CheckpointException,
 )  # fmt: skip
-# Resumable at another data-parallel size, also with the distributed optimizer.
-_SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}
 PARTS = ("optimizer", "opt_param_scheduler", "run")
 RUN_PARTS = ("iteration", "distributed_optimizer", "seed", "rng_state", "data", "reward", "engine")
 
@@ -51,11 +48,11 @@ def checkpoint_state(
     parts = {
         "iteration": iteration,
         "rng_state": gather_rng_states(policy.topology),
-        "distributed_optimizer": _is_distributed(optimizer),
+        "distributed_optimizer": optimizer_shards.is_distributed(optimizer),
     } | run
     assert set(RUN_PARTS) <= set(parts)
     # what dist_checkpointing.save(content_metadata=...) adds
-    return state | {"run": parts, "content_metadata": _SHARDING}
+    return state | {"run": parts, "content_metadata": optimizer_shards.METADATA}
 
 
 def newest_intact(directory: Path, topology: Topology) -> tuple[int | None, dict[int, str]]:
@@ -97,7 +94,7 @@ def load_checkpoint(directory: Path, iteration: int, policy: Policy, optimizer: 
             missing = [name for name in result.missing_keys if not name.endswith("_extra_state")]
             if missing:
                 raise CheckpointingException(f"parameter {missing[0]} missing")
-        optimizer.load_state_dict(loaded["optimizer"])
+        optimizer_shards.restore(optimizer, loaded["optimizer"])
         # The schedule takes its count of steps from the checkpoint and everything else from the configuration.
         for group in optimizer.param_groups:
             group["max_lr"], group["min_lr"] = scheduler.max_lr, scheduler.min_lr
@@ -122,16 +119,12 @@ def _check_parts(path: Path, optimizer: Any) -> None:
     absent += [part for part in RUN_PARTS if part not in common.get("run", {})]
     if absent:
         raise CheckpointingException(f"it has no {', '.join(absent)}")
-    saved, now = common["run"]["distributed_optimizer"], _is_distributed(optimizer)
+    saved, now = common["run"]["distributed_optimizer"], optimizer_shards.is_distributed(optimizer)
     if saved != now:
         raise UserError(
             f"checkpoint {path} was saved with parallel.use_distributed_optimizer={str(saved).lower()}, whose state "
             "Megatron stores in another form; keep the option to resume (TP, PP and DP may change)"
         )
-
-
-def _is_distributed(optimizer: Any) -> bool:
-    return any(isinstance(part, DistributedOptimizer) for part in optimizer_parts(optimizer))
 
 
 def gather_rng_states(topology: Topology) -> dict[str, Any]:
@@ -191,6 +184,6 @@ def _sharded_state(policy: Policy, optimizer: Any, scheduler: Any, is_loading: b
     model = {_model_key(policy, index): gpt.sharded_state_dict() for index, gpt in enumerate(policy.gpt)}
     return {
         **model,
-        "optimizer": optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_SHARDING),
+        "optimizer": optimizer_shards.optimizer_state(optimizer, model, is_loading),
         "opt_param_scheduler": scheduler.state_dict(),
     }

@@ -89,6 +89,7 @@ def _write_safely(debug: bool) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Formatter("%(asctime)s %(name)s: %(message)s" if debug else "%(message)s"))
     logging.basicConfig(level=logging.DEBUG if debug else logging.INFO, handlers=[handler])
+    logging.captureWarnings(True)
     sys.excepthook = _print_traceback
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

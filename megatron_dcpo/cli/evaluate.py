@@ -36,6 +36,11 @@ def add_parser(subparsers: Any) -> None:
     source.add_argument("--model", metavar="DIR", help="Hugging Face checkpoint directory")
     source.add_argument("--endpoint", metavar="URL", help="OpenAI-compatible server, for instance http://host:8000/v1")
     source.add_argument("--samples", metavar="FILE", help="score this samples.jsonl again")
+    parser.add_argument(
+        "--as-trained",
+        metavar="CONFIG",
+        help="prompts as that run had them: its template, marker, longest response, and with --endpoint its tokenizer",
+    )
     parser.add_argument("--benchmarks", metavar="A,B", help="names (math500, aime24, ...) or NAME=PATH of a data file")
     parser.add_argument("--out", metavar="RUN", required=True, help="directory to write to")
     parser.add_argument("--repeats", type=positive_int, help="responses per problem (default 4)")
@@ -72,6 +77,9 @@ def add_parser(subparsers: Any) -> None:
     server = parser.add_argument_group("endpoint")
     server.add_argument("--model-name", help="model to ask the server for (default: the only one it offers)")
     server.add_argument(
+        "--tokenizer", metavar="DIR", help="render the prompts here, as training does, and send token ids (completions)"
+    )
+    server.add_argument(
         "--api", choices=["chat", "completions"], help="default: completions for --template raw, else chat"
     )
     server.add_argument(
@@ -96,6 +104,8 @@ def run(args: argparse.Namespace) -> int:
 
     names = {option.name for option in fields(EvaluationConfig)}
     given = {name: value for name, value in vars(args).items() if name in names}
+    if hasattr(args, "as_trained"):
+        given = as_trained(args.as_trained, server="endpoint" in given) | given
     with _progress() as progress:
         evaluation = run_evaluation(EvaluationConfig(limits=program_limits(args), **given), progress)
     if args.json:
@@ -111,6 +121,19 @@ def run(args: argparse.Namespace) -> int:
     print_table(rows, "benchmark")
     print(printable(f"wrote {args.out}"))
     return 0
+
+
+def as_trained(path: str, server: bool) -> dict[str, Any]:
+    """The options that make the prompts of an evaluation those of the run with the configuration at ``path``."""
+    from megatron_dcpo.config import load_config
+
+    config = load_config(path)
+    options = {"template": config.data.template, "marker": config.judging.marker}
+    return (
+        options
+        | {"max_tokens": config.rollout.max_response_length}
+        | ({"tokenizer": config.model.path} if server else {})
+    )
 
 
 @contextmanager

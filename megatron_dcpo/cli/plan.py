@@ -31,7 +31,7 @@ def add_parser(subparsers: Any) -> None:
         )
     parser.add_argument("--gpus-per-node", type=positive_int, default=8, metavar="N", help="default 8")
     parser.add_argument(
-        "--reserve-gb", type=float, default=3.0, metavar="X", help="context, NCCL, fragmentation, GB (default 3)"
+        "--reserve-gb", type=float, default=5.0, metavar="X", help="context, NCCL, fragmentation, GB (default 5)"
     )
     parser.add_argument(
         "--response-tokens",

@@ -40,6 +40,7 @@ Row = Mapping[str, Any]
 PROBLEM_COLUMNS = ("problem", "question", "prompt")
 ANSWER_COLUMNS = ("answer", "ground_truth", "final_answer")
 SUFFIXES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
+LONGEST = 1 << 30  # characters of a line, or of a JSON array: compressed, they may be a small file
 _GENERIC_STEMS = {"train", "test", "validation", "val", "dev", "data"}
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?(@[\w.-]+)?\Z")
@@ -281,7 +282,9 @@ def read_json_lines(path: str | Path, allow_truncated: bool = False) -> Iterator
     newline, as a killed process leaves it, is left out. Raises :class:`UserError`, naming the line.
     """
     with _open_text(path) as file:
-        for number, line in enumerate(file, start=1):  # line by line: a test set may be gigabytes
+        for number, line in enumerate(iter(lambda: file.readline(LONGEST), ""), start=1):  # a test set may be gigabytes
+            if len(line) == LONGEST:
+                raise UserError(f"{path}:{number}: a line of more than {LONGEST >> 20} M characters; split the file")
             if line.strip():
                 try:
                     yield f"{path}:{number}", _parse_object(line, f"{path}:{number}")
@@ -314,14 +317,17 @@ def _open_text(path: str | Path) -> Iterator[TextIO]:
 def _read_json(path: Path) -> Iterator[Row]:
     """A JSON array of objects, or one object per line (also under a plain .json name)."""
     with _open_text(path) as file:
-        head = next((line for line in file if line.strip()), "")
+        head = next((line for line in iter(lambda: file.readline(LONGEST), "") if line.strip()), "")
         if head.startswith("version https://git-lfs"):
             raise UserError(f"{path}: only a git-lfs pointer; fetch the file with `git lfs pull`")
     if not head.lstrip().startswith("["):
         yield from (row for _, row in read_json_lines(path))
         return
     with _open_text(path) as file:
-        yield from _parse_array(path, file.read())
+        text = file.read(LONGEST)
+        if len(text) == LONGEST:
+            raise UserError(f"{path}: more than {LONGEST >> 20} M characters; write one object per line")
+        yield from _parse_array(path, text)
 
 
 def _parse_array(path: Path, text: str) -> list[Row]:

@@ -27,7 +27,7 @@ from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation import published
 from megatron_dcpo.evaluation.published import Published
 from megatron_dcpo.evaluation.scoring import CONFIDENCE_KINDS, HEADLINE, bins_from_json, headline
-from megatron_dcpo.runtime.text import read_json_object
+from megatron_dcpo.runtime.text import encodable, read_json_object
 from megatron_dcpo.types import CONFIDENCE_TAG
 
 LABELS = {
@@ -166,7 +166,7 @@ def write_report(
 ) -> Path:
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(render_report(runs, title, against), encoding="utf-8")
+    target.write_text(encodable(render_report(runs, title, against)), encoding="utf-8")
     return target
 
 

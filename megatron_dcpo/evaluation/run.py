@@ -60,11 +60,14 @@ class EvaluationConfig:
     Exactly one of ``model`` (a Hugging Face directory), ``endpoint`` (the URL of an OpenAI-compatible server) and
     ``samples`` (a ``samples.jsonl``) is given. ``benchmarks`` and ``confidence`` are comma-separated names.
     ``marker`` None: the confidence tag of ``samples``, else ``<conf>``. ``timeout`` is in seconds, for one sample.
+    ``tokenizer``: a directory whose tokenizer renders the prompts for ``endpoint``, as training does (thinking off); their
+    token ids are sent instead of messages.
     """
 
     out: str | Path
     model: str | None = None
     endpoint: str | None = None
+    tokenizer: str | None = None
     samples: str | None = None
     benchmarks: str = ""
     repeats: int = 4
@@ -123,7 +126,8 @@ class EvaluationConfig:
         saved = {option.name: getattr(self, option.name) for option in fields(self) if option.metadata.get("saved")}
         saved |= {"top_logprobs": self.top_logprobs, "model": model}
         # not in the settings of evaluations that know no other
-        return saved if self.marker == CONFIDENCE_TAG else saved | {"marker": self.marker}
+        saved |= {} if self.marker == CONFIDENCE_TAG else {"marker": self.marker}
+        return saved | ({"tokenizer": self.tokenizer} if self.tokenizer else {})
 
 
 def run_evaluation(config: EvaluationConfig, progress: Progress | None = None) -> dict[str, Any]:
@@ -236,15 +240,19 @@ def _new_samples(config: EvaluationConfig, progress: Progress | None) -> tuple[l
 
 
 def _server(config: EvaluationConfig) -> tuple[str, Render, Complete]:
-    """Name of the model, the prompts of a benchmark as messages, and the samples of ``endpoint``."""
+    """Name of the model, the prompts of a benchmark (messages, or with ``tokenizer`` ids), the samples of ``endpoint``."""
+    from megatron_dcpo.rollout import load_tokenizer
+
     assert config.endpoint is not None
+    if config.tokenizer and config.api == "chat":
+        raise UserError("--tokenizer sends token ids, which only --api completions takes; leave one of the two out")
     api_key = os.environ.get(config.api_key_env) or None
     model = config.model_name or served_model(config.endpoint, api_key)
     endpoint = Endpoint(
         config.endpoint,
         model,
         config.sampling,
-        api=config.api or ("chat" if find_template(config.template).chat else "completions"),
+        api=config.api or ("chat" if find_template(config.template).chat and not config.tokenizer else "completions"),
         api_key=api_key,
         concurrency=config.concurrency,
         timeout=config.timeout,
@@ -252,10 +260,23 @@ def _server(config: EvaluationConfig) -> tuple[str, Render, Complete]:
         extra_body=config.extra_body,
     )
 
-    def render(benchmark: LoadedBenchmark) -> list[Prompt]:
+    def as_messages(benchmark: LoadedBenchmark) -> list[Prompt]:
         return message_prompts(benchmark.records, config.template, config.limit, config.marker or CONFIDENCE_TAG)
 
-    return model, render, endpoint.complete
+    tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else None
+    return model, partial(as_ids, config, tokenizer) if tokenizer else as_messages, endpoint.complete
+
+
+def as_ids(config: EvaluationConfig, tokenizer: Any, benchmark: LoadedBenchmark) -> list[Prompt]:
+    """The prompts of a benchmark as training has them: through its template and the tokenizer."""
+    return render_prompts(
+        benchmark.records,
+        tokenizer,
+        config.template,
+        limit=config.limit,
+        marker=config.marker or CONFIDENCE_TAG,
+        source=benchmark.name,
+    )
 
 
 def _local_model(config: EvaluationConfig) -> tuple[str, Render, Complete]:
@@ -273,15 +294,4 @@ def _local_model(config: EvaluationConfig) -> tuple[str, Render, Complete]:
         engine.eos_token_ids,
         batch_size=max(1, config.batch_size // config.repeats),
     )
-
-    def render(benchmark: LoadedBenchmark) -> list[Prompt]:
-        return render_prompts(
-            benchmark.records,
-            tokenizer,
-            config.template,
-            limit=config.limit,
-            marker=config.marker or CONFIDENCE_TAG,
-            source=benchmark.name,
-        )
-
-    return config.model, render, complete
+    return config.model, partial(as_ids, config, tokenizer), complete

@@ -46,18 +46,21 @@ def token_bytes(tokenizer: Any) -> TokenBytes:
         raise UserError(
             f"tokenizer {type(tokenizer).__name__} has no fast backend; save the model with its tokenizer.json"
         )
-    return table_of(json.loads(backend.to_str()))
-
-
-def table_of(spec: dict[str, Any]) -> TokenBytes:
-    """The table of a ``tokenizer.json``. Raises :class:`UserError` for another kind, and for ids beyond ``MOST_IDS``."""
+    spec = json.loads(backend.to_str())
+    check_ids(spec, "the tokenizer")
     to_bytes = {"byte_level": _byte_level, "sentencepiece": _sentencepiece}[_kind(spec)]
     pieces = {index: to_bytes(piece) for piece, index in _vocabulary(spec["model"])}
     pieces |= {token["id"]: token["content"].encode() for token in spec["added_tokens"]}
-    count = max(pieces, default=-1) + 1
-    if count > MOST_IDS:
-        raise UserError(f"the tokenizer has a token with the id {count - 1}; at most {MOST_IDS} ids are supported")
-    return TokenBytes(tuple(pieces.get(index, b"") for index in range(count)))
+    return TokenBytes(tuple(pieces.get(index, b"") for index in range(max(pieces, default=-1) + 1)))
+
+
+def check_ids(spec: dict[str, Any], source: str) -> None:
+    """Raise :class:`UserError` when a ``tokenizer.json`` has an id of ``MOST_IDS`` or more."""
+    model = spec.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    for index in vocabulary.values() if isinstance(vocabulary, dict) else ():
+        if not isinstance(index, int) or index >= MOST_IDS:
+            raise UserError(f"{source} has a token with the id {repr(index)[:40]}; ids are numbers below {MOST_IDS}")
 
 
 def _kind(spec: dict[str, Any]) -> str:

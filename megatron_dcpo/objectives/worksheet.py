@@ -78,8 +78,8 @@ def parse_options(method: Any, options: Any) -> ObjectiveConfig:
     """``options`` of ``method``, checked. Raises :class:`UserError` naming the nearest valid name."""
     if not isinstance(options, dict):
         raise UserError(f"options must be an object, not {type(options).__name__}")
-    if method not in METHODS:
-        raise UserError(f"unknown method {method!r}{did_you_mean(str(method), METHODS)}")
+    if not isinstance(method, str) or method not in METHODS:
+        raise UserError(f"unknown method {repr(method)[:40]}{did_you_mean(str(method), METHODS)}")
     _known(options, [name for name in option_names() if name != "name"], "options")
     try:
         return ObjectiveConfig(**options, name=method)

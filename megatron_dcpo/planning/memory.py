@@ -41,6 +41,10 @@ class State:
     main_params: int
     moments: int
 
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.main_params + self.moments
+
 
 def stage_state(arch: Architecture, layout: Layout, config: Config, stage: int, data_parallel: int) -> State:
     """The state of a rank of pipeline ``stage``; with the distributed optimizer, of the one with the largest shard."""

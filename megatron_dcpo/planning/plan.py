@@ -24,12 +24,12 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Machine:
-    """What is not in the configuration. ``reserve_gb``: CUDA context, NCCL buffers, fragmentation; ``response_tokens``:
-    mean length of a response (0: the longest allowed)."""
+    """What is not in the configuration. ``reserve_gb``: CUDA context, NCCL buffers, fragmentation, what a sleeping engine
+    keeps; ``response_tokens``: mean length of a response (0: the longest allowed)."""
 
     gpus: int
     gpu_memory_gb: float = 80.0
-    reserve_gb: float = 3.0
+    reserve_gb: float = 5.0
     response_tokens: int = 0
 
 
@@ -50,23 +50,28 @@ class Engine:
 
 @dataclass(frozen=True)
 class Stage:
-    """A pipeline stage's rank in the training phase, bytes."""
+    """A pipeline stage's rank, bytes. On the device: in the training phase ``state``, the larger of ``activations`` and
+    the ``reference`` policy's forward pass, and what the ``engine`` keeps; ``resting`` in a rollout. On the host:
+    ``host_copies`` (the probe's gradients, the reference policy, what is offloaded) and ``saved``, the copy that a
+    checkpoint is written from."""
 
     stage: int
     state: State
     activations: Activations
-    probe: int
     reference: int
     engine: int
+    resting: int
+    host_copies: int
+    saved: int
 
     @property
     def total(self) -> int:
-        return self.resting + self.engine + self.probe + self.activations.total
+        return self.state.total + self.engine + self.activations.total + self.reference
 
     @property
-    def resting(self) -> int:
-        """What stays allocated while the engine samples."""
-        return self.state.weights + self.state.gradients + self.state.main_params + self.state.moments + self.reference
+    def saving(self) -> int:
+        """While a checkpoint is begun: the engine sleeps, nothing is gathered."""
+        return self.state.total + self.engine
 
 
 @dataclass(frozen=True)
@@ -99,8 +104,18 @@ class Plan:
         return resting + self.engine.weights + self.engine.kv_cache + self.engine.sampling
 
     @property
+    def saving_bytes(self) -> int:
+        return max(stage.saving for stage in self.stages)
+
+    @property
+    def host_bytes(self) -> int:
+        """On the busiest node, of which a checkpoint's copy is part."""
+        ranks = min(self.machine.gpus, self.rates.gpus_per_node)
+        return ranks * max(stage.host_copies + stage.saved for stage in self.stages)
+
+    @property
     def peak(self) -> int:
-        return int(max(self.largest.total, self.rollout_bytes) + self.machine.reserve_gb * GB)
+        return int(max(self.largest.total, self.rollout_bytes, self.saving_bytes) + self.machine.reserve_gb * GB)
 
     @property
     def fits(self) -> bool:
@@ -211,15 +226,25 @@ def _stage(
     reference: bool,
 ) -> Stage:
     state = stage_state(arch, layout, config, stage, data_parallel)
+    training, weights = config.training, state.numel * dtype_bytes(config.model.params_dtype)
     # The probe keeps the first block's gradient, and a copy of what enters the norm, through the second backward pass.
-    probe = state.gradients + 4 * state.shard_numel if config.training.gradient_probe_interval else 0
+    probe = state.gradients + 4 * state.shard_numel if training.gradient_probe_interval else 0
+    offloaded = state.main_params + state.moments if training.offload_optimizer_during_rollout else 0
+    resting = state.total - (offloaded + state.gradients if training.offload_optimizer_during_rollout else 0)
+    own = (
+        12 * state.shard_numel
+        if config.parallel.use_distributed_optimizer
+        else (state.main_params + state.moments) // data_parallel
+    )
     return Stage(
         stage=stage,
         state=state,
         activations=stage_activations(arch, layout, config, stage, *batch),
-        probe=probe,
-        reference=state.numel * dtype_bytes(config.model.params_dtype) if reference else 0,
+        reference=weights if reference else 0,
         engine=engine.resident,
+        resting=resting,
+        host_copies=probe + offloaded + (weights if reference else 0),
+        saved=own + weights // data_parallel,
     )
 
 
@@ -267,6 +292,8 @@ def advice(plan: Plan) -> list[str]:
     parallel, largest, changes = plan.config.parallel, plan.largest, []
     limit = (plan.machine.gpu_memory_gb - plan.machine.reserve_gb) * GB
     if plan.rollout_bytes > limit:
+        if not plan.config.training.offload_optimizer_during_rollout:
+            changes.append("training.offload_optimizer_during_rollout=true")
         changes += _engine_advice(plan, limit)
     if largest.total > limit:
         over = largest.total - limit
@@ -280,8 +307,6 @@ def advice(plan: Plan) -> list[str]:
         if activations.total > over / 4:
             key = "max_tokens_per_micro_batch" if parallel.sequence_packing else "micro_batch_size"
             changes.append(f"a smaller training.{key}")
-        if largest.probe:
-            changes.append(f"training.gradient_probe_interval=0 (its gradients: {largest.probe / GB:.1f} GB)")
         if largest.engine:
             changes.append("an engine that does not stay on the GPU while the policy trains (rollout.engine)")
         changes.append("more tensor or pipeline parallelism, or more GPUs")
@@ -319,10 +344,13 @@ def as_dict(plan: Plan) -> dict[str, Any]:
                 "logits": acts.logits,
                 "working": acts.working,
                 "micro_batches_in_flight": acts.in_flight,
-                "gradient_probe": stage.probe,
                 "reference_policy": stage.reference,
                 "engine_resident": stage.engine,
                 "total": stage.total,
+                "resting": stage.resting,
+                "saving": stage.saving,
+                "host_copies": stage.host_copies,
+                "saved": stage.saved,
             }
         )
     return {
@@ -337,6 +365,8 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "engine": asdict(plan.engine),
         "training_bytes": plan.largest.total,
         "rollout_bytes": plan.rollout_bytes,
+        "saving_bytes": plan.saving_bytes,
+        "host_bytes_per_node": plan.host_bytes,
         "peak_bytes": plan.peak,
         "gpu_memory_bytes": int(plan.machine.gpu_memory_gb * GB),
         "fits": plan.fits,

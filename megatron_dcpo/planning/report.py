@@ -35,6 +35,7 @@ def print_plan(plan: Plan) -> None:
         f"{plan.tokens_per_micro_batch:,} tokens at most each"
     )
     console.print(_memory(plan))
+    console.print(_host(plan))
     console.print(_traffic(plan))
     console.print(_assumptions(plan))
     limit = f"{plan.machine.gpu_memory_gb:g} GB"
@@ -45,38 +46,46 @@ def print_plan(plan: Plan) -> None:
 
 
 def _memory(plan: Plan) -> Table:
-    stage, engine = plan.largest, plan.engine
+    stage, engine, config = plan.largest, plan.engine, plan.config
     state, acts = stage.state, stage.activations
     resting = max(plan.stages, key=lambda one: one.resting)
     table = Table(title=f"memory of a rank of the largest pipeline stage ({stage.stage}), GB", title_justify="left")
-    table.add_column("")
-    table.add_column("training", justify="right")
-    table.add_column("rollout", justify="right")
-    for name, training, rollout in (
-        (f"weights ({plan.config.model.params_dtype})", state.weights, resting.state.weights),
-        ("gradients (fp32)", state.gradients, resting.state.gradients),
-        ("optimizer: fp32 main parameters", state.main_params, resting.state.main_params),
-        ("optimizer: moments (fp32)", state.moments, resting.state.moments),
-        ("reference policy", stage.reference, resting.reference),
-        (f"activations of {acts.in_flight:g} micro-batch(es)", acts.layers, 0),
+    for column in ("", "training", "save", "rollout"):
+        table.add_column(column, justify="right" if column else "left")
+    reserve = int(plan.machine.reserve_gb * GB)
+    stays, rest = not config.training.offload_optimizer_during_rollout, resting.state
+    for name, training, saving, rollout in (
+        (f"weights ({config.model.params_dtype})", state.weights, state.weights, rest.weights),
+        ("gradients (fp32)", state.gradients, state.gradients, rest.gradients * stays),
+        ("optimizer: fp32 main parameters", state.main_params, state.main_params, rest.main_params * stays),
+        ("optimizer: moments (fp32)", state.moments, state.moments, rest.moments * stays),
+        ("reference policy, for its pass", stage.reference, 0, 0),
+        (f"activations of {acts.in_flight:g} micro-batch(es)", acts.layers, 0, 0),
         *(
-            [("logits and their gradients", acts.logits, 0)]
+            [("logits and their gradients", acts.logits, 0, 0)]
             if acts.logits >= acts.working
-            else [("largest backward transient of a layer", acts.working, 0)]
+            else [("largest backward transient of a layer", acts.working, 0, 0)]
         ),
-        ("gradient probe", stage.probe, 0),
-        (f"engine weights ({engine.kind}, TP {engine.tensor_model_parallel_size})", 0, engine.weights),
-        ("engine, kept while training", stage.engine, 0),
-        (f"KV cache ({engine.concurrent} sequences at once)", 0, engine.kv_cache),
-        ("sampling", 0, engine.sampling),
-        ("reserve", int(plan.machine.reserve_gb * GB), int(plan.machine.reserve_gb * GB)),
+        (f"engine weights ({engine.kind}, TP {engine.tensor_model_parallel_size})", 0, 0, engine.weights),
+        ("engine, kept while training", stage.engine, stage.engine, 0),
+        (f"KV cache ({engine.concurrent} sequences at once)", 0, 0, engine.kv_cache),
+        ("sampling", 0, 0, engine.sampling),
+        ("reserve", reserve, reserve, reserve),
     ):
-        if training or rollout:
-            table.add_row(name, _gb(training), _gb(rollout))
-    reserve = plan.machine.reserve_gb * GB
+        if training or saving or rollout:
+            table.add_row(name, _gb(training), _gb(saving), _gb(rollout))
     table.add_section()
-    table.add_row("total", _gb(stage.total + reserve), _gb(plan.rollout_bytes + reserve))
+    totals = (stage.total, plan.saving_bytes, plan.rollout_bytes)
+    table.add_row("total", *(_gb(total + reserve) for total in totals))
     return table
+
+
+def _host(plan: Plan) -> str:
+    largest = max(plan.stages, key=lambda stage: stage.host_copies + stage.saved)
+    return (
+        f"On the host, per rank: {largest.host_copies / GB:.1f} GB of what leaves the device for a time, and "
+        f"{largest.saved / GB:.1f} GB that a checkpoint is written from ({plan.host_bytes / GB:.0f} GB per node)"
+    )
 
 
 def _traffic(plan: Plan) -> Table:

@@ -27,7 +27,8 @@ from torch import Tensor
 
 from megatron_dcpo.policy.model import Policy
 from megatron_dcpo.policy.optimizer import optimizer_group, optimizer_parts, zero_gradients
-from megatron_dcpo.runtime.device import current_device
+from megatron_dcpo.runtime.device import current_device, synchronize
+from megatron_dcpo.runtime.host_memory import HostCopy
 from megatron_dcpo.weights.table import number_of_parameters
 
 from megatron.core import tensor_parallel  # isort: skip
@@ -80,11 +81,13 @@ def probe_block_gradients(policy: Policy, optimizer: Any, backward: Callable[[st
     backward pass. Returns the two results of ``backward`` and the measurement.
     """
     first, g_r = part_gradient(policy, optimizer, lambda: backward("reasoning"))
-    kept = [buffer.grad_data.clone() for buffer in _buffers(policy)]
+    # on the host: on the device they would be the largest thing that an update needs
+    kept = [HostCopy(buffer.grad_data).fill(buffer.grad_data) for buffer in _buffers(policy)]
+    synchronize()
     second, g_c = part_gradient(policy, optimizer, lambda: backward("confidence"), copy=False)
     comparison = compare(policy, optimizer, g_r, g_c)
     for buffer, gradient in zip(_buffers(policy), kept, strict=True):
-        buffer.grad_data += gradient
+        gradient.add_to(buffer.grad_data)
     return (first, second), comparison
 
 
@@ -93,7 +96,7 @@ def part_gradient(
 ) -> tuple[Any, list[OwnedGradient]]:
     """Result and gradient of one part of the loss, taken by a ``backward`` pass of its own over zeroed buffers. Collective.
 
-    Without ``copy`` the gradient may share memory with the buffers, which the next pass overwrites.
+    A ``copy`` is on the host; without one the gradient may share memory with the buffers, which the next pass overwrites.
     """
     zero_gradients(policy, optimizer)
     result = backward()
@@ -117,7 +120,7 @@ class OwnedGradient:
         x, y = self.gradient.reshape(-1), other.gradient.reshape(-1)
         square = self.square.reshape(-1) if self.square is not None else None
         for start in range(0, len(x), PIECE):
-            a, b = x[start : start + PIECE].double(), y[start : start + PIECE].double()
+            a, b = (z[start : start + PIECE].to(current_device()).double() for z in (x, y))
             if square is None:
                 yield a, b, a.square() + b.square()
             else:
@@ -155,7 +158,7 @@ def compare(policy: Policy, optimizer: Any, a: list[OwnedGradient], b: list[Owne
 def owned_gradients(policy: Policy, optimizer: Any, copy: bool = True) -> list[OwnedGradient]:
     """This rank's share of the gradient in the buffers, each parameter of the model on exactly one rank of the group.
 
-    Without ``copy`` it may share memory with the buffers.
+    A ``copy`` is on the host; without one it may share memory with the buffers.
     """
     optimizer.prepare_grads()
     names = _group_of_parameters(policy)
@@ -168,8 +171,8 @@ def owned_gradients(policy: Policy, optimizer: Any, copy: bool = True) -> list[O
             if not tensor_parallel.param_is_not_tensor_parallel_duplicate(main, getattr(part, "tp_group", None)):
                 continue
             gradient = main.grad.detach().float()
-            if copy and gradient.data_ptr() == main.grad.data_ptr():
-                gradient = gradient.clone()
+            if copy:
+                gradient = gradient.to("cpu", copy=True)
             square, options = part.optimizer.state.get(main, {}).get("exp_avg_sq"), settings[id(main)]
             correction = 1 - options["betas"][1] ** max(int(options.get("step", 1)), 1)
             gradients.append(OwnedGradient(names[id(model)], gradient, square, correction))

@@ -6,6 +6,7 @@ attention that takes padded batches and packed sequences alike and never materia
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from typing import Any, cast
 
@@ -22,24 +23,46 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_dcpo.errors import UserError
+from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.runtime.device import capabilities
 
 
-def has_transformer_engine() -> bool:
-    """Transformer Engine is used only where it can run: it needs a GPU even to import its kernels."""
-    from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
+def use_transformer_engine(choice: str) -> bool:
+    """Which layers ``model.transformer_impl`` means here: Transformer Engine's or the local ones.
 
-    return bool(HAVE_TE) and capabilities().transformer_engine
-
-
-def check_transformer_engine(choice: str) -> None:
-    """Raise :class:`UserError` where ``model.transformer_impl`` demands what cannot run here."""
-    if choice == "transformer_engine" and not has_transformer_engine():
+    Raises :class:`UserError` where they cannot be used: on a GPU nothing falls back to the local layers, which are several
+    times slower there, unless they are asked for.
+    """
+    if choice == "local":
+        return False
+    if not capabilities().transformer_engine:
+        if choice == "auto":
+            return False
         raise UserError(
             "model.transformer_impl=transformer_engine, but Transformer Engine needs a GPU and its package; "
             "use auto or local"
         )
+    problem = _transformer_engine_problem()
+    if problem:
+        raise UserError(
+            f"model.transformer_impl={choice}: on a GPU the layers are Transformer Engine's, which cannot be used "
+            f"({problem}); install it (pip install 'megatron-dcpo[gpu]'), or set model.transformer_impl=local, which "
+            "is several times slower"
+        )
+    return True
+
+
+def _transformer_engine_problem() -> str:
+    """Why Megatron has no layers of Transformer Engine's; empty if it has."""
+    from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
+
+    if HAVE_TE:
+        return ""
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except Exception as error:  # a missing library of the system is no ImportError
+        return f"{type(error).__name__}: {one_line(error, 200)}"
+    return "megatron-core does not import it"
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -118,4 +141,4 @@ def block_spec(spec: ModuleSpec, layers: int, transformer_engine: bool) -> Modul
     return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=RMSNorm)
 
 
-__all__ = ["CausalAttention", "RMSNorm", "block_spec", "has_transformer_engine", "layer_spec"]
+__all__ = ["CausalAttention", "RMSNorm", "block_spec", "layer_spec", "use_transformer_engine"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_dcpo.config import ModelConfig, ParallelConfig
-from megatron_dcpo.policy.layers import block_spec, check_transformer_engine, has_transformer_engine, layer_spec
+from megatron_dcpo.policy.layers import block_spec, layer_spec, use_transformer_engine
 from megatron_dcpo.runtime.device import capabilities, current_device
 from megatron_dcpo.runtime.distributed import Topology
 from megatron_dcpo.runtime.dtypes import torch_dtype
@@ -32,6 +33,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,9 @@ def build_policy(model: ModelConfig, parallel: ParallelConfig, topology: Topolog
     Raises :class:`UserError` when the checkpoint is missing or broken or the layout does not divide the model.
     """
     arch = read_architecture(model.path)
-    engine = _use_transformer_engine(model.transformer_impl)
+    engine = use_transformer_engine(model.transformer_impl)
+    if training and topology.rank == 0 and capabilities().transformer_engine:
+        logger.info("layers: %s", "Transformer Engine" if engine else "local (model.transformer_impl=local)")
     layout = Layout.of(model, parallel, engine)
     check_layout(arch, layout)
     reader = HFReader(model.path)
@@ -129,11 +134,6 @@ def build_policy(model: ModelConfig, parallel: ParallelConfig, topology: Topolog
         hooks = [chunk.no_sync for chunk in wrapped]
         config.no_sync_func = hooks if len(hooks) > 1 else hooks[0]
     return Policy(arch, layout, config, tuple(wrapped), tuple(gpts), tuple(copies), topology)
-
-
-def _use_transformer_engine(choice: str) -> bool:
-    check_transformer_engine(choice)
-    return choice != "local" and has_transformer_engine()
 
 
 def _build_chunk(arch: Architecture, layout: Layout, config: TransformerConfig, at: Coordinates) -> GPTModel:

@@ -5,23 +5,25 @@ The optimizer may leave the device for a rollout, when the engine needs the room
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_dcpo.config import Config
 from megatron_dcpo.policy.model import Policy
+from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.runtime.dtypes import torch_dtype
+from megatron_dcpo.runtime.host_memory import Movable, ledger
 
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # isort: skip
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megatron_dcpo.runtime.device import capabilities
+logger = logging.getLogger(__name__)
 
 
 def build_optimizer(config: Config, policy: Policy) -> tuple[Any, OptimizerParamScheduler]:
@@ -96,45 +98,59 @@ def optimizer_parts(optimizer: Any) -> list[Any]:
     return list(getattr(optimizer, "chained_optimizers", None) or [optimizer])
 
 
-logger = logging.getLogger(__name__)
-
-
-class OptimizerOffload:
-    """Moves gradients and optimizer state to the host during rollouts where ``wanted``. Nothing to do on the CPU.
-
-    In fp32 the optimizer works on the policy's own parameters, which have to stay: only the gradients are offloaded.
+class Offload:
+    """Takes what only an update needs off the device during rollouts, where ``wanted``: gradients (they start at zero
+    anyway), moments, and fp32 main parameters. In fp32 the optimizer works on the policy's own parameters, which stay.
     """
 
     def __init__(self, policy: Policy, optimizer: Any, wanted: bool) -> None:
         self.policy, self.optimizer = policy, optimizer
+        self.state = Movable("optimizer", self._state_tensors)
         self.active = wanted and capabilities().separate_memory
-        self.offloaded = False
         if wanted and not self.active:
             logger.info("training.offload_optimizer_during_rollout: there is no device to offload from, nothing to do")
+        self._gradients_are_here()
 
     def offload(self) -> None:
-        """Before the engine wakes up."""
-        if self.active and not self.offloaded:
+        """Before the engine starts or wakes up."""
+        if self.active and not self.state.away:
             for chunk in self.policy.chunks:
                 chunk.offload_grad_buffers()
-            if self.policy.config.bf16:
-                self.optimizer.offload_to_cpu()
-            self.offloaded = True
+            ledger.drop("gradients")
+            self.state.leave()
 
     def reload(self) -> None:
-        """Before training; harmless when nothing was offloaded."""
-        if self.offloaded:
+        """Before training, while the engine sleeps; harmless when nothing was offloaded."""
+        if self.state.away:
+            self.state.come_back()
             for chunk in self.policy.chunks:
                 chunk.restore_grad_buffers()
-            if self.policy.config.bf16:
-                self.optimizer.restore_from_cpu()
-            self.offloaded = False
+            self._gradients_are_here()
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """For a checkpoint between two rollouts."""
-        was_offloaded = self.offloaded
+        """For a checkpoint, while the engine sleeps."""
+        was_offloaded = self.state.away
         self.reload()
         yield
         if was_offloaded:
             self.offload()
+
+    def _state_tensors(self) -> Iterator[Tensor]:
+        for part in optimizer_parts(self.optimizer):
+            for group in part.optimizer.param_groups:
+                for parameter in group["params"]:
+                    if self.policy.config.bf16:
+                        yield parameter
+                    yield from (v for v in part.optimizer.state.get(parameter, {}).values() if v.numel() > 1)
+
+    def _gradients_are_here(self) -> None:
+        buffers = [buffer for chunk in self.policy.chunks for buffer in chunk.buffers]
+        ledger.put("gradients", sum(buffer.grad_data.nbytes for buffer in buffers))
+
+
+def on_host(reference: Policy) -> Movable:
+    """The parameters of a frozen policy, on the host between its uses."""
+    parked = Movable("reference", lambda: (p for gpt in reference.gpt for p in gpt.parameters()), constant=True)
+    parked.leave()
+    return parked

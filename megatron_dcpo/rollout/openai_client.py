@@ -39,7 +39,8 @@ class _Request(Protocol):
 class Endpoint:
     """Where to ask and how. ``url`` ends before ``/chat/completions``, usually in ``/v1``.
 
-    ``api``: ``chat`` sends messages, which the server puts through its chat template; ``completions`` sends plain text.
+    ``api``: ``chat`` sends messages, which the server puts through its chat template; ``completions`` sends the prompt's
+    token ids, or plain text where it has none.
     ``extra_body`` goes into every request as it is, for instance
     ``{"chat_template_kwargs": {"enable_thinking": false}}`` for Qwen3 behind vLLM.
     """
@@ -136,7 +137,8 @@ class Endpoint:
             if sampling.top_logprobs:
                 body["top_logprobs"] = sampling.top_logprobs
         else:
-            body |= {"prompt": plain_text(prompt.messages), "logprobs": sampling.top_logprobs}
+            ids = list(prompt.token_ids)
+            body |= {"prompt": ids or plain_text(prompt.messages), "logprobs": sampling.top_logprobs}
         return body | dict(self.extra_body)
 
 

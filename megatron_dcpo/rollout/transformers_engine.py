@@ -25,6 +25,15 @@ from megatron_dcpo.weights.planner import WeightSlice
 _COMPACT_BELOW = 0.75  # drop finished rows from the KV cache when less than this share is still running
 
 
+def own_logs() -> None:
+    """Warnings of transformers quote what a model directory says: they go the way of all logs, and no bar is drawn."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_default_handler()
+    transformers_logging.enable_propagation()
+    transformers_logging.disable_progress_bar()
+
+
 class TransformersEngine:
     """Implements :class:`megatron_dcpo.rollout.engine.Engine`."""
 
@@ -41,11 +50,10 @@ class TransformersEngine:
     def from_pretrained(cls, model_dir: str | Path, dtype: str = "fp32", max_num_seqs: int = 512) -> TransformersEngine:
         """Load a Hugging Face checkpoint directory. Raises :class:`UserError` when it is missing or unreadable."""
         from transformers import AutoModelForCausalLM
-        from transformers.utils import logging as transformers_logging
 
         if not (Path(model_dir) / "config.json").is_file():
             raise UserError(f"model directory {model_dir} has no config.json; pass a Hugging Face checkpoint directory")
-        transformers_logging.disable_progress_bar()
+        own_logs()
         try:
             model: Any = AutoModelForCausalLM.from_pretrained(
                 model_dir,

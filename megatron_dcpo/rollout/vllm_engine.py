@@ -25,15 +25,26 @@ import torch.distributed as dist
 
 from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.rollout.engine import EngineError, SamplingConfig, choose_engine, read_eos_token_ids, request_seed
-from megatron_dcpo.runtime.device import capabilities, rng_state, set_rng_state
-from megatron_dcpo.runtime.dtypes import dtype_name
+from megatron_dcpo.runtime.device import (
+    capabilities,
+    device_failed,
+    empty_cache,
+    rng_state,
+    set_rng_state,
+    total_memory,
+)
+from megatron_dcpo.runtime.dtypes import dtype_bytes, dtype_name
+from megatron_dcpo.runtime.host_memory import ledger
 from megatron_dcpo.runtime.signals import RolloutAbandoned, stop_requested
 from megatron_dcpo.types import Prompt, Response
 from megatron_dcpo.weights.architecture import read_architecture
 from megatron_dcpo.weights.planner import WeightSlice
 from megatron_dcpo.weights.reshard_plan import check_engine
+from megatron_dcpo.weights.table import number_of_parameters
 
 logger = logging.getLogger(__name__)
+
+_WEIGHTS, _CACHE = "engine weights", "engine cache"  # in the ledger
 
 
 @dataclass(frozen=True)
@@ -94,7 +105,7 @@ class VllmEngine:
         except ValueError as error:
             raise UserError(f"vLLM refuses a prompt: {one_line(error, 300)}") from None
         except Exception as error:
-            raise EngineError(f"vLLM failed in generation: {type(error).__name__}: {error}") from error
+            raise _engine_error("vLLM failed in generation", error) from error
         responses = [
             self._response(prompt, i, output.outputs[0], sampling.top_logprobs)
             for (prompt, i), output in zip(samples, outputs, strict=True)
@@ -177,11 +188,11 @@ class VllmEngine:
             try:
                 self.llm.update_weights({"update_info": {"pieces": bucket, "arch": self.arch}})
             except Exception as error:
-                raise EngineError(f"vLLM refused a bucket of weights: {type(error).__name__}: {error}") from error
+                raise _engine_error("vLLM refused a bucket of weights", error) from error
         try:
             self.llm.finish_weight_update(weight_version=str(version))
         except Exception as error:
-            raise EngineError(f"vLLM could not finish the weight update: {type(error).__name__}: {error}") from error
+            raise _engine_error("vLLM could not finish the weight update", error) from error
         self._wake("kv_cache")
         self._asleep = False
         if not self.llm.reset_prefix_cache():  # or prompts would be continued from the old weights' keys and values
@@ -193,10 +204,20 @@ class VllmEngine:
         if self._can_sleep() and not self._asleep:
             self.llm.sleep(level=2)
             self._asleep = True
+            ledger.drop(_CACHE)
+            ledger.drop(_WEIGHTS)
 
     def _wake(self, tag: str) -> None:
         if self._asleep:
             self.llm.wake_up(tags=[tag])
+            self._enter_in_ledger(tag)
+
+    def _enter_in_ledger(self, tag: str) -> None:
+        options = self.options
+        weights = number_of_parameters(self.arch) * dtype_bytes(options.dtype) // options.tensor_model_parallel_size
+        share = int(options.gpu_memory_utilization * total_memory())
+        cache = options.kv_cache_memory_bytes or max(0, share - weights)
+        ledger.put(*((_WEIGHTS, weights) if tag == "weights" else (_CACHE, cache)))
 
     def _can_sleep(self) -> bool:
         return self.options.sleep and capabilities().separate_memory
@@ -219,10 +240,14 @@ class VllmEngine:
             with contextlib.suppress(Exception):  # a broken engine may not shut down in order
                 self.llm.llm_engine.engine_core.shutdown()
             self.llm = None
+            gc.unfreeze()  # vLLM froze what it had made, and with it what holds the memory
             gc.collect()
+            empty_cache()
         finally:
             core.cleanup_dist_env_and_memory = kept
         self._asleep = False
+        ledger.drop(_CACHE)
+        ledger.drop(_WEIGHTS)
 
     def _start(self) -> Any:
         options = self.options
@@ -261,6 +286,8 @@ class VllmEngine:
         except ImportError as error:
             raise UserError(f"rollout.engine=vllm: vLLM is installed but cannot be imported ({error})") from None
         self._unlink_shared_memory()
+        self._enter_in_ledger("weights")
+        self._enter_in_ledger("kv_cache")
         llm.update_weight_version("0")
         return llm
 
@@ -272,6 +299,11 @@ class VllmEngine:
         name = f"[{'-'.join(str(r) for r in range(first, first + size))}]-cpushm_{rank % size}"
         for path in Path("/dev/shm").glob(f"*-tp:*-{glob.escape(name)}"):
             path.unlink(missing_ok=True)
+
+
+def _engine_error(what: str, error: Exception) -> Exception:
+    """What a restart may mend, or ``error`` itself where the device has failed."""
+    return error if device_failed(error) else EngineError(f"{what}: {type(error).__name__}: {error}")
 
 
 def _prepare_environment() -> None:

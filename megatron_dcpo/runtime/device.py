@@ -31,6 +31,15 @@ class Capabilities:
     attention_head_sizes: tuple[int, ...] | None
 
 
+# As torch, cuBLAS, cuDNN and NCCL report an error of the context; torch.AcceleratorError is a RuntimeError that says so.
+_DEVICE_FAILURES = (
+    "CUDA error",
+    "unhandled cuda error",
+    "CUBLAS_STATUS_EXECUTION_FAILED",
+    "CUDNN_STATUS_EXECUTION_FAILED",
+    "CUDNN_STATUS_MAPPING_ERROR",
+)
+
 _CPU = Capabilities(False, True, False, False, (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512))
 _GPU = Capabilities(True, False, True, True, None)
 
@@ -53,6 +62,35 @@ def synchronize() -> None:
     """Wait for the device, so that a phase timer measures the phase. Nothing to wait for on the CPU."""
     if has_cuda():
         torch.cuda.synchronize()
+
+
+def pinned(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """``numel`` numbers in the host's memory, from and to which the device copies at full speed."""
+    return torch.empty(numel, dtype=dtype, pin_memory=has_cuda())
+
+
+def total_memory() -> int:
+    """Bytes of the device's own memory; 0 where it has none."""
+    return torch.cuda.mem_get_info()[1] if has_cuda() else 0
+
+
+def empty_cache() -> None:
+    """Give back to the device what torch keeps for later. Nothing to give back on the CPU."""
+    if has_cuda():
+        torch.cuda.empty_cache()
+
+
+def device_failed(error: BaseException | None) -> bool:
+    """Whether ``error``, or what caused it, is a failure of the device itself (an illegal address, a lost card) and not
+    memory that ran out: nothing in this process can use the device any more, neither the policy nor an engine."""
+    while error is not None:
+        text = str(error)
+        if isinstance(error, torch.OutOfMemoryError) or "out of memory" in text:
+            return False
+        if isinstance(error, RuntimeError) and any(sign in text for sign in _DEVICE_FAILURES):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def memory_gb() -> dict[str, float]:

@@ -9,7 +9,8 @@ What is covered, and why nothing more is needed:
    carry that name.
 4. Apex's ``FusedAdam`` is replaced by the one at the end of this file.
 
-On a machine with CUDA, :func:`ensure` does nothing.
+On a machine with CUDA, :func:`ensure` does the last only, and only where Megatron finds neither Transformer Engine's Adam
+nor Apex's: with torch's a run cannot be resumed.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _installed = False
 
 
 def ensure() -> None:
-    """Make Megatron-core importable and runnable here. Idempotent; a no-op with CUDA."""
+    """Make Megatron-core importable and runnable here. Idempotent."""
     global _installed
     if _installed:
         return
@@ -53,10 +54,19 @@ def ensure() -> None:
     warnings.filterwarnings("ignore", module=r"megatron\.core.*")
     warnings.filterwarnings("ignore", message=r".*(Transformer Engine|Apex|apex|modelopt).*")
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
-    if has_cuda():
-        return
-    _patch_torch_cuda()
-    _patch_megatron()
+    if not has_cuda():
+        _patch_torch_cuda()
+        _patch_megatron()
+    _replace_torchs_adam()
+
+
+def _replace_torchs_adam() -> None:
+    optimizer: Any = importlib.import_module("megatron.core.optimizer")
+    if has_cuda() and not optimizer.USING_PYTORCH_OPTIMIZER:
+        return  # a fused one, which runs on CUDA only
+    optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
+    distributed: Any = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
+    distributed.Adam, distributed.HAVE_APEX_OR_TE, distributed.USING_APEX_OPTIMIZER = FusedAdam, True, True
 
 
 class _InertStream:
@@ -108,10 +118,7 @@ def _patch_megatron() -> None:
     for name in _LITERAL_CUDA_MODULES:
         importlib.import_module(core + name).torch = torch_on_cpu  # type: ignore[attr-defined]
 
-    optimizer: Any = importlib.import_module(core + "optimizer")
-    optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
     distributed: Any = importlib.import_module(core + "optimizer.distrib_optimizer")
-    distributed.Adam, distributed.HAVE_APEX_OR_TE, distributed.USING_APEX_OPTIMIZER = FusedAdam, True, True
     mixed: Any = importlib.import_module(core + "optimizer.optimizer")
     for cls in (distributed.DistributedOptimizer, mixed.Float16OptimizerWithFloat16Params):
         cls.__init__ = _with_cuda_type_names(cls.__init__)

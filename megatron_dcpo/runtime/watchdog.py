@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from megatron_dcpo.errors import EXIT_PEER_LOST, Stopped, one_line
 from megatron_dcpo.runtime import signals
-from megatron_dcpo.runtime.device import memory_gb, synchronize
+from megatron_dcpo.runtime.device import device_failed, memory_gb, synchronize
 from megatron_dcpo.runtime.files import write_atomically
 
 LOST_AFTER_SECONDS = 30.0
@@ -63,7 +63,7 @@ class Watchdog:
     """Watches from :meth:`start` on; used as a context around everything that communicates.
 
     Leaving it by an exception that a lost rank has caused ends the process with a line that names the rank: any clean-up
-    would wait for it.
+    would wait for it. So does an error of this rank's device, on every rank.
     """
 
     def __init__(self, directory: Path, rank: int, world_size: int, phase_warning_seconds: float) -> None:
@@ -110,7 +110,8 @@ class Watchdog:
 
     def abort(self, message: str) -> None:
         """End the job on every rank with ``message``: for what a rank cannot get out of otherwise."""
-        self._store.set("lost", message)
+        if self._store is not None:
+            self._store.set("lost", message)
         self._end_process(message)
 
     def __enter__(self) -> Watchdog:
@@ -123,6 +124,11 @@ class Watchdog:
             lost = self._who_is_lost()
             if lost:
                 self._end_process(f"{lost} ({one_line(error, 200)})")
+        if device_failed(error):
+            self.abort(
+                f"the device of rank {self.rank} failed ({one_line(error or '', 200)}); no process can use it again "
+                "before it ends. --resume auto continues after the last checkpoint"
+            )
         self.finish(clean_exit=error is None or isinstance(error, Stopped))
 
     def _who_is_lost(self) -> str:

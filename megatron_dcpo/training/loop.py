@@ -7,7 +7,7 @@ from megatron_dcpo.runtime import distributed
 from megatron_dcpo.runtime.run_lock import lock_run_dir
 from megatron_dcpo.runtime.watchdog import Timers
 from megatron_dcpo.training.recorder import Recorder
-from megatron_dcpo.training.recovery import resume, save, stop_if_asked
+from megatron_dcpo.training.recovery import begin_save, finish_save, resume, stop_if_asked
 from megatron_dcpo.training.run import TrainingRun, build_run
 from megatron_dcpo.training.sampling import sample_step
 from megatron_dcpo.training.update import update_policy
@@ -40,12 +40,14 @@ def _train(run: TrainingRun) -> None:
                 run.engine.sleep()
                 run.offload.reload()
                 statistics = update_policy(run, samples, step)
+            with timers("save"):  # the engine sleeps
+                begin_save(run, step)
             with timers("reshard"):
                 run.offload.offload()
                 traffic = synchronise_engine(run, version=step)
             recorder.log(step, samples, statistics, timers, traffic)
-            with timers("save"):
-                save(run, step)
+            with timers("save"):  # announced when its records are written
+                finish_save(run, step)
             stop_if_asked(run, done=step)
     if config.training.export_hf:
         with timers("export"):

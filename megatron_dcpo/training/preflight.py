@@ -9,22 +9,22 @@ from typing import Any
 
 from megatron_dcpo.config import Config
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.runtime.device import check_world_size
+from megatron_dcpo.runtime.device import capabilities, check_world_size
 from megatron_dcpo.weights.architecture import Architecture, read_architecture
 from megatron_dcpo.weights.planner import Layout, check_layout
 from megatron_dcpo.weights.table import number_of_parameters
 
 
 def check_processes(config: Config, processes: int | None) -> None:
-    """The number of processes, where it is known, and Transformer Engine, where it is demanded. Raises
+    """The number of processes, where it is known, and Transformer Engine, where it is needed. Raises
     :class:`UserError`."""
     parallel = config.parallel
     if processes is not None:
         check_world_size(parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, processes)
-    if config.model.transformer_impl == "transformer_engine":
-        from megatron_dcpo.policy.layers import check_transformer_engine
+    if config.model.transformer_impl == "transformer_engine" or capabilities().transformer_engine:
+        from megatron_dcpo.policy.layers import use_transformer_engine
 
-        check_transformer_engine(config.model.transformer_impl)
+        use_transformer_engine(config.model.transformer_impl)
 
 
 def check_wandb(config: Config) -> None:

@@ -35,7 +35,9 @@ def resume(run: TrainingRun) -> int:
         run.saver.damaged.add(iteration)
         if run.topology.rank == 0:
             logger.warning("checkpoint %s is damaged: %s", iteration_dir(run.checkpoints, iteration), why)
-    saved = load_checkpoint(run.checkpoints, latest, run.policy, run.optimizer, run.scheduler)
+    run.engine.sleep()  # the moments come into being
+    with run.offload.on_device():
+        saved = load_checkpoint(run.checkpoints, latest, run.policy, run.optimizer, run.scheduler)
     try:
         _check_same_run(run, saved)
         run.progress.nonfinite_in_a_row = int(saved["reward"]["nonfinite_in_a_row"])
@@ -49,15 +51,24 @@ def resume(run: TrainingRun) -> int:
     return latest
 
 
-def save(run: TrainingRun, step: int) -> None:
-    """Checkpoint after ``step`` when the schedule says so, and always after the last one. Collective."""
+def begin_save(run: TrainingRun, step: int) -> None:
+    """Checkpoint after ``step`` when the schedule says so, and always after the last one. Collective.
+
+    The engine sleeps: a save needs no memory of the device, but nothing else shall need it meanwhile. ``finish_save``
+    announces the checkpoint, once the records of the step are written.
+    """
     training = run.config.training
-    run.saver.poll()
     due = training.save_interval and step % training.save_interval == 0
     if due or step == training.steps:
-        _save(run, step)
-    if step == training.steps:
+        _begin(run, step)
+
+
+def finish_save(run: TrainingRun, step: int) -> None:
+    """Announce the checkpoint that is written; wait for it after the last step. Collective."""
+    if step == run.config.training.steps:
         run.saver.wait()
+    else:
+        run.saver.finish()
 
 
 def stop_if_asked(run: TrainingRun, done: int) -> None:
@@ -70,7 +81,8 @@ def stop_if_asked(run: TrainingRun, done: int) -> None:
     if not number or done == run.config.training.steps:
         return
     if done and run.progress.saved_step != done:
-        _save(run, done)
+        run.engine.sleep()
+        _begin(run, done)
     run.saver.wait()
     signals.ignore_signals()
     raise Stopped(
@@ -80,10 +92,10 @@ def stop_if_asked(run: TrainingRun, done: int) -> None:
     )
 
 
-def _save(run: TrainingRun, step: int) -> None:
+def _begin(run: TrainingRun, step: int) -> None:
     with run.offload.on_device():
         state = checkpoint_state(run.policy, run.optimizer, run.scheduler, step, _run_state(run, step))
-        run.saver.save(step, state)
+        run.saver.begin(step, state)
     run.progress.saved_step = step
 
 
@@ -98,7 +110,7 @@ def _run_state(run: TrainingRun, step: int) -> dict[str, Any]:
             "fingerprint": run.data_fingerprint,
         },
         "reward": {"nonfinite_in_a_row": run.progress.nonfinite_in_a_row},
-        "engine": {"weights_version": run.engine.weights_version},
+        "engine": {"weights_version": step},  # what it has, or is about to get
     }
 
 

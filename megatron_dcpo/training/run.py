@@ -21,11 +21,13 @@ from megatron_dcpo.judging.token_bytes import token_bytes
 from megatron_dcpo.objectives import Objective, build_objective
 from megatron_dcpo.objectives.expected_digits import DigitVocabulary
 from megatron_dcpo.policy.model import Policy, build_policy
-from megatron_dcpo.policy.optimizer import OptimizerOffload, build_optimizer
+from megatron_dcpo.policy.optimizer import Offload, build_optimizer, on_host
 from megatron_dcpo.rollout import Engine, build_local_engine, load_tokenizer
 from megatron_dcpo.rollout.vllm_engine import VllmOptions
 from megatron_dcpo.runtime import distributed
+from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.runtime.distributed import Topology
+from megatron_dcpo.runtime.host_memory import Movable, ledger
 from megatron_dcpo.runtime.watchdog import Watchdog
 from megatron_dcpo.training.preflight import check_model, check_processes, check_wandb
 from megatron_dcpo.types import Judgement, Prompt, Response
@@ -41,7 +43,8 @@ class RunState:
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """The parts of a training run on this rank. ``reference``: the frozen starting policy, where a KL loss asks for it."""
+    """The parts of a training run on this rank. ``reference``: the frozen starting policy, where a KL loss asks for it;
+    ``reference_memory`` brings its parameters to the device."""
 
     config: Config
     directory: Path
@@ -52,10 +55,11 @@ class TrainingRun:
     policy: Policy
     optimizer: Any
     scheduler: Any
-    offload: OptimizerOffload
+    offload: Offload
     engine: Engine
     objective: Objective
     reference: Policy | None
+    reference_memory: Movable | None
     watch: Watchdog
     saver: Saver
     progress: RunState
@@ -97,7 +101,15 @@ def build_run(config: Config) -> TrainingRun:
         Path(config.run_dir) / "heartbeat", topology.rank, topology.world_size, config.training.phase_warning_seconds
     ).start()
     policy = build_policy(config.model, parallel, topology)
+    ledger.put("weights", sum(p.nbytes for gpt in policy.gpt for p in gpt.parameters()))
     optimizer, scheduler = build_optimizer(config, policy)
+    reference = None
+    if any(objective.options.blocks("kl_coef")):
+        reference = build_policy(config.model, parallel, topology, training=False)
+    reference_memory = on_host(reference) if reference else None
+    # The engine measures what is left of the device: what a rollout does without leaves before it starts.
+    offload = Offload(policy, optimizer, config.training.offload_optimizer_during_rollout)
+    offload.offload()
     engine = build_engine(config, topology)
     return TrainingRun(
         config=config,
@@ -109,18 +121,18 @@ def build_run(config: Config) -> TrainingRun:
         policy=policy,
         optimizer=optimizer,
         scheduler=scheduler,
-        offload=OptimizerOffload(policy, optimizer, config.training.offload_optimizer_during_rollout),
+        offload=offload,
         engine=engine,
         objective=objective,
-        reference=build_policy(config.model, parallel, topology, training=False)
-        if any(objective.options.blocks("kl_coef"))
-        else None,
+        reference=reference,
+        reference_memory=reference_memory,
         watch=watch,
         saver=Saver(
             Path(config.run_dir) / "checkpoints",
             topology.rank,
             config.training.keep_checkpoints,
-            config.training.async_save,
+            capabilities().separate_memory if config.training.async_save == "auto" else config.training.async_save,
+            topology.dp_group,
         ),
         progress=RunState(),
         digits=DigitVocabulary.of(vocabulary.table, engine.eos_token_ids),

@@ -64,8 +64,9 @@ def update_policy(run: TrainingRun, samples: Sequence[TrainingSample], step: int
     # the old policy is the current one, and its log-probs are those of the forward pass itself.
     if len(mini_batches) > 1 or run.objective.method.needs_old_logprobs:
         mini_batches = [with_old_logprobs(run, mini_batch) for mini_batch in mini_batches]
-    if run.reference is not None:
-        mini_batches = [with_ref_logprobs(run, mini_batch, run.reference) for mini_batch in mini_batches]
+    if run.reference is not None and run.reference_memory is not None:
+        with run.reference_memory.on_device():
+            mini_batches = [with_ref_logprobs(run, mini_batch, run.reference) for mini_batch in mini_batches]
     for number, mini_batch in enumerate(mini_batches):
         scored = score(run, mini_batch)
         statistics.samples.extend(scored.samples)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.rollout import EngineError
+from megatron_dcpo.runtime.device import device_failed
 from megatron_dcpo.runtime.distributed import all_gather_objects
 from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.runtime.watchdog import LOST_AFTER_SECONDS
@@ -49,6 +50,8 @@ def synchronise_engine(run: TrainingRun, version: int) -> dict[str, float]:
             with closing(export_buckets(run.policy, plan, traffic)) as buckets:
                 run.engine.update_weights(buckets, version)
         except (EngineError, SynchronisationError) as error:
+            if device_failed(error):
+                raise
             failure = str(error)
         failures = _gather_failures(run, failure, restarts, f"the weights of step {version}")
         if not failures:
@@ -58,9 +61,10 @@ def synchronise_engine(run: TrainingRun, version: int) -> dict[str, float]:
 
 
 def recover_engines(run: TrainingRun, failure: str, version: int, restarts: int) -> bool:
-    """Did an engine fail in generation (``failure`` on its ranks)? Then start it anew and synchronise all engines.
+    """Did an engine fail in generation (``failure`` on its ranks)? Then start all engines anew and synchronise them.
 
-    Returns whether one did. Raises :class:`UserError` after ``MAX_RESTARTS``.
+    All together: where vLLM measures the memory that is left, it waits for every rank of the job. Returns whether one
+    failed. Raises :class:`UserError` after ``MAX_RESTARTS``.
     """
     size = run.engine.tensor_model_parallel_size
     if size > 1:
@@ -70,8 +74,7 @@ def recover_engines(run: TrainingRun, failure: str, version: int, restarts: int)
         _store().delete_key(_came_out(run.topology.rank))  # all have read it; the next rollout starts anew
     if not failures:
         return False
-    if run.topology.rank // size in {rank // size for rank in failures}:
-        run.engine.restart()
+    run.engine.restart()
     synchronise_engine(run, version)
     return True
 
@@ -149,7 +152,7 @@ def _gather_failures(run: TrainingRun, failure: str, restarts: int, what: str) -
     if restarts == MAX_RESTARTS:
         raise UserError(f"the engine of rank {reason[0]} failed {restarts + 1} times with {what}: {reason[1]}")
     if run.topology.rank == 0:
-        logger.warning("rank %d: %s; the engine starts anew and %s is repeated", *reason, what)
+        logger.warning("rank %d: %s; every engine starts anew and %s is repeated", *reason, what)
     return failures
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron_dcpo.errors import one_line
 from megatron_dcpo.runtime.device import current_device
 from megatron_dcpo.runtime.distributed import BucketBarrier, Topology
+from megatron_dcpo.runtime.host_memory import ledger
 from megatron_dcpo.weights.architecture import Architecture
 from megatron_dcpo.weights.planner import Copy, Layout, WeightSlice
 from megatron_dcpo.weights.reshard_plan import BUCKET_BYTES, BucketEntry, Message, ReshardPlan, reshard_plan
@@ -88,6 +89,13 @@ def export_buckets(
     assembly_buffer = torch.empty(plan.assembled // plan.itemsize, dtype=dtype, device=device)
     recv_buffer = torch.empty(plan.message // plan.itemsize, dtype=dtype, device=device)
     traffic.peak = max(traffic.peak, assembly_buffer.nbytes + recv_buffer.nbytes)
+    with ledger.holding("buckets", assembly_buffer.nbytes + recv_buffer.nbytes):
+        yield from _export(policy, plan, traffic, local, assembly_buffer, recv_buffer)
+
+
+def _export(
+    policy: Shards, plan: ReshardPlan, traffic: Traffic, local: _Local, assembly_buffer: Tensor, recv_buffer: Tensor
+) -> Generator[list[WeightSlice], None, None]:
     progress = BucketBarrier("reshard", policy.topology.model_group)
     for number, bucket in enumerate(plan.buckets, 1):
         where = f"weight synchronisation, bucket {number} of {len(plan.buckets)}"

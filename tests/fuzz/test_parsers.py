@@ -49,7 +49,7 @@ from tests.helpers.hostile import HOSTILE
 from tests.helpers.paths import QUICKSTART
 from tests.helpers.tokenizers import byte_level
 
-AT_LENGTH = int(os.environ.get("DCPO_FUZZ", "0")) // 20
+AT_LENGTH = int(os.environ.get("DCPO_FUZZ", "0")) // 40
 fuzz = settings(
     max_examples=AT_LENGTH or 150,
     derandomize=not AT_LENGTH,
@@ -400,6 +400,7 @@ GROUP = {"method": "dcpo", "options": {"lam": 0.5}, "responses": [
 
 @fuzz
 @given(group=changed(GROUP, [*GROUP, *GROUP["responses"][0]]))  # type: ignore[dict-item]
+@example(group=GROUP | {"method": []})
 def test_groups_of_responses(group: Any) -> None:
     if isinstance(group, dict):
         only(UserError, lambda: worksheet.evaluate(group))

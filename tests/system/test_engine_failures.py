@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.launch import alone
+from tests.helpers.launch import alone, launched, worker
 from tests.helpers.quickstart import metrics, without_clocks
 
 SMALL = ["data.prompts_per_step=4", "rollout.group_size=4", "training.steps=3", "logging.tensorboard=false"]
@@ -33,6 +33,30 @@ def test_the_run_continues_after_a_restart(tmp_path, undisturbed, mode, reason):
     assert "starts anew" in done.stderr
     assert "restarted 1 updated 5" in done.stdout
     assert without_clocks(metrics(tmp_path / "run")) == without_clocks(undisturbed)
+
+
+@pytest.mark.parametrize(("mode", "reason"), [("generate", "killed in generation"), ("update", "lost in the middle")])
+def test_one_engine_of_two_fails_and_both_start_anew(tmp_path, undisturbed, mode, reason):
+    """A restart is a collective of all engines here, as vLLM's is: one that restarts alone would wait for ever."""
+    overrides = [f"run_dir={tmp_path / 'run'}", *SMALL, "parallel.distributed_timeout_minutes=1"]
+    done = launched(
+        2, worker(tmp_path / "out", ("failing_engine", {"mode": mode, "overrides": overrides})), timeout=300
+    )
+    assert "restarted 1 updated 5" in done.stdout, done.stderr[-3000:]
+    assert done.stdout.count("restarted 1 updated 5") == 2
+    assert f"rank 1: {reason}" in done.stderr
+    for ours, single in zip(metrics(tmp_path / "run"), undisturbed, strict=True):
+        assert ours["reward/accuracy"] == single["reward/accuracy"]
+        assert ours["loss/policy"] == pytest.approx(single["loss/policy"], abs=1e-6)
+
+
+def test_a_device_that_fails_ends_the_job(tmp_path):
+    """An error of the CUDA context leaves neither engine nor policy: 98, for whoever starts it again."""
+    done = train(tmp_path / "run", "device")
+    assert done.returncode == 98, done.stderr[-2000:]
+    assert "the device of rank 0 failed (CUDA error: an illegal memory access was encountered)" in done.stderr
+    assert "starts anew" not in done.stderr
+    assert len(metrics(tmp_path / "run")) == 1
 
 
 def test_an_engine_that_keeps_failing_ends_the_run_by_name(tmp_path):

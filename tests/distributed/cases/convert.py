@@ -130,7 +130,9 @@ def save_run(directory, model, parallel, topology):
     optimizer.step()  # gradients and learning rate are zero: it makes the state of the optimizer and leaves the weights
     run = dict.fromkeys(("seed", "data", "reward", "engine"), 0)
     state = checkpoint_state(policy, optimizer, scheduler, 0, run)
-    Saver(directory, topology.rank, keep=1, background=False).save(0, state)
+    saver = Saver(directory, topology.rank, keep=1, background=False)
+    saver.begin(0, state)
+    saver.wait()
 
 
 def _vocabulary_rows(arch, padded, name, topology):

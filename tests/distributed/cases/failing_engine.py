@@ -1,23 +1,35 @@
-"""``train`` with the embedded engine made to fail: ``mode`` is the name of the failure."""
+"""``train`` with the embedded engine made to fail: ``mode`` is the name of the failure.
+
+On several ranks only the last one's engine fails, and a restart is a collective of all ranks, as it is with vLLM
+(``ExecutorWithExternalLauncher.determine_available_memory``).
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from dataclasses import replace
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from megatron_dcpo import cli
 from megatron_dcpo.rollout import EngineError, TransformersEngine
 from megatron_dcpo.training import weight_sync
 from tests.helpers.paths import QUICKSTART
 
+_PLACE = (("RANK", "0"), ("WORLD_SIZE", "1"))
+
 
 class Failures:
     """Counts calls and fails on the ones the mode names."""
 
     def __init__(self, mode: str) -> None:
-        self.mode, self.generated, self.updated, self.restarted = mode, 0, 0, 0
+        self.rank, self.world_size = (int(os.environ.get(name, default)) for name, default in _PLACE)
+        self.mode = mode if self.rank == self.world_size - 1 else "none"
+        self.generated = self.updated = self.restarted = 0
 
     def install(self) -> None:
         generate, update, not_finite = (
@@ -30,6 +42,8 @@ class Failures:
             self.generated += 1
             if self.mode == "always" or (self.mode == "generate" and self.generated == 2):
                 raise EngineError("killed in generation")
+            if self.mode == "device" and self.generated == 2:
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
             responses = generate(engine, prompts, sampling, step)
             if self.mode == "stale" and step == 2:
                 return [replace(response, weights_version=response.weights_version - 1) for response in responses]
@@ -48,6 +62,10 @@ class Failures:
 
         def restart(engine):
             self.restarted += 1
+            if self.world_size > 1:
+                met = torch.ones(1)
+                dist.all_reduce(met)
+                assert met.item() == self.world_size, "another collective was met"
             for parameter in engine.model.parameters():
                 parameter.data.zero_()  # an engine that comes back has no weights
 
@@ -77,5 +95,5 @@ def run(options: dict[str, Any]) -> None:
     failures = Failures(options["mode"])
     failures.install()
     status = cli.main(["train", "--config", str(QUICKSTART / "dcpo.yaml"), *options["overrides"]])
-    print(f"restarted {failures.restarted} updated {failures.updated}")
+    print(f"restarted {failures.restarted} updated {failures.updated}", flush=True)
     sys.exit(status)

@@ -358,3 +358,13 @@ def test_tasks_whose_tests_assert_nothing_are_left_out_by_name(
         loaded = load_benchmark("mbppplus", DATA)
         assert len(loaded.records) == 375
         assert any("737, 787, 794" in warning for warning in loaded.warnings)
+
+
+def test_a_memo_of_private_tests_makes_no_room() -> None:
+    """Python's unpickler in C would make room for four thousand million objects."""
+    for number in (b"\xff\xff\xff\xff", b"\x00\x00\x00\x10"):
+        bomb = base64.b64encode(zlib.compress(b"\x80\x04Nr" + number + b"0.")).decode()
+        with pytest.raises(ValueError, match="pickle"):
+            livecodebench.decode_private(bomb)
+    with pytest.raises(ValueError, match="levels deep"):
+        livecodebench.decode_private(packed_private("[" * 10**5))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dcpo.data import datasets
-from megatron_dcpo.data.datasets import load_prompts, load_records, read_rows
+from megatron_dcpo.data.datasets import final_answer, load_prompts, load_records, read_rows
 from megatron_dcpo.errors import UserError
 from tests.helpers.data import real, write
 from tests.helpers.tokenizers import ByteTokenizer
@@ -240,3 +240,40 @@ def test_hub_names_with_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [("owner/name", "main", "test"), ("owner/name", None, "train")]
     with pytest.raises(UserError, match=r"cannot load it from the hub \(offline\)"):
         load_records("owner/gone")
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.json.gz"])
+def test_a_small_file_cannot_fill_the_memory(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets, "LONGEST", 10_000)
+    path = tmp_path / name
+    row = json.dumps({"problem": "x" * 20_000, "answer": "1"})
+    path.write_bytes(gzip.compress((f"[{row}]" if "json." in name else row + "\n").encode()))
+    with pytest.raises(UserError, match=r"more than .* M characters"):
+        load_records(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"[" * 10**5, "levels deep"),
+        (b'{"problem": ' + b"[" * 10**5, ":1: not valid JSON"),
+        (b'[{"problem": "?", "answer": ' + b"9" * 5000 + b"}]", "not valid JSON"),
+        (gzip.compress(b'{"problem": "?"}')[:-9] + b"\xff" * 9, "not UTF-8 text"),
+        (gzip.compress(b'{"problem": "?"}')[:12] + b"\xff" * 9, "not UTF-8 text"),
+    ],
+)
+def test_hostile_files_are_one_line(content: bytes, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=said) as caught:
+        load_records(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_answer_key_of_many_digits_is_text(tmp_path: Path) -> None:
+    assert final_answer("7" * 5000, integer=True) == "7" * 5000
+    assert final_answer("0" * 30 + "7", integer=True) == "7"
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"problem": "a\\ud800", "answer": "\\udfff"}\n')
+    (record,) = load_records(path)
+    assert (record.problem, record.answer) == ("a\ufffd", "\ufffd")

@@ -1,6 +1,8 @@
 """The CPU runtime: Adam equals torch's, checkpoints its step per group, CUDA names do not leak out of Megatron's calls."""
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -53,3 +55,34 @@ def test_cuda_names_stay_inside_megatron():
     assert schedules.torch.zeros([], device="cuda").device.type == "cpu"
     with pytest.raises((AssertionError, RuntimeError)):
         torch.zeros([], device="cuda")
+
+
+IN_A_FRESH_PROCESS = """
+import sys, types
+import torch
+from megatron_dcpo.runtime import megatron_on_cpu
+megatron_on_cpu.has_cuda = lambda: True
+synchronize = torch.cuda.synchronize
+if sys.argv[1] == "apex":
+    for name in ("apex", "apex.optimizers"):
+        sys.modules[name] = types.ModuleType(name)
+    sys.modules["apex.optimizers"].FusedAdam = fused = type("FusedAdam", (), {})
+    sys.modules["apex.optimizers"].FusedSGD = type("FusedSGD", (), {})
+else:
+    fused = megatron_on_cpu.FusedAdam
+megatron_on_cpu.ensure()
+from megatron.core import optimizer
+from megatron.core.optimizer import distrib_optimizer
+assert optimizer.Adam is distrib_optimizer.Adam is fused, optimizer.Adam
+assert not optimizer.USING_PYTORCH_OPTIMIZER
+assert distrib_optimizer.HAVE_APEX_OR_TE and distrib_optimizer.USING_APEX_OPTIMIZER
+assert torch.cuda.synchronize is synchronize, "nothing else is replaced on a GPU"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("installed", ["nothing", "apex"])
+def test_on_a_gpu_only_torchs_adam_is_replaced(installed):
+    """With torch's Adam a resumption fails: ``assert len(steps) == 1`` (``DistributedOptimizer.state_dict``)."""
+    done = subprocess.run([sys.executable, "-c", IN_A_FRESH_PROCESS, installed], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -81,3 +81,20 @@ def test_world_size_of_the_launcher(capsys, monkeypatch):
 )
 def test_legal_combination_passes(overrides, capsys):
     assert dry_run(overrides, capsys)[0] == 0
+
+
+def test_a_gpu_without_transformer_engine_is_refused_unless_local_is_said(capsys, monkeypatch):
+    from megatron_dcpo.policy import layers
+    from megatron_dcpo.runtime.device import _GPU
+    from megatron_dcpo.training import preflight
+
+    for module in (layers, preflight):
+        monkeypatch.setattr(module, "capabilities", lambda: _GPU)
+    for choice in ("auto", "transformer_engine"):
+        status, said = dry_run([f"model.transformer_impl={choice}"], capsys)
+        assert status == 2
+        assert f"model.transformer_impl={choice}: on a GPU the layers are Transformer Engine's" in said
+        assert "No module named 'transformer_engine'" in said
+        assert "set model.transformer_impl=local" in said
+        assert len(said.splitlines()) == 1
+    assert dry_run(["model.transformer_impl=local"], capsys)[0] == 0

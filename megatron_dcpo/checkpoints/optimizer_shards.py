@@ -1,0 +1,120 @@
+"""A rank's own part of the distributed optimizer's state, saved and loaded where it is.
+
+Megatron's ``fully_reshardable`` format gathers the state of all data-parallel ranks on each of them; its ``dp_reshardable``
+format gathers nothing, but ties a checkpoint to its tensor and pipeline sizes. Here a rank's flat range of a parameter is
+cut into boxes of that parameter (the end of a row, whole rows, the beginning of a row), and each box is a shard of the
+same tensor that ``fully_reshardable`` writes. So no rank holds another's state, a rank reads what it owns, and a
+checkpoint resumes at any layout; those that Megatron's own code wrote are read as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from megatron_dcpo.policy.optimizer import optimizer_parts
+
+from megatron.core.dist_checkpointing import ShardedTensor  # isort: skip
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}  # what is in the checkpoint, as Megatron names it
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, shape
+
+
+def is_distributed(optimizer: Any) -> bool:
+    return any(isinstance(part, DistributedOptimizer) for part in optimizer_parts(optimizer))
+
+
+def optimizer_state(optimizer: Any, model: dict[str, Any], is_loading: bool) -> dict[str, Any]:
+    """The sharded state of ``optimizer``; ``model``: the sharded state of the model. Loading fills the tensors in place."""
+    if not is_distributed(optimizer):
+        return dict(optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=METADATA))
+    (part,) = optimizer_parts(optimizer)
+    state = dict(part.state_dict())
+    if is_loading:
+        part.load_state_dict(part.state_dict())  # allocates the moments
+    state["param_state"] = _own_shards(part, model)
+    state["param_state_sharding_type"] = METADATA["distrib_optim_sharding_type"]
+    return state
+
+
+def restore(optimizer: Any, loaded: dict[str, Any]) -> None:
+    """Step counts and options of the groups, and without the distributed optimizer the tensors too."""
+    if is_distributed(optimizer):
+        loaded = {name: value for name, value in loaded.items() if not name.startswith("param_state")}
+    optimizer.load_state_dict(loaded)
+
+
+def _own_shards(part: DistributedOptimizer, model: dict[str, Any]) -> dict[int, dict[str, list[ShardedTensor]]]:
+    sharded, _ = extract_sharded_tensors_and_factories(model)
+    bases = {id(base.data): base for base in nested_values(sharded)}
+    state = {}
+    for number, (parameter, start, stop) in enumerate(_owned_ranges(part)):
+        tensors = part._get_main_param_and_optimizer_states(parameter)
+        state[number] = {
+            name: list(_shards(bases[id(parameter)], name, tensor.detach(), start, stop))
+            for name, tensor in tensors.items()
+            if name != "step"  # kept per group
+        }
+    return state
+
+
+def _owned_ranges(part: DistributedOptimizer) -> Iterator[tuple[Tensor, int, int]]:
+    """(parameter of the model, start, stop) of the flat ranges whose state this rank has."""
+    for buffer in part.gbuf_ranges:
+        for buckets in buffer.values():
+            for bucket in buckets:
+                for parameter, ranges in bucket["param_map"].items():
+                    yield parameter, ranges["param"].start, ranges["param"].end
+
+
+def _shards(
+    base: ShardedTensor | ShardedTensorFactory, name: str, own: Tensor, start: int, stop: int
+) -> Iterator[ShardedTensor]:
+    """``own``: the flat values [``start``, ``stop``) of the parameter that ``base`` describes. A factory cuts it in two."""
+    pieces = base.build() if isinstance(base, ShardedTensorFactory) else [base]
+    for piece in pieces:
+        first = piece.data.storage_offset() - base.data.storage_offset()  # of the piece in the flat parameter
+        a, b = max(start, first), min(stop, first + piece.data.numel())
+        at = a - start
+        for offset, shape in boxes(piece.local_shape, a - first, b - first):
+            ones = (1,) * piece.prepend_axis_num  # written out: Megatron's uneven shards know no prepended axes
+            inside = ((0,) * len(ones) + offset, piece.global_offset)
+            size = math.prod(shape)
+            yield ShardedTensor(
+                key=f"optimizer.state.{name}.{piece.key}",
+                data=own[at : at + size].view(*ones, *shape),
+                dtype=own.dtype,
+                local_shape=(*ones, *shape),
+                global_shape=piece.global_shape,
+                global_offset=tuple(map(sum, zip(*inside, strict=True))),
+                axis_fragmentations=None,
+                replica_id=(*piece.replica_id[:2], 0),  # one data-parallel rank has it
+                allow_shape_mismatch=piece.allow_shape_mismatch,
+            )
+            at += size
+
+
+def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """The flat range [``start``, ``stop``) of a tensor of ``shape`` as boxes, in order; none if it is empty."""
+    if start >= stop:
+        return []
+    if len(shape) == 1:
+        return [((start,), (stop - start,))]
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # the whole rows
+
+    def within(index: int, a: int, b: int) -> list[Box]:
+        return [((index, *offset), (1, *size)) for offset, size in boxes(shape[1:], a - index * row, b - index * row)]
+
+    if first > last:
+        return within(last, start, stop)
+    whole = [((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))] if first < last else []
+    return within(first - 1, start, first * row) + whole + within(last, last * row, stop)

@@ -1,0 +1,78 @@
+"""``train`` as on a device with memory of its own: what leaves it loses its storage, an engine that sleeps its weights.
+
+``runtime.host_memory.ledger`` is watched: what was held together, and what was while something went on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from megatron_dcpo.config import load_config
+from megatron_dcpo.policy import optimizer
+from megatron_dcpo.rollout import EngineError, TransformersEngine
+from megatron_dcpo.runtime import host_memory
+from megatron_dcpo.runtime.device import _CPU
+from megatron_dcpo.training import loop, recovery, update
+from megatron_dcpo.training import run as training_run
+from tests.helpers.paths import QUICKSTART
+
+LEDGER = host_memory.ledger
+
+
+class SleepingEngine(TransformersEngine):
+    """Level 2 of vLLM's sleep: weights and cache are gone, and a version that was not handed over cannot sample."""
+
+    failing = False
+
+    def _drop(self) -> None:
+        LEDGER.drop("engine cache")
+        LEDGER.drop("engine weights")
+        for parameter in self.model.parameters():
+            parameter.data.fill_(float("nan"))
+
+    sleep = restart = _drop
+
+    def update_weights(self, buckets: Any, version: int) -> None:
+        LEDGER.put("engine weights", sum(p.nbytes for p in self.model.parameters()))
+        super().update_weights(buckets, version)
+        LEDGER.put("engine cache", 1)
+
+    def generate(self, prompts: Any, sampling: Any, step: int = 0) -> Any:
+        if SleepingEngine.failing and step == 2:
+            SleepingEngine.failing = False
+            raise EngineError("killed in generation")
+        return super().generate(prompts, sampling, step)
+
+
+def run(options: dict[str, Any]) -> Any:
+    config = load_config(QUICKSTART / "dcpo.yaml", options["overrides"])
+    together, during = set(), {}
+
+    def watch(name: str, owner: Any, attribute: str) -> None:
+        function = getattr(owner, attribute)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            during.setdefault(name, set()).add(" ".join(sorted(LEDGER.held)))
+            return function(*args, **kwargs)
+
+        setattr(owner, attribute, call)
+
+    if options["device"]:
+        for module in (host_memory, optimizer):
+            module.capabilities = lambda: dataclasses.replace(_CPU, separate_memory=True)
+        training_run.build_local_engine = lambda kind, model, settings: SleepingEngine.from_pretrained(
+            model, settings.dtype, settings.max_num_seqs
+        )
+        SleepingEngine.failing = options.get("failing", False)
+        LEDGER.watchers.append(lambda what, held: together.add(" ".join(sorted(held))))
+        watch("engine built", training_run, "build_engine")
+        watch("save", recovery, "checkpoint_state")
+        watch("load", recovery, "load_checkpoint")
+        watch("update", update, "update_once")
+        watch("reference", update, "with_ref_logprobs")
+        watch("rollout", SleepingEngine, "generate")
+    Path(config.run_dir).parent.mkdir(parents=True, exist_ok=True)
+    loop.train(config)
+    return {"together": sorted(together), "during": {name: sorted(held) for name, held in during.items()}}

@@ -1,0 +1,52 @@
+"""Every shipped configuration fits the machine that the documentation names, by ``dcpo plan``."""
+
+import pytest
+
+from megatron_dcpo.config import load_config
+from megatron_dcpo.planning.plan import Machine, make_plan
+from tests.helpers.paths import EXAMPLES, REPOSITORY
+
+MODELS = REPOSITORY / "tests" / "fixtures" / "models"  # the public config.json files
+CONFIGS = sorted(path for path in EXAMPLES.rglob("*.yaml") if path.name != "recipe.yaml")
+FAMILIES = {"qwen3_8b": "Qwen3-8B", "qwen3_14b": "Qwen3-14B", "llama3.1_8b": "Llama-3.1-8B-Instruct"}
+LARGE = [path for path in CONFIGS if path.parent.name in ("math", "code")]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(EXAMPLES)))
+def test_fits_8_gpus_of_80_gb(path):
+    family = path.relative_to(EXAMPLES).parts[0]
+    model = MODELS / FAMILIES[family] if family in FAMILIES else REPOSITORY / load_config(path).model.path
+    plan = make_plan(load_config(path, [f"model.path={model}"]), Machine(gpus=8))
+    assert plan.machine.reserve_gb >= 5
+    assert plan.fits, f"{plan.peak / 1e9:.1f} GB"
+    assert max(stage.total for stage in plan.stages) <= 75e9
+    assert plan.saving_bytes <= plan.largest.total, "a save never needs more than an update"
+
+
+def test_the_large_ones_are_all_here():
+    assert len(LARGE) == 40
+    for path in LARGE:
+        family, name = path.relative_to(EXAMPLES).parts[0], load_config(path).model.path
+        assert name.startswith("runs/") or name.endswith(f"/{FAMILIES[family]}")
+
+
+def test_what_leaves_the_device_for_a_rollout_makes_room_and_is_on_the_host():
+    path, model = EXAMPLES / "qwen3_8b" / "math" / "verl_compat.yaml", MODELS / "Qwen3-8B"
+    with_offload, without = (
+        make_plan(
+            load_config(path, [f"model.path={model}", f"training.offload_optimizer_during_rollout={wanted}"]),
+            Machine(gpus=8),
+        )
+        for wanted in (True, False)
+    )
+    state = without.largest.state
+    moved = state.main_params + state.moments
+    assert without.rollout_bytes - with_offload.rollout_bytes == moved + state.gradients
+    assert with_offload.largest.host_copies - without.largest.host_copies == moved
+    assert with_offload.largest.total == without.largest.total
+    # the reference policy: on the host but for its pass, so that no rollout pays for it
+    assert with_offload.rollout_bytes == state.weights + with_offload.engine.weights + with_offload.engine.kv_cache
+    assert with_offload.largest.reference == pytest.approx(8.19e9, rel=1e-2)
+    # each of 4 replicas writes its own 12 bytes per parameter of its shard, and its part of the weights
+    assert with_offload.largest.saved == pytest.approx((12 / 4 + 2 / 4) * 4.096e9, rel=1e-2)
+    assert with_offload.host_bytes == 8 * (with_offload.largest.host_copies + with_offload.largest.saved)

@@ -1,0 +1,90 @@
+"""The client of a vLLM server: what it accepts of a reply. A real server answers in ``tests/engine``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.rollout.engine import EngineError, SamplingConfig
+from megatron_dcpo.rollout.vllm_server import ServerEngine
+from megatron_dcpo.runtime.http_json import JsonClient
+from megatron_dcpo.types import Prompt
+from tests.helpers.paths import QUICKSTART
+
+HONEST: dict[str, Any] = {
+    "/v1/models": {"data": [{"id": "m"}]},
+    "/weight_info": {"weight_version": "0"},
+    "/server_info?config_format=json": {"logprobs_mode": "processed_logprobs"},
+}
+CHOICE = {"token_ids": [1, 2], "logprobs": {"token_logprobs": [-0.5, -1.0]}, "finish_reason": "stop"}
+PROMPT = Prompt("p", (), (1, 2), "5", "")
+
+
+@pytest.fixture
+def replies(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    given = dict(HONEST) | {"/v1/completions": {"choices": [CHOICE]}}
+    monkeypatch.setattr(JsonClient, "call", lambda self, path, body=None, **_: given[path])
+    return given
+
+
+def sample(tmp_path: Path) -> Any:
+    engine = ServerEngine("http://server", QUICKSTART / "policy", tmp_path)
+    (response,) = engine.generate([PROMPT], SamplingConfig(max_tokens=2))
+    return response
+
+
+def test_an_honest_reply_is_a_response(replies: dict[str, Any], tmp_path: Path) -> None:
+    response = sample(tmp_path)
+    assert (response.token_ids.tolist(), response.logprobs.tolist()) == ([1, 2], [-0.5, -1.0])
+    assert response.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"token_ids": [1, 10**6]},
+        {"token_ids": [-1, 2]},
+        {"token_ids": [1, 10**30]},
+        {"token_ids": [1]},
+        {"token_ids": [], "logprobs": {"token_logprobs": []}},
+        {"token_ids": [1, 2, 3], "logprobs": {"token_logprobs": [-1, -1, -1]}},
+        {"token_ids": "12"},
+        {"token_ids": [[1, 2]], "logprobs": {"token_logprobs": [[-1, -1]]}},
+        {"logprobs": {"token_logprobs": [-1, 5]}},
+        {"logprobs": {"token_logprobs": [-1, float("nan")]}},
+        {"logprobs": {"token_logprobs": [-1, None]}},
+        {"logprobs": None},
+        {"logprobs": {}},
+    ],
+)
+def test_an_odd_reply_is_an_error_of_the_engine(replies: dict[str, Any], tmp_path: Path, odd: dict[str, Any]) -> None:
+    """No token outside the vocabulary reaches the policy, no other log-probs the loss."""
+    replies["/v1/completions"] = {"choices": [CHOICE | odd]}
+    with pytest.raises(EngineError, match="unexpected reply"):
+        sample(tmp_path)
+
+
+@pytest.mark.parametrize("reply", [None, [], {}, {"choices": []}, {"choices": [CHOICE, CHOICE]}, {"choices": [1]}, "x"])
+def test_a_reply_of_another_kind_as_well(replies: dict[str, Any], tmp_path: Path, reply: Any) -> None:
+    replies["/v1/completions"] = reply
+    with pytest.raises(EngineError, match="unexpected reply"):
+        sample(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("path", "reply"), [("/v1/models", []), ("/v1/models", {"data": [1]}), ("/v1/models", {"data": None})]
+)
+def test_a_server_that_names_no_model(replies: dict[str, Any], tmp_path: Path, path: str, reply: Any) -> None:
+    replies[path] = reply
+    with pytest.raises(UserError, match=r"rollout\.endpoint"):
+        sample(tmp_path)
+
+
+@pytest.mark.parametrize("reply", [[], {}, {"weight_version": "1"}, {"weight_version": 0}, "0"])
+def test_other_weights(replies: dict[str, Any], tmp_path: Path, reply: Any) -> None:
+    replies["/weight_info"] = reply
+    with pytest.raises(EngineError, match="holds weights version"):
+        sample(tmp_path)
