@@ -216,15 +216,20 @@ def start_run(channel: socket.socket, wall: float, *pipes: int, group: int | Non
 
 def end_of_run(channel: socket.socket, seconds: float, grace: float = _GRACE_SECONDS) -> Ending:
     """Wait for the end of the run that was started. Raises SandboxDied; without ``grace``, TimeoutError."""
+    return Ending(**message_of_run(channel, seconds, grace))
+
+
+def message_of_run(channel: socket.socket, seconds: float, grace: float = _GRACE_SECONDS) -> dict[str, Any]:
+    """The same as it comes: how the run ended or, from tests, their verdict."""
     try:
-        message = receive(channel, seconds + grace)
+        message: dict[str, Any] = receive(channel, seconds + grace)
     except TimeoutError:
         if not grace:
             raise
         raise SandboxDied("the supervisor does not answer") from None
     if "failed" in message:
         raise SandboxDied(message["failed"])
-    return Ending(message["code"], message["reason"], message["cpu"])
+    return message
 
 
 @contextlib.contextmanager
@@ -235,12 +240,15 @@ def running_tests(
     The function that waits for their verdict: ``category``, ``detail``; it raises SandboxDied."""
     with contextlib.ExitStack() as stack:
         task = stack.enter_context(in_memory(json.dumps(tests).encode()))
-        empty, verdict, complaints = (stack.enter_context(in_memory()) for _ in range(3))
+        empty, complaints = (stack.enter_context(in_memory()) for _ in range(2))
         channel = stack.enter_context(server.spawn(limits, task))
-        start_run(channel, limits.program_seconds, empty, verdict, complaints, pipe)
+        start_run(channel, limits.program_seconds, empty, empty, complaints, pipe)
 
         def wait() -> dict[str, Any]:
-            ending = end_of_run(channel, limits.program_seconds)
+            message = message_of_run(channel, limits.program_seconds)
+            if "category" in message:
+                return message
+            ending = Ending(**message)
             if ending.reason == "wall":
                 return {"category": "timeout", "detail": f"the tests took more than {limits.program_seconds:g} s"}
             if ending.code in (-signal.SIGPROF, -signal.SIGXCPU):
@@ -248,10 +256,7 @@ def running_tests(
                 return {"category": "timeout", "detail": detail}
             if ending.code == -signal.SIGKILL:
                 raise SandboxDied("the process of the tests was killed")
-            if ending.code:
-                return {"category": "wrong", "detail": f"the tests ended with {ending.code}: {last_line(complaints)}"}
-            report: dict[str, Any] = json.loads(os.pread(verdict, 1 << 16, 0))
-            return report
+            return {"category": "wrong", "detail": f"the tests ended with {ending.code}: {last_line(complaints)}"}
 
         yield wait
 

@@ -37,17 +37,24 @@ def serve(settings: dict[str, Any]) -> None:
     for name in settings["modules"]:
         with contextlib.suppress(ImportError):
             __import__(name)
+    if seccomp.supported():
+        settings["filter"] = _filter(settings)
+        seccomp.common_part(*settings["filter"])
     control = socket.socket(fileno=CONTROL)
     gc.collect()
     gc.freeze()  # a collection in a forked process would touch, and so copy, every page of these objects
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    checker = settings["role"] == "checker"
+    if not checker:
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
     control.send(b'"ready"')
     while True:
         message, pipes, _, _ = socket.recv_fds(control, 65536, 4)
         if not message:
             os._exit(0)
-        if os.fork() == 0:
+        if checker:  # one at a time, and no program is near: this process is the supervisor
+            _supervise(pipes, json.loads(message), settings, None)
+        elif os.fork() == 0:
             _child(json.loads(message), pipes, settings)
         for pipe in pipes:
             os.close(pipe)
@@ -59,13 +66,12 @@ def _child(limits: dict[str, Any], pipes: list[int], settings: dict[str, Any]) -
         os.close(CONTROL)
         os.setsid()
         isolation.die_with_parent(settings["server"])
-        if settings["level"] == "bubblewrap" and settings["role"] == "program":
+        if settings["level"] == "bubblewrap":
             _in_namespaces(pipes, limits, settings)
         else:
             _supervise(pipes, limits, settings, None)
     except BaseException as error:
-        with contextlib.suppress(OSError):
-            _answer(socket.socket(fileno=pipes[0]), {"failed": f"{type(error).__name__}: {error}"})
+        _answer(socket.socket(fileno=pipes[0]), {"failed": f"{type(error).__name__}: {error}"})
     finally:
         os._exit(0)
 
@@ -90,12 +96,13 @@ def _supervise(pipes: list[int], limits: dict[str, Any], settings: dict[str, Any
 
     ``processes``: the /proc of a namespace in which this process is the first; None where the task is one process.
     """
-    channel = socket.socket(fileno=pipes[0])
-    with open(pipes[1], "rb") as stream:
-        task = stream.read()
+    channel = socket.socket(fileno=os.dup(pipes[0]))
     while True:
-        data, given, _, _ = socket.recv_fds(channel, 65536, 6)
+        data, given = b"", []
+        with contextlib.suppress(ConnectionResetError):  # closed before the last ending was read
+            data, given, _, _ = socket.recv_fds(channel, 65536, 6)
         if not data:
+            channel.close()
             return
         message = json.loads(data)
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -103,7 +110,9 @@ def _supervise(pipes: list[int], limits: dict[str, Any], settings: dict[str, Any
         failures, failed = os.pipe()
         child = os.fork()
         if child == 0:
-            _run(task, given, failed, message.get("group", False), parent, limits, settings)
+            if settings["role"] == "checker":
+                given[1] = channel.fileno()  # for the verdict, which need not wait for the process to end
+            _run(pipes[1], given, failed, message.get("group", False), parent, limits, settings)
         for pipe in (*given, failed):
             os.close(pipe)
         ending = _watch(child, channel, float(message["wall"]), limits["memory_bytes"], processes)
@@ -116,7 +125,8 @@ def _supervise(pipes: list[int], limits: dict[str, Any], settings: dict[str, Any
 
 
 def _answer(channel: socket.socket, ending: dict[str, Any]) -> None:
-    channel.send(json.dumps(ending).encode())
+    with contextlib.suppress(OSError):  # the judge may have lost interest
+        channel.send(json.dumps(ending).encode())
 
 
 def _watch(child: int, channel: socket.socket, wall: float, memory: int, processes: int | None) -> dict[str, Any]:
@@ -190,7 +200,7 @@ def _read(folder: int, name: str) -> bytes:
 
 
 def _run(
-    task: bytes,
+    task_file: int,
     given: list[int],
     failed: int,
     grouped: bool,
@@ -205,12 +215,13 @@ def _run(
             isolation.set_dumpable(True)
         isolation.die_with_parent(parent)
         os.setsid()
+        task = os.pread(task_file, os.fstat(task_file).st_size, 0)
         if grouped:
             os.write(given.pop(), b"0")
         failed = _arrange(given, failed, settings)
         _limit(limits, settings)
         isolation.no_new_privileges()
-        _confine(alone=checker or settings["level"] != "bubblewrap", settings=settings)
+        _confine(settings)
         os.environ.update(PATH="/usr/bin:/bin", HOME="/tmp", LANG="C.UTF-8")
         os.close(failed)
     except BaseException as error:
@@ -223,19 +234,24 @@ def _run(
     run_program(json.loads(task), calls=3 if len(given) > 3 else None, message_bytes=limits["output_bytes"])
 
 
-def _confine(alone: bool, settings: dict[str, Any]) -> None:
+def _confine(settings: dict[str, Any]) -> None:
     """Give up capabilities, files, and system calls, for good."""
     if settings["level"] == "unsafe":
         return
     if not seccomp.supported():
         raise OSError(f"the system calls of {os.uname().machine} are not known: want x86_64 or aarch64")
-    truncates = True
     if settings["level"] == "bubblewrap":
         isolation.drop_capabilities()
     else:
         isolation.landlock(settings["shared"]["readable"], settings["shared"]["listable"], ["/dev/null"])
-        truncates = isolation.landlock_abi() >= isolation.ABI_OF_TRUNCATE
-    seccomp.confine(alone, truncates)
+    seccomp.confine(*settings["filter"])
+
+
+def _filter(settings: dict[str, Any]) -> tuple[bool, bool]:
+    """Whether the process is alone, and whether it may truncate files (``seccomp.confine``)."""
+    bubblewrap = settings["level"] == "bubblewrap"
+    truncates = bubblewrap or isolation.landlock_abi() >= isolation.ABI_OF_TRUNCATE
+    return settings["role"] == "checker" or not bubblewrap, truncates
 
 
 def _arrange(given: list[int], failed: int, settings: dict[str, Any]) -> int:

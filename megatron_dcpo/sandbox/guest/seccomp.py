@@ -7,6 +7,7 @@ range (from ``_COMMON`` on) in ENOSYS, at which the C library falls back to an o
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import platform
 import struct
@@ -65,17 +66,19 @@ _CLONE_THREAD, _CLONE_NEW_ANY = 0x10000, 0x7E020080
 _FILE_COMMANDS = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1031, 1032, 1034)
 # TCGETS (isatty), TIOCGPGRP, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX. Not TIOCSTI: it types into a terminal.
 _DEVICE_REQUESTS = (0x5401, 0x540F, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
-# Names, what a process may ask of itself, giving up privileges. Not the signal at a parent's death, which ends it.
-_PROCESS_OPTIONS = (3, 15, 16, 21, 23, 30, 38, 39, 42, 0x53564D41)
+# PR_SET_NAME, PR_GET_NAME, PR_CAPBSET_READ, PR_SET_NO_NEW_PRIVS and its question, PR_SET_VMA. Not the signal at a
+# parent's death, which ends the process.
+_PROCESS_OPTIONS = (15, 16, 23, 38, 39, 0x53564D41)
 _UNIX, _STREAMS = 1, (1, 0x801, 0x80001, 0x80801)  # SOCK_STREAM, perhaps not blocking, perhaps closed by exec
 _O_TRUNC = 0x200
 _EPERM, _ENOTTY, _ENOSYS = 1, 25, 38
 
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _ALLOW, _KILL_PROCESS, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_LOAD, _JUMP, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x05, 0x15, 0x35, 0x45, 0x06
 
 Instruction = tuple[int, int, int, int]
+_ALLOWED: Instruction = (_RETURN, 0, 0, _ALLOW)
 
 
 def supported() -> bool:
@@ -95,41 +98,67 @@ def confine(alone: bool, truncates: bool = True) -> None:
     program.append((_LOAD, 0, 0, 0))
     if place == 0:  # the other numbering of the same processor
         program += [(_AT_LEAST, 0, 1, 0x40000000), (_RETURN, 0, 0, _KILL_PROCESS)]
+    if alone:
+        for name in ("kill", "tgkill"):
+            program += _decided(name, _if_one_of(0, (os.getpid(),)))
+    _install(_packed(program) + common_part(alone, truncates))
+
+
+@functools.cache
+def common_part(alone: bool, truncates: bool = True) -> bytes:
+    """The filter but for what names this process. The server makes it once, before it forks."""
+    program = [step for name, rule in _rules(alone, truncates).items() for step in _decided(name, rule)]
+    place = _MACHINES[platform.machine()][0]
     allowed = _numbers(_EVERYWHERE, place)
     if not alone:
-        allowed |= _numbers(_IN_NAMESPACES, place)
-    for name, rule in _rules(alone, truncates).items():
-        number = _numbers(_DECIDED, place)[name]
-        if number >= 0:
-            allowed.pop(name, None)
-            program += [(_EQUAL, 0, len(rule), number), *rule]
-    for number in sorted(set(allowed.values()) - {-1}):
-        program += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ALLOW)]
-    program += [(_AT_LEAST, 0, 1, _COMMON), _refuse(_ENOSYS), _refuse()]
-    _install(program)
+        allowed = allowed | _numbers(_IN_NAMESPACES, place)
+    elif truncates:
+        allowed = allowed | {name: _numbers(_DECIDED, place)[name] for name in ("open", "openat")}
+    verdicts = {number: _ALLOWED for number in allowed.values() if number >= 0}
+    last = max(verdicts) + 1
+    every = [verdicts.get(number, _refuse(_EPERM if number < _COMMON else _ENOSYS)) for number in range(last + 1)]
+    return _packed([*program, *_search(every)])
+
+
+def _search(verdicts: Sequence[Instruction], start: int = 0) -> list[Instruction]:
+    """The verdict on each number from ``start`` on, the last one on all behind it, too: a binary search. The kernel
+    tries every number when the filter is installed."""
+    changes = [place for place in range(1, len(verdicts)) if verdicts[place] != verdicts[place - 1]]
+    if not changes:
+        return [verdicts[0]]
+    middle = changes[len(changes) // 2]
+    below, above = _search(verdicts[:middle], start), _search(verdicts[middle:], start + middle)
+    if len(below) < 256:  # what a conditional jump can pass over
+        return [(_AT_LEAST, len(below), 0, start + middle), *below, *above]
+    return [(_AT_LEAST, 0, 1, start + middle), (_JUMP, 0, 0, len(below)), *below, *above]
+
+
+def _decided(name: str, rule: list[Instruction]) -> list[Instruction]:
+    """``rule``, which ends in a verdict, for one call."""
+    number = _numbers(_DECIDED, _MACHINES[platform.machine()][0])[name]
+    return [(_EQUAL, 0, len(rule), number), *rule] if number >= 0 else []
 
 
 def _rules(alone: bool, truncates: bool) -> dict[str, list[Instruction]]:
     """What decides on a call by its arguments; each ends in a verdict."""
     rules = {
-        "fcntl": _if_one_of(1, _FILE_COMMANDS),
+        "fcntl": [_argument(1), *_search([_ALLOWED if n in _FILE_COMMANDS else _refuse() for n in range(1036)])],
         "ioctl": _if_one_of(1, _DEVICE_REQUESTS, _refuse(_ENOTTY)),
         "prctl": _if_one_of(0, _PROCESS_OPTIONS),
         "socketpair": [_argument(0), (_EQUAL, 1, 0, _UNIX), _refuse(), *_if_one_of(1, _STREAMS)],
         "sendto": [_argument(4), (_EQUAL, 1, 0, 0), _refuse(), *_if_one_of(4, (0,), high=True)],  # to no address
-        "clone": [_argument(0), (_ANY_BIT, 0, 1, _CLONE_NEW_ANY), _refuse(), (_RETURN, 0, 0, _ALLOW)],
+        "clone": [_argument(0), (_ANY_BIT, 0, 1, _CLONE_NEW_ANY), _refuse(), _ALLOWED],
     }
     if alone:
         rules["clone"] = [_argument(0), (_ANY_BIT, 0, 1, _CLONE_NEW_ANY), _refuse()]
-        rules["clone"] += [(_ANY_BIT, 1, 0, _CLONE_THREAD), _refuse(), (_RETURN, 0, 0, _ALLOW)]
-        rules["kill"] = rules["tgkill"] = _if_one_of(0, (os.getpid(),))
+        rules["clone"] += [(_ANY_BIT, 1, 0, _CLONE_THREAD), _refuse(), _ALLOWED]
         rules["prlimit64"] = _if_one_of(0, (0,))
-        forbidden = 0 if truncates else _O_TRUNC
-        for name, place in (("open", 1), ("openat", 2)):
-            rules[name] = [_argument(place), (_ANY_BIT, 0, 1, forbidden), _refuse(), (_RETURN, 0, 0, _ALLOW)]
+        for name, place in () if truncates else (("open", 1), ("openat", 2)):
+            rules[name] = [_argument(place), (_ANY_BIT, 0, 1, _O_TRUNC), _refuse(), _ALLOWED]
     return rules
 
 
+@functools.cache
 def _numbers(table: str, place: int) -> dict[str, int]:
     return {name: int(numbers[place]) for name, *numbers in (word.split(":") for word in table.split())}
 
@@ -147,11 +176,14 @@ def _if_one_of(
     argument: int, values: Sequence[int], otherwise: Instruction | None = None, high: bool = False
 ) -> list[Instruction]:
     tests = [(_EQUAL, len(values) - place, 0, value) for place, value in enumerate(values)]
-    return [_argument(argument, high), *tests, otherwise or _refuse(), (_RETURN, 0, 0, _ALLOW)]
+    return [_argument(argument, high), *tests, otherwise or _refuse(), _ALLOWED]
 
 
-def _install(program: Sequence[Instruction]) -> None:
-    code = b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
+def _packed(program: Sequence[Instruction]) -> bytes:
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
+
+
+def _install(code: bytes) -> None:
     buffer = ctypes.create_string_buffer(code, len(code))
-    header = struct.pack("@HxxxxxxP", len(program), ctypes.addressof(buffer))
+    header = struct.pack("@HxxxxxxP", len(code) // 8, ctypes.addressof(buffer))
     prctl(22, 2, ctypes.create_string_buffer(header, len(header)))  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
