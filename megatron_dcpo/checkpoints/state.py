@@ -98,11 +98,11 @@ def load_checkpoint(directory: Path, iteration: int, policy: Policy, optimizer: 
         # The schedule takes its count of steps from the checkpoint and everything else from the configuration.
         for group in optimizer.param_groups:
             group["max_lr"], group["min_lr"] = scheduler.max_lr, scheduler.min_lr
-        scheduler.load_state_dict(loaded["opt_param_scheduler"])
         try:
+            scheduler.load_state_dict(loaded["opt_param_scheduler"])
             _restore_rng_states(policy.topology, loaded["run"]["rng_state"])
-        except RuntimeError as error:  # of torch, for a state of another size
-            raise CheckpointingException(f"rng_state: {error}") from None
+        except RuntimeError as error:  # of torch, for a tensor of another size, or in the place of a number
+            raise CheckpointingException(f"opt_param_scheduler or rng_state: {error}") from None
         return dict(loaded["run"])
     except _UNREADABLE as error:
         met = cause(error)
