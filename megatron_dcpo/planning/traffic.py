@@ -97,12 +97,6 @@ def forward_flops(arch: Architecture, layout: Layout, work: Work) -> float:
     return work.tokens * (arch.num_layers * per_layer + 2 * h * padded_vocab_size(arch, layout))
 
 
-def kv_bytes_per_token(arch: Architecture, itemsize: int, tensor_model_parallel_size: int = 1) -> int:
-    """Keys and values of one token in all layers on one engine rank (heads are repeated when there are too few)."""
-    groups = -(-arch.num_query_groups // tensor_model_parallel_size)
-    return 2 * arch.num_layers * groups * arch.kv_channels * itemsize
-
-
 def step_seconds(
     arch: Architecture,
     layout: Layout,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -96,7 +97,8 @@ def transformer_config(arch: Architecture, parallel: ParallelConfig, dtype: torc
         moe_token_dispatcher_type="alltoall",  # required with variable_seq_lengths, also without experts
         perform_initialization=False,  # the weights come from a checkpoint
         use_cpu_initialization=on_cpu,
-        gradient_accumulation_fusion=False,
+        # by a kernel of Apex's, also in the output layer of Transformer Engine's models
+        gradient_accumulation_fusion=not on_cpu and find_spec("fused_weight_gradient_mlp_cuda") is not None,
         bias_activation_fusion=not on_cpu,
         masked_softmax_fusion=False,
         bias_dropout_fusion=not on_cpu,

@@ -74,6 +74,12 @@ def total_memory() -> int:
     return torch.cuda.mem_get_info()[1] if has_cuda() else 0
 
 
+def host_memory_available() -> int:
+    """Bytes of the host's memory that can be had without swapping."""
+    with open("/proc/meminfo") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))
+
+
 def empty_cache() -> None:
     """Give back to the device what torch keeps for later. Nothing to give back on the CPU."""
     if has_cuda():
