@@ -58,14 +58,19 @@ class Policy:
         return {name: p.data for name, p in self.gpt[chunk].named_parameters()}
 
 
-def transformer_config(arch: Architecture, parallel: ParallelConfig, dtype: torch.dtype) -> TransformerConfig:
+def transformer_config(
+    arch: Architecture, parallel: ParallelConfig, dtype: torch.dtype, transformer_engine: bool = False
+) -> TransformerConfig:
     """Megatron's configuration of ``arch`` (RMSNorm, SwiGLU, rotary embeddings, grouped queries; no biases but QKV's)."""
     on_cpu = capabilities().cpu_initialization
     recompute: dict[str, Any] = {}
     if parallel.recompute_granularity != "none":
         recompute["recompute_granularity"] = parallel.recompute_granularity
     if parallel.recompute_granularity == "full":
-        recompute |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+        recompute["recompute_method"] = parallel.recompute_method
+        recompute["recompute_num_layers"] = parallel.recompute_num_layers
+    if parallel.recompute_granularity == "selective":
+        recompute["recompute_modules"] = list(parallel.recompute_modules)
     interleaved = parallel.virtual_pipeline_model_parallel_size > 1
     return TransformerConfig(
         num_layers=arch.num_layers,
@@ -102,7 +107,7 @@ def transformer_config(arch: Architecture, parallel: ParallelConfig, dtype: torc
         bias_activation_fusion=not on_cpu,
         masked_softmax_fusion=False,
         bias_dropout_fusion=not on_cpu,
-        apply_rope_fusion=False,
+        apply_rope_fusion=transformer_engine,  # unfused, packed sequences wait for the host four times a layer
         persist_layer_norm=False,
         deterministic_mode=on_cpu,
         **recompute,
@@ -123,7 +128,7 @@ def build_policy(model: ModelConfig, parallel: ParallelConfig, topology: Topolog
     check_layout(arch, layout)
     reader = HFReader(model.path)
     reader.check(arch)
-    config = transformer_config(arch, parallel, torch_dtype(model.params_dtype))
+    config = transformer_config(arch, parallel, torch_dtype(model.params_dtype), engine)
     gpts, copies = [], []
     for virtual in range(layout.virtual_pipeline_model_parallel_size):
         at = Coordinates(topology.tp_rank, topology.pp_rank, virtual)

@@ -56,6 +56,10 @@ def test_activations_are_predicted(tiny_models, tmp_path, parallel):
         {"dtype": dtype, "parallel": {"recompute_granularity": recompute, "sequence_packing": True}}
         for dtype, recompute in (("bf16", "none"), ("fp32", "none"), ("bf16", "selective"), ("bf16", "full"))
     ]
+    pairs = {"recompute_granularity": "full", "recompute_num_layers": 2}
+    some = {"recompute_granularity": "full", "recompute_method": "block"}
+    mlp = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
+    settings += [{"dtype": "bf16", "parallel": how | {"sequence_packing": True}} for how in (pairs, some, mlp)]
     options = {
         "model": str(tiny_models("qwen3")),
         "parallel": parallel,
