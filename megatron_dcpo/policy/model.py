@@ -23,6 +23,7 @@ from megatron_dcpo.weights.planner import (
     Copy,
     Layout,
     check_layout,
+    check_recomputation,
     padded_vocab_size,
     plan,
     sharded_dimensions,
@@ -126,6 +127,7 @@ def build_policy(model: ModelConfig, parallel: ParallelConfig, topology: Topolog
         logger.info("layers: %s", "Transformer Engine" if engine else "local (model.transformer_impl=local)")
     layout = Layout.of(model, parallel, engine)
     check_layout(arch, layout)
+    check_recomputation(arch, parallel)
     reader = HFReader(model.path)
     reader.check(arch)
     config = transformer_config(arch, parallel, torch_dtype(model.params_dtype), engine)

@@ -33,6 +33,10 @@ ILLEGAL = [
     (["training.max_tokens_per_micro_batch=0"], "training.max_tokens_per_micro_batch"),
     (["parallel.recompute_granularity=some"], "parallel.recompute_granularity"),
     (["parallel.recompute_num_layers=2"], "recompute_num_layers need parallel.recompute_granularity=full"),
+    (
+        ["parallel.recompute_granularity=full", "parallel.recompute_num_layers=3"],
+        "parallel.recompute_num_layers=3 does not divide the 2 layers",
+    ),
     (["parallel.recompute_method=block"], "parallel.recompute_method and"),
     (["parallel.recompute_modules=[mlp]"], "parallel.recompute_modules needs parallel.recompute_granularity=selective"),
     (["parallel.recompute_granularity=selective", "parallel.recompute_modules=[moe]"], "parallel.recompute_modules"),
