@@ -1,28 +1,37 @@
-# Megatron-DCPO on NVIDIA's PyTorch container, for its CUDA 13.0 toolkit, cuDNN, and libraries of InfiniBand and other networks.
-# torch and vLLM are their projects' own builds, in an environment beside the image's. A vLLM wheel is compiled against one
-# release of torch and demands it exactly (0.32.0: torch 2.13.0, CUDA 13.0), which the image's torch "2.x.0a0" never is.
-# vLLM 0.32.0 is what megatron_dcpo/rollout/vllm*.py is written for and tested with (requirements-engine.txt: its CPU build);
-# other releases move what these modules import.
-# Build:  docker build -t megatron-dcpo .            Other base:  --build-arg BASE=nvcr.io/nvidia/pytorch:YY.MM-py3 (CUDA 13)
-ARG BASE=nvcr.io/nvidia/pytorch:25.10-py3
+# Megatron-DCPO on CUDA 13.0's development image, which has no cuDNN: Transformer Engine takes a system's cuDNN before the one
+# beside torch, and two releases of it in one process do not work together. So no NVIDIA PyTorch image either.
+# torch and vLLM are their projects' own builds: a vLLM wheel is compiled against one release of torch and demands it exactly
+# (0.32.0: torch 2.13.0, CUDA 13.0). vLLM 0.32.0 is what megatron_dcpo/rollout/vllm*.py is written for and tested with
+# (requirements-engine.txt: its CPU build); other releases move what these modules import.
+# Build:  docker build -t megatron-dcpo .     Its pip lines alone, in an empty environment:  tools/check_image.sh
+# Run on a driver for CUDA 13.0 (580 or newer).
+ARG BASE=nvidia/cuda:13.0.0-devel-ubuntu24.04
 FROM ${BASE}
 
-# The image constrains pip to its own torch and lets the loader find that one's libraries first.
-ENV PIP_CONSTRAINT= \
-    LD_LIBRARY_PATH=/usr/local/cuda/compat/lib:/usr/local/nvidia/lib:/usr/local/nvidia/lib64 \
-    VIRTUAL_ENV=/opt/venv \
-    PATH=/opt/venv/bin:${PATH}
+# Compilers and Python's headers for the extensions, bubblewrap for programs that models write, InfiniBand for NCCL
+RUN apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
+        python3 python3-dev python3-venv g++ git curl bubblewrap libibverbs1 ibverbs-providers librdmacm1 && \
+    rm -rf /var/lib/apt/lists/*
+ENV VIRTUAL_ENV=/opt/venv CUDA_HOME=/usr/local/cuda
+ENV SITE_PACKAGES=${VIRTUAL_ENV}/lib/python3.12/site-packages PATH=${VIRTUAL_ENV}/bin:${PATH}
 RUN python3 -m venv "${VIRTUAL_ENV}"
 
 WORKDIR /opt/megatron-dcpo
 COPY constraints.txt ./
 RUN pip install --no-cache-dir --constraint constraints.txt torch==2.13.0 vllm==0.32.0 megatron-core==0.16.1
-# compiled here against that torch; Megatron-core 0.16 is made for 2.9 to 2.11
-RUN pip install --no-cache-dir setuptools wheel pybind11 && \
-    pip install --no-cache-dir --no-build-isolation "transformer-engine[core_cu13,pytorch]==2.11.0"
+# torch's own pin, 9.20.0.48, lacks libcudnn_engines_tensor_ir; Transformer Engine looks in CUDNN_HOME first
+RUN pip install --no-cache-dir --no-deps nvidia-cudnn-cu13==9.21.1.3
+ENV CUDNN_HOME=${SITE_PACKAGES}/nvidia/cudnn CUDNN_PATH=${SITE_PACKAGES}/nvidia/cudnn
+# Compiled here against that torch, with the headers of the wheels; Megatron-core 0.16 is made for Transformer Engine 2.9 to
+# 2.11, which takes flash-attn up to 2.8.3 as a second backend of packed attention (long to compile: MAX_JOBS).
+ARG MAX_JOBS=8
+ENV CPATH=${SITE_PACKAGES}/nvidia/cu13/include:${SITE_PACKAGES}/nvidia/cudnn/include:${SITE_PACKAGES}/nvidia/nccl/include
+RUN pip install --no-cache-dir setuptools wheel pybind11 ninja psutil packaging
+RUN NVTE_FRAMEWORK=pytorch pip install --no-cache-dir --no-build-isolation "transformer-engine[core_cu13,pytorch]==2.11.0"
+RUN FLASH_ATTN_CUDA_ARCHS="80;90" pip install --no-cache-dir --no-build-isolation --no-deps flash-attn==2.8.3
 COPY . .
-RUN pip install --no-cache-dir --constraint constraints.txt . && dcpo --version
+RUN pip install --no-cache-dir --constraint constraints.txt ".[hub]" pytest pytest-timeout pytest-xdist && dcpo --version
 
-ENV CUDA_DEVICE_MAX_CONNECTIONS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+ENV CUDA_DEVICE_MAX_CONNECTIONS=1 TOKENIZERS_PARALLELISM=false
 ENTRYPOINT []
 CMD ["dcpo", "doctor"]

@@ -51,14 +51,15 @@ setup(
         "jinja2>=3.1",
         # what Megatron-core imports without declaring
         "einops",
+        "sentencepiece",  # of slow tokenizers
         "packaging",
         "psutil",
     ],
     extras_require={
         # without a GPU: nothing beyond the base; the name is there so that `.[cpu,dev]` says what is meant
         "cpu": [],
-        "gpu": ["transformer-engine[pytorch]>=2.0"],
-        "vllm": ["vllm>=0.32"],
+        "gpu": ["transformer-engine[pytorch]>=2.9,<2.12"],  # what Megatron-core 0.16 declares
+        "vllm": ["vllm==0.32.*"],  # rollout/vllm_weights.py imports what other releases move
         "hub": ["datasets>=3.0"],
         "wandb": ["wandb>=0.17"],
         "dev": [

@@ -39,7 +39,10 @@ class ModelConfig:
 
 @dataclass(frozen=True, config=_STRICT)
 class ParallelConfig:
-    """Megatron's parallelism options. Data parallelism is what is left of the world size."""
+    """Megatron's parallelism options. Data parallelism is what is left of the world size.
+
+    ``recompute_granularity`` ``full``: whole layers, each unit of ``recompute_num_layers`` (``uniform``) or that many of a
+    stage (``block``); ``selective``: ``recompute_modules`` of every layer."""
 
     tensor_model_parallel_size: Positive = 1
     pipeline_model_parallel_size: Positive = 1
@@ -50,6 +53,9 @@ class ParallelConfig:
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
     recompute_granularity: Literal["none", "full", "selective"] = "none"
+    recompute_method: Literal["uniform", "block"] = "uniform"
+    recompute_num_layers: Positive = 1
+    recompute_modules: tuple[Literal["core_attn", "mlp"], ...] = ("core_attn",)
     sequence_packing: bool = False
     distributed_timeout_minutes: Positive = 30
 
@@ -137,7 +143,8 @@ class TrainingConfig:
     """``updates_per_rollout``: optimizer steps on one rollout (mini-batches). ``save_interval`` 0: only at the end.
 
     ``async_save`` writes checkpoints beside the training (``auto``: on a GPU); ``max_nonfinite_steps`` skipped updates
-    in a row end the run; a phase longer than ``phase_warning_seconds`` is reported with the place where every rank waits."""
+    in a row end the run; a phase longer than ``phase_warning_seconds`` is reported with the place where every rank
+    waits. ``profile_steps``: steps of which the first rank leaves a trace in ``profile/``."""
 
     steps: Positive = 120
     updates_per_rollout: Positive = 1
@@ -151,6 +158,7 @@ class TrainingConfig:
     phase_warning_seconds: Positive = 900
     async_save: bool | Literal["auto"] = "auto"
     max_nonfinite_steps: Positive = 3
+    profile_steps: tuple[Positive, ...] = ()
     offload_optimizer_during_rollout: bool = False
 
 
@@ -304,6 +312,15 @@ def _check_together(config: Config, source: str) -> None:
         (
             parallel.overlap_param_gather and not parallel.overlap_grad_reduce,
             "parallel.overlap_param_gather needs parallel.overlap_grad_reduce (Megatron overlaps both or the latter alone)",
+        ),
+        (
+            parallel.recompute_granularity != "full"
+            and (parallel.recompute_method, parallel.recompute_num_layers) != ("uniform", 1),
+            "parallel.recompute_method and recompute_num_layers need parallel.recompute_granularity=full",
+        ),
+        (
+            parallel.recompute_granularity != "selective" and parallel.recompute_modules != ("core_attn",),
+            "parallel.recompute_modules needs parallel.recompute_granularity=selective",
         ),
         (
             config.optimizer.min_lr > config.optimizer.lr,

@@ -98,8 +98,11 @@ def load_checkpoint(directory: Path, iteration: int, policy: Policy, optimizer: 
         # The schedule takes its count of steps from the checkpoint and everything else from the configuration.
         for group in optimizer.param_groups:
             group["max_lr"], group["min_lr"] = scheduler.max_lr, scheduler.min_lr
-        scheduler.load_state_dict(loaded["opt_param_scheduler"])
-        _restore_rng_states(policy.topology, loaded["run"]["rng_state"])
+        try:
+            scheduler.load_state_dict(loaded["opt_param_scheduler"])
+            _restore_rng_states(policy.topology, loaded["run"]["rng_state"])
+        except RuntimeError as error:  # of torch, for a tensor of another size, or in the place of a number
+            raise CheckpointingException(f"opt_param_scheduler or rng_state: {error}") from None
         return dict(loaded["run"])
     except _UNREADABLE as error:
         met = cause(error)
@@ -115,11 +118,13 @@ def _check_parts(path: Path, optimizer: Any) -> None:
         common = dist_checkpointing.load_common_state_dict(str(path))
     except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise UserError(f"checkpoint {path} cannot be read (common.pt: {in_words(error)})") from None
-    absent = [part for part in PARTS if part not in common]
-    absent += [part for part in RUN_PARTS if part not in common.get("run", {})]
+    absent = [part for part in PARTS if not isinstance(common.get(part), dict)]
+    absent += [part for part in RUN_PARTS if "run" not in absent and part not in common["run"]]
     if absent:
         raise CheckpointingException(f"it has no {', '.join(absent)}")
     saved, now = common["run"]["distributed_optimizer"], optimizer_shards.is_distributed(optimizer)
+    if not isinstance(saved, bool):
+        raise CheckpointingException("run.distributed_optimizer is neither true nor false")
     if saved != now:
         raise UserError(
             f"checkpoint {path} was saved with parallel.use_distributed_optimizer={str(saved).lower()}, whose state "

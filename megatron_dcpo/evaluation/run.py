@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import ChainMap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -217,7 +217,7 @@ def _new_samples(config: EvaluationConfig, progress: Progress | None) -> tuple[l
     tests_of = {b.name: {r.answer: r.tests for r in b.records if r.tests is not None} for b in loaded}
     tests = dict(ChainMap(*tests_of.values()))
     programs = ProgramVerifier(tests, config.limits, config.sandbox) if tests else None
-    model, render, complete = _server(config) if config.endpoint else _local_model(config)
+    model, render, complete = _server(config) if config.endpoint else _local_model(config, loaded)
     samples: list[Sample] = []
     # A model directory may hold other weights under the same name: only a server's samples are taken up again.
     with SampleLog(config.out, config.settings(model), fresh=config.fresh or not config.endpoint) as log:
@@ -279,15 +279,26 @@ def as_ids(config: EvaluationConfig, tokenizer: Any, benchmark: LoadedBenchmark)
     )
 
 
-def _local_model(config: EvaluationConfig) -> tuple[str, Render, Complete]:
+def _local_model(config: EvaluationConfig, loaded: Sequence[LoadedBenchmark]) -> tuple[str, Render, Complete]:
     """The same for a checkpoint directory, sampled in this process."""
     from megatron_dcpo.rollout import build_local_engine, load_tokenizer
+    from megatron_dcpo.rollout.engine import check_model_dir
     from megatron_dcpo.rollout.vllm_engine import VllmOptions
 
     assert config.model is not None
-    options = VllmOptions(dtype=config.dtype, max_num_seqs=config.batch_size, raw_logprobs=True, seed=config.seed)
-    engine = build_local_engine(config.engine, config.model, options)
+    check_model_dir(config.model)
     tokenizer = load_tokenizer(config.model)
+    longest = (
+        max((len(p.token_ids) for b in loaded for p in as_ids(config, tokenizer, b)), default=0) + config.max_tokens
+    )
+    options = VllmOptions(
+        dtype=config.dtype,
+        max_model_len=longest,
+        max_num_seqs=config.batch_size,
+        raw_logprobs=True,
+        seed=config.seed,
+    )
+    engine = build_local_engine(config.engine, config.model, options)
     complete = complete_in_batches(
         lambda prompts: engine.generate(prompts, config.sampling),
         token_bytes(tokenizer),

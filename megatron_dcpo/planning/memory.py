@@ -178,17 +178,52 @@ def widths(arch: Architecture, layout: Layout, config: Config) -> Widths:
 
 
 def layer_bytes(arch: Architecture, layout: Layout, config: Config, recompute: str) -> float:
-    """Bytes per token that one layer keeps under ``recompute`` (``none``, ``selective``: without the core attention's
-    output, ``full``: its input alone)."""
+    """Bytes per token that one layer keeps under ``recompute`` (``none``, ``selective``: without what
+    ``parallel.recompute_modules`` keep, ``full``: its input alone)."""
     w = widths(arch, layout, config)
     b = w.bytes
     if recompute == "full":
         return b * w.hidden
     kept = _transformer_engine(arch, w) if layout.transformer_engine else _local(arch, w)
-    if recompute == "selective":
+    modules = config.parallel.recompute_modules if recompute == "selective" else ()
+    if "core_attn" in modules:
         # The checkpoint keeps q, k and v, which the attention would have kept anyway.
         kept -= 4 * w.heads + (0 if layout.transformer_engine else b * w.queries)
+    if "mlp" in modules:
+        # The checkpoint keeps the MLP's input; the local one's is counted with its norm, Transformer Engine's has the norm.
+        kept -= _mlp(w, layout.transformer_engine) + (b * w.hidden + 4 if layout.transformer_engine else 0)
     return kept
+
+
+def stage_layers_bytes(arch: Architecture, layout: Layout, config: Config) -> float:
+    """The same of all layers of a pipeline stage, as ``parallel.recompute_method`` divides them."""
+    parallel, vp = config.parallel, layout.virtual_pipeline_model_parallel_size
+    layers = arch.num_layers // (layout.pipeline_model_parallel_size * vp)  # of a model chunk
+    one = layer_bytes(arch, layout, config, parallel.recompute_granularity)
+    if parallel.recompute_granularity != "full":
+        return vp * layers * one
+    if parallel.recompute_method == "uniform":
+        return vp * math.ceil(layers / parallel.recompute_num_layers) * one
+    recomputed = min(layers, parallel.recompute_num_layers)
+    return vp * (recomputed * one + (layers - recomputed) * layer_bytes(arch, layout, config, "none"))
+
+
+def recomputed_share(arch: Architecture, layout: Layout, config: Config) -> float:
+    """How much of a forward pass the backward pass repeats, roughly."""
+    parallel = config.parallel
+    if parallel.recompute_granularity == "none":
+        return 0.0
+    if parallel.recompute_granularity == "selective":
+        return 0.1 * ("core_attn" in parallel.recompute_modules) + 0.6 * ("mlp" in parallel.recompute_modules)
+    if parallel.recompute_method == "uniform":
+        return 1.0
+    chunks = layout.pipeline_model_parallel_size * layout.virtual_pipeline_model_parallel_size
+    return min(1.0, parallel.recompute_num_layers * chunks / arch.num_layers)
+
+
+def _mlp(w: Widths, transformer_engine: bool) -> float:
+    """fc1's output and SwiGLU's; the local one: fc1's output, SiLU's, the linear half, their product."""
+    return w.bytes * w.ffn * (3 if transformer_engine else 5)
 
 
 def _local(arch: Architecture, w: Widths) -> float:
@@ -203,8 +238,7 @@ def _local(arch: Architecture, w: Widths) -> float:
     rotary = 4 * b * w.head_dim  # cosine and sine, for queries and for keys
     attention = b * (q + k) + b * q + 4 * w.heads  # rotated queries and keys, output, log-sum-exp
     projection = b * q
-    mlp = b * (2 * w.ffn + 3 * w.ffn)  # fc1's output; SiLU's output, the linear half, their product
-    return norms + qkv + qk_norms + rotary + attention + projection + mlp
+    return norms + qkv + qk_norms + rotary + attention + projection + _mlp(w, False)
 
 
 def _transformer_engine(arch: Architecture, w: Widths) -> float:
@@ -214,8 +248,7 @@ def _transformer_engine(arch: Architecture, w: Widths) -> float:
     qk_norms = b * q + 4 * (w.heads + w.groups) if arch.qk_layernorm else 0
     rotary = 4 * b * w.head_dim
     attention = b * (q + k) + b * q + 4 * w.heads  # the output is the projection's input too
-    mlp = b * (2 * w.ffn + w.ffn)  # fc1's output; SwiGLU's output
-    return norms + qkv + qk_norms + rotary + attention + mlp
+    return norms + qkv + qk_norms + rotary + attention + _mlp(w, True)
 
 
 def head_bytes(arch: Architecture, layout: Layout, config: Config) -> float:
@@ -239,7 +272,7 @@ def kept_per_token(arch: Architecture, layout: Layout, config: Config, stage: in
     """Bytes per token that a rank of pipeline ``stage`` keeps of ``flying`` micro-batches, the logits not counted."""
     pp, vp = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
     w, recompute = widths(arch, layout, config), config.parallel.recompute_granularity
-    kept = flying * (arch.num_layers // pp) * layer_bytes(arch, layout, config, recompute)
+    kept = flying * stage_layers_bytes(arch, layout, config)
     if pp > 1:
         # A chunk's output stays until its backward pass; its input only as the first layer's, except that the local
         # bf16 norm keeps a copy in fp32. The first chunk receives nothing, the last sends nothing.
@@ -272,8 +305,11 @@ def stage_activations(
     last = stage == layout.pipeline_model_parallel_size - 1
     # Where a layer's backward pass begins: gradients of its output, of fc2's input and of fc2's weight.
     working = tokens * (b * w.ffn + 8 * arch.hidden_size) + b * w.ffn * arch.hidden_size
-    if recompute == "full":
-        working += int(tokens * layer_bytes(arch, layout, config, "none"))
+    if recompute == "full":  # a unit of layers, as the backward pass finds it
+        unit = config.parallel.recompute_num_layers if config.parallel.recompute_method == "uniform" else 1
+        working += int(tokens * unit * layer_bytes(arch, layout, config, "none"))
+    if recompute == "selective" and "mlp" in config.parallel.recompute_modules:
+        working += int(tokens * _mlp(w, layout.transformer_engine))
     return Activations(
         layers=int(tokens * kept_per_token(arch, layout, config, stage, flying)),
         logits=logits_bytes(w.vocab, tokens, responses) if last else 0,

@@ -10,13 +10,13 @@ from megatron_dcpo.config import Config
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.objectives import build_objective
 from megatron_dcpo.planning.memory import Activations, State, stage_activations, stage_state
-from megatron_dcpo.planning.traffic import Rates, Seconds, Traffic, Work, kv_bytes_per_token, step_seconds, step_traffic
+from megatron_dcpo.planning.traffic import Rates, Seconds, Traffic, Work, step_seconds, step_traffic
 from megatron_dcpo.runtime.device import check_world_size
 from megatron_dcpo.runtime.dtypes import dtype_bytes
 from megatron_dcpo.weights.architecture import Architecture, read_architecture
-from megatron_dcpo.weights.planner import Layout, check_layout
+from megatron_dcpo.weights.planner import Layout, check_layout, check_recomputation
 from megatron_dcpo.weights.reshard_plan import check_engine, most_received
-from megatron_dcpo.weights.table import number_of_parameters
+from megatron_dcpo.weights.table import kv_bytes_per_token, number_of_parameters
 
 MOST_GPUS = 4096
 GB = 1e9
@@ -129,6 +129,7 @@ def make_plan(config: Config, machine: Machine, rates: Rates | None = None) -> P
     # on GPUs ``auto`` means Transformer Engine, whatever this machine has
     layout = Layout.of(config.model, config.parallel, config.model.transformer_impl != "local")
     check_layout(arch, layout)
+    check_recomputation(arch, config.parallel)
     data_parallel = _check_gpus(layout, machine.gpus)
     work, tokens, scored, per_update = _work(config, layout, machine, data_parallel)
     engine = _engine(arch, config, machine)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_dcpo.config import Config
+from megatron_dcpo.planning.memory import recomputed_share
 from megatron_dcpo.runtime.dtypes import dtype_bytes
 from megatron_dcpo.weights.architecture import Architecture
 from megatron_dcpo.weights.planner import Layout, padded_vocab_size
@@ -78,7 +79,7 @@ def step_traffic(
     # Two linear pairs per layer. Each way an all-reduce, or an all-gather and a reduce-scatter: the same bytes; sequence
     # parallelism gathers the two inputs once more for the gradient of the weights.
     forward, backward = 4 * ring * layers, (6 if parallel.sequence_parallel else 4) * ring * layers
-    recomputed = forward if parallel.recompute_granularity == "full" else 0.0
+    recomputed = forward * recomputed_share(arch, layout, config) * (parallel.recompute_granularity == "full")
     ends = 2 * ring  # the embedding's output and the output layer's input gradient
     passes = work.forward_passes
     tensor = passes * (forward + ends) + forward + backward + recomputed + 2 * ends
@@ -95,12 +96,6 @@ def forward_flops(arch: Architecture, layout: Layout, work: Work) -> float:
     # the last term: scores and values over half the length
     per_layer = 2 * (h * (q + 2 * k) + q * h + 3 * h * f) + 2 * q * work.length
     return work.tokens * (arch.num_layers * per_layer + 2 * h * padded_vocab_size(arch, layout))
-
-
-def kv_bytes_per_token(arch: Architecture, itemsize: int, tensor_model_parallel_size: int = 1) -> int:
-    """Keys and values of one token in all layers on one engine rank (heads are repeated when there are too few)."""
-    groups = -(-arch.num_query_groups // tensor_model_parallel_size)
-    return 2 * arch.num_layers * groups * arch.kv_channels * itemsize
 
 
 def step_seconds(
@@ -128,7 +123,7 @@ def step_seconds(
     # micro_batches covers all updates of a step; the pipeline fills once for each.
     bubble = 1 + (pp - 1) * work.updates / (work.micro_batches * layout.virtual_pipeline_model_parallel_size)
     forward = forward_flops(arch, layout, work) / per_second * bubble
-    factor = {"none": 3.0, "selective": 3.1, "full": 4.0}[config.parallel.recompute_granularity]
+    factor = 3 + recomputed_share(arch, layout, config)
     rounds = -(-responses_per_engine // max(1, concurrent))
     at_once = min(concurrent, responses_per_engine)
     context = work.length - work.response_length / 2

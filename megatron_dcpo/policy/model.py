@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from megatron_dcpo.weights.planner import (
     Copy,
     Layout,
     check_layout,
+    check_recomputation,
     padded_vocab_size,
     plan,
     sharded_dimensions,
@@ -57,14 +59,19 @@ class Policy:
         return {name: p.data for name, p in self.gpt[chunk].named_parameters()}
 
 
-def transformer_config(arch: Architecture, parallel: ParallelConfig, dtype: torch.dtype) -> TransformerConfig:
+def transformer_config(
+    arch: Architecture, parallel: ParallelConfig, dtype: torch.dtype, transformer_engine: bool = False
+) -> TransformerConfig:
     """Megatron's configuration of ``arch`` (RMSNorm, SwiGLU, rotary embeddings, grouped queries; no biases but QKV's)."""
     on_cpu = capabilities().cpu_initialization
     recompute: dict[str, Any] = {}
     if parallel.recompute_granularity != "none":
         recompute["recompute_granularity"] = parallel.recompute_granularity
     if parallel.recompute_granularity == "full":
-        recompute |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+        recompute["recompute_method"] = parallel.recompute_method
+        recompute["recompute_num_layers"] = parallel.recompute_num_layers
+    if parallel.recompute_granularity == "selective":
+        recompute["recompute_modules"] = list(parallel.recompute_modules)
     interleaved = parallel.virtual_pipeline_model_parallel_size > 1
     return TransformerConfig(
         num_layers=arch.num_layers,
@@ -96,11 +103,12 @@ def transformer_config(arch: Architecture, parallel: ParallelConfig, dtype: torc
         moe_token_dispatcher_type="alltoall",  # required with variable_seq_lengths, also without experts
         perform_initialization=False,  # the weights come from a checkpoint
         use_cpu_initialization=on_cpu,
-        gradient_accumulation_fusion=False,
+        # by a kernel of Apex's, also in the output layer of Transformer Engine's models
+        gradient_accumulation_fusion=not on_cpu and find_spec("fused_weight_gradient_mlp_cuda") is not None,
         bias_activation_fusion=not on_cpu,
         masked_softmax_fusion=False,
         bias_dropout_fusion=not on_cpu,
-        apply_rope_fusion=False,
+        apply_rope_fusion=transformer_engine,  # unfused, packed sequences wait for the host four times a layer
         persist_layer_norm=False,
         deterministic_mode=on_cpu,
         **recompute,
@@ -119,9 +127,10 @@ def build_policy(model: ModelConfig, parallel: ParallelConfig, topology: Topolog
         logger.info("layers: %s", "Transformer Engine" if engine else "local (model.transformer_impl=local)")
     layout = Layout.of(model, parallel, engine)
     check_layout(arch, layout)
+    check_recomputation(arch, parallel)
     reader = HFReader(model.path)
     reader.check(arch)
-    config = transformer_config(arch, parallel, torch_dtype(model.params_dtype))
+    config = transformer_config(arch, parallel, torch_dtype(model.params_dtype), engine)
     gpts, copies = [], []
     for virtual in range(layout.virtual_pipeline_model_parallel_size):
         at = Coordinates(topology.tp_rank, topology.pp_rank, virtual)

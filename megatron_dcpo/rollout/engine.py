@@ -78,6 +78,12 @@ class Engine(Protocol):
         ...
 
 
+def check_model_dir(model_dir: str | Path) -> None:
+    """Raise :class:`UserError` where there is no model at all."""
+    if not (Path(model_dir) / "config.json").is_file():
+        raise UserError(f"model directory {model_dir} has no config.json; pass a Hugging Face checkpoint directory")
+
+
 def read_eos_token_ids(model_dir: Path) -> tuple[int, ...]:
     """The ids that end a response: those of ``generation_config.json``, else of ``config.json``."""
     for file in ("generation_config.json", "config.json"):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_dcpo.errors import UserError, one_line
-from megatron_dcpo.rollout.engine import SamplingConfig, read_eos_token_ids, uniforms
+from megatron_dcpo.rollout.engine import SamplingConfig, check_model_dir, read_eos_token_ids, uniforms
 from megatron_dcpo.runtime.device import current_device
 from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.runtime.signals import RolloutAbandoned, stop_requested
@@ -51,8 +51,7 @@ class TransformersEngine:
         """Load a Hugging Face checkpoint directory. Raises :class:`UserError` when it is missing or unreadable."""
         from transformers import AutoModelForCausalLM
 
-        if not (Path(model_dir) / "config.json").is_file():
-            raise UserError(f"model directory {model_dir} has no config.json; pass a Hugging Face checkpoint directory")
+        check_model_dir(model_dir)
         own_logs()
         try:
             model: Any = AutoModelForCausalLM.from_pretrained(

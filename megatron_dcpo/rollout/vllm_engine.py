@@ -29,6 +29,7 @@ from megatron_dcpo.runtime.device import (
     capabilities,
     device_failed,
     empty_cache,
+    host_memory_available,
     rng_state,
     set_rng_state,
     total_memory,
@@ -37,14 +38,15 @@ from megatron_dcpo.runtime.dtypes import dtype_bytes, dtype_name
 from megatron_dcpo.runtime.host_memory import ledger
 from megatron_dcpo.runtime.signals import RolloutAbandoned, stop_requested
 from megatron_dcpo.types import Prompt, Response
-from megatron_dcpo.weights.architecture import read_architecture
+from megatron_dcpo.weights.architecture import Architecture, read_architecture
 from megatron_dcpo.weights.planner import WeightSlice
 from megatron_dcpo.weights.reshard_plan import check_engine
-from megatron_dcpo.weights.table import number_of_parameters
+from megatron_dcpo.weights.table import kv_bytes_per_token, number_of_parameters
 
 logger = logging.getLogger(__name__)
 
 _WEIGHTS, _CACHE = "engine weights", "engine cache"  # in the ledger
+_BLOCK = 128  # tokens; vLLM's largest block on the CPU
 
 
 @dataclass(frozen=True)
@@ -256,8 +258,9 @@ class VllmEngine:
         arguments: dict[str, Any] = {}
         if options.max_model_len:
             arguments["max_model_len"] = min(options.max_model_len, self.arch.max_position_embeddings)
-        if options.kv_cache_memory_bytes:
-            arguments["kv_cache_memory_bytes"] = options.kv_cache_memory_bytes
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if cache := cache_bytes(self.arch, options, host_memory_available(), ranks):
+            arguments["kv_cache_memory_bytes"] = cache
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             arguments["distributed_executor_backend"] = "external_launcher"
         try:
@@ -285,6 +288,12 @@ class VllmEngine:
                 )
         except ImportError as error:
             raise UserError(f"rollout.engine=vllm: vLLM is installed but cannot be imported ({error})") from None
+        except ValueError as error:  # what it says when the memory does not suffice
+            raise UserError(
+                f"vLLM does not start: {one_line(error, 400)} (rollout.gpu_memory_utilization="
+                f"{options.gpu_memory_utilization:g}, max_num_seqs={options.max_num_seqs}, max_model_len="
+                f"{options.max_model_len})"
+            ) from None
         self._unlink_shared_memory()
         self._enter_in_ledger("weights")
         self._enter_in_ledger("kv_cache")
@@ -299,6 +308,28 @@ class VllmEngine:
         name = f"[{'-'.join(str(r) for r in range(first, first + size))}]-cpushm_{rank % size}"
         for path in Path("/dev/shm").glob(f"*-tp:*-{glob.escape(name)}"):
             path.unlink(missing_ok=True)
+
+
+def cache_bytes(arch: Architecture, options: VllmOptions, available: int, ranks: int) -> int:
+    """The cache of an engine that shares its host's memory: what the requests it runs at once need at their longest, at
+    most its part of the ``available`` bytes. 0 leaves the size to vLLM: on a device of its own.
+
+    vLLM would take ``gpu_memory_utilization`` of the whole memory for each of a host's ``ranks``. Raises
+    :class:`UserError` when one request does not fit.
+    """
+    if options.kv_cache_memory_bytes or capabilities().separate_memory:
+        return options.kv_cache_memory_bytes
+    itemsize, size = dtype_bytes(options.dtype), options.tensor_model_parallel_size
+    longest = min(options.max_model_len or arch.max_position_embeddings, arch.max_position_embeddings)
+    request = (longest // _BLOCK + 1) * _BLOCK * kv_bytes_per_token(arch, itemsize, size)
+    share = int(available * options.gpu_memory_utilization) // ranks - number_of_parameters(arch) * itemsize // size
+    if share < 2 * request:
+        raise UserError(
+            f"no memory for vLLM on this host: a rank's part of {available / 1e9:.1f} GB available ({ranks} ranks) leaves "
+            f"{max(share, 0) / 1e9:.2f} GB beside the weights; a request of {longest} tokens takes {request / 1e9:.2f} GB. "
+            "Lower the longest request (rollout.max_model_len, --max-tokens) or take the transformers engine"
+        )
+    return min((options.max_num_seqs + 1) * request, share)
 
 
 def _engine_error(what: str, error: Exception) -> Exception:

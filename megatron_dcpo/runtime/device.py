@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -55,7 +58,18 @@ def current_device() -> torch.device:
 
 
 def backend() -> str:
-    return "nccl" if has_cuda() else "gloo"
+    """Of the default process group: objects travel over gloo, from the host, also where tensors do over NCCL."""
+    return "cpu:gloo,cuda:nccl" if has_cuda() else "gloo"
+
+
+@contextlib.contextmanager
+def profile(path: Path) -> Iterator[None]:
+    """Write what torch and the device did inside the block as a trace, ``path`` (.json.gz; chrome://tracing, Perfetto)."""
+    activities = [torch.profiler.ProfilerActivity.CPU, *[torch.profiler.ProfilerActivity.CUDA] * has_cuda()]
+    with torch.profiler.profile(activities=activities) as trace:
+        yield
+    path.parent.mkdir(parents=True, exist_ok=True)
+    trace.export_chrome_trace(str(path))
 
 
 def synchronize() -> None:
@@ -72,6 +86,12 @@ def pinned(numel: int, dtype: torch.dtype) -> torch.Tensor:
 def total_memory() -> int:
     """Bytes of the device's own memory; 0 where it has none."""
     return torch.cuda.mem_get_info()[1] if has_cuda() else 0
+
+
+def host_memory_available() -> int:
+    """Bytes of the host's memory that can be had without swapping."""
+    with open("/proc/meminfo") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))
 
 
 def empty_cache() -> None:

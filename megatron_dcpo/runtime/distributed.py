@@ -74,7 +74,9 @@ def initialize(
             torch.cuda.set_device(current_device())
         if "RANK" not in os.environ:
             os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-        dist.init_process_group(backend(), timeout=timedelta(minutes=timeout_minutes))
+        # bound to its device: NCCL starts at once and knows where barriers run
+        bound = current_device() if has_cuda() else None
+        dist.init_process_group(backend(), timeout=timedelta(minutes=timeout_minutes), device_id=bound)
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 from megatron_dcpo.config import Config
 from megatron_dcpo.runtime import distributed
+from megatron_dcpo.runtime.device import profile
 from megatron_dcpo.runtime.run_lock import lock_run_dir
 from megatron_dcpo.runtime.watchdog import Timers
 from megatron_dcpo.training.recorder import Recorder
@@ -35,17 +38,18 @@ def _train(run: TrainingRun) -> None:
         synchronise_engine(run, version=first - 1)
         for step in range(first, config.training.steps + 1):
             timers.step = step
-            samples = sample_step(run, step, timers)
-            with timers("train"):
-                run.engine.sleep()
-                run.offload.reload()
-                statistics = update_policy(run, samples, step)
-            with timers("save"):  # the engine sleeps
-                begin_save(run, step)
-            with timers("reshard"):
-                run.offload.offload()
-                traffic = synchronise_engine(run, version=step)
-            recorder.log(step, samples, statistics, timers, traffic)
+            with _traced(run, step):
+                samples = sample_step(run, step, timers)
+                with timers("train"):
+                    run.engine.sleep()
+                    run.offload.reload()
+                    statistics = update_policy(run, samples, step)
+                with timers("save"):  # the engine sleeps
+                    begin_save(run, step)
+                with timers("reshard"):
+                    run.offload.offload()
+                    traffic = synchronise_engine(run, version=step)
+                recorder.log(step, samples, statistics, timers, traffic)
             with timers("save"):  # announced when its records are written
                 finish_save(run, step)
             stop_if_asked(run, done=step)
@@ -53,3 +57,10 @@ def _train(run: TrainingRun) -> None:
         with timers("export"):
             export_policy(run)
     distributed.barrier()
+
+
+def _traced(run: TrainingRun, step: int) -> AbstractContextManager[None]:
+    """A profiler around the steps of ``training.profile_steps``, on the first rank."""
+    if step not in run.config.training.profile_steps or run.topology.rank:
+        return nullcontext()
+    return profile(run.directory / "profile" / f"step_{step:06d}.json.gz")

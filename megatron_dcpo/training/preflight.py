@@ -11,7 +11,7 @@ from megatron_dcpo.config import Config
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.device import capabilities, check_world_size
 from megatron_dcpo.weights.architecture import Architecture, read_architecture
-from megatron_dcpo.weights.planner import Layout, check_layout
+from megatron_dcpo.weights.planner import Layout, check_layout, check_recomputation
 from megatron_dcpo.weights.table import number_of_parameters
 
 
@@ -40,6 +40,7 @@ def check_model(config: Config) -> Architecture:
     """The architecture, checked against the parallel layout. Raises :class:`UserError`."""
     arch = read_architecture(config.model.path)
     check_layout(arch, Layout.of(config.model, config.parallel))
+    check_recomputation(arch, config.parallel)
     return arch
 
 

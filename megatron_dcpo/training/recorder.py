@@ -19,6 +19,7 @@ from megatron_dcpo.config import as_dict, to_yaml
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.distributed import broadcast_object
 from megatron_dcpo.runtime.files import write_atomically
+from megatron_dcpo.runtime.text import parse_json
 from megatron_dcpo.runtime.watchdog import Timers
 from megatron_dcpo.training.preflight import check_wandb
 from megatron_dcpo.training.run import TrainingRun
@@ -248,7 +249,7 @@ def _keep_steps_before(path: Path, first_step: int) -> None:
     kept = []
     for line in path.read_text().splitlines():
         try:
-            if json.loads(line)["step"] < first_step:
+            if parse_json(line)["step"] < first_step:
                 kept.append(line)
         except (ValueError, KeyError, TypeError):  # the line that the kill cut off
             continue

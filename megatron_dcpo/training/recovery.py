@@ -41,7 +41,7 @@ def resume(run: TrainingRun) -> int:
     try:
         _check_same_run(run, saved)
         run.progress.nonfinite_in_a_row = int(saved["reward"]["nonfinite_in_a_row"])
-    except (LookupError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError, RuntimeError) as error:  # the last: a tensor where a number should be
         path = iteration_dir(run.checkpoints, latest)
         raise UserError(f"checkpoint {path} cannot be read ({type(error).__name__}: {one_line(error, 200)})") from None
     run.progress.saved_step = latest

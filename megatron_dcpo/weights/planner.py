@@ -92,6 +92,17 @@ def padded_vocab_size(arch: Architecture, layout: Layout) -> int:
     return -(-arch.vocab_size // multiple) * multiple
 
 
+def check_recomputation(arch: Architecture, parallel: ParallelConfig) -> None:
+    """Raise :class:`UserError` when the units of a uniform recomputation do not divide a model chunk."""
+    chunks = parallel.pipeline_model_parallel_size * parallel.virtual_pipeline_model_parallel_size
+    layers, unit = arch.num_layers // chunks, parallel.recompute_num_layers
+    if parallel.recompute_method == "uniform" and layers % unit:
+        raise UserError(
+            f"parallel.recompute_num_layers={unit} does not divide the {layers} layers of a pipeline stage's chunk; "
+            "choose a divisor, or parallel.recompute_method=block"
+        )
+
+
 def check_layout(arch: Architecture, layout: Layout) -> None:
     """Raise :class:`UserError` for a layout that does not divide the model."""
     tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size

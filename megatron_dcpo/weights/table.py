@@ -132,3 +132,9 @@ def engine_cuts(arch: Architecture) -> Mapping[str, EngineCut]:
 def number_of_parameters(arch: Architecture) -> int:
     """Of the whole model: tied embeddings once, no padding."""
     return sum(math.prod(shape) for shape in hf_shapes(arch).values())
+
+
+def kv_bytes_per_token(arch: Architecture, itemsize: int, tensor_model_parallel_size: int = 1) -> int:
+    """Keys and values of one token in all layers on one engine rank (heads are repeated when there are too few)."""
+    groups = -(-arch.num_query_groups // tensor_model_parallel_size)
+    return 2 * arch.num_layers * groups * arch.kv_channels * itemsize

@@ -1,5 +1,7 @@
 """The plan against real ranks: weights, gradients, optimizer state exactly, saved activations within 10 %."""
 
+import math
+
 import pytest
 
 from tests.helpers.launch import torchrun
@@ -56,6 +58,12 @@ def test_activations_are_predicted(tiny_models, tmp_path, parallel):
         {"dtype": dtype, "parallel": {"recompute_granularity": recompute, "sequence_packing": True}}
         for dtype, recompute in (("bf16", "none"), ("fp32", "none"), ("bf16", "selective"), ("bf16", "full"))
     ]
+    sizes = ("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size")
+    chunks = math.prod(parallel.get(size, 1) for size in sizes)
+    pairs = {"recompute_granularity": "full", "recompute_num_layers": 4 // chunks}  # of a chunk's layers at most
+    some = {"recompute_granularity": "full", "recompute_method": "block"}
+    mlp = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
+    settings += [{"dtype": "bf16", "parallel": how | {"sequence_packing": True}} for how in (pairs, some, mlp)]
     options = {
         "model": str(tiny_models("qwen3")),
         "parallel": parallel,

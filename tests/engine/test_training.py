@@ -102,6 +102,22 @@ def test_one_rank_of_an_engine_fails_alone(alone, tmp_path: Path) -> None:
 
 
 @at_length
+@pytest.mark.parametrize("mode", ["generate", "update"])
+def test_one_engine_of_two_fails_and_both_start_anew(alone, tmp_path: Path, mode: str) -> None:
+    """vLLM's start waits for every rank of the job where it measures memory: an engine alone would wait for ever."""
+    arguments = ["train", "--config", str(CONFIG), f"run_dir={tmp_path / 'run'}", *ENGINE]
+    arguments += ["parallel.distributed_timeout_minutes=3"]
+    job = ("failing_vllm", {"mode": mode, "arguments": arguments})
+    done = launched(2, worker(tmp_path / "out", job), timeout=900)
+    assert done.stdout.count("restarted 1") == 2, done.stderr[-4000:]
+    assert "this engine alone" in done.stderr
+    assert "every engine starts anew" in done.stderr
+    for ours, single in zip(metrics(tmp_path / "run"), alone, strict=True):
+        assert ours["engine/logprob_diff_max"] <= 1e-4
+        assert ours["reward/accuracy"] == single["reward/accuracy"]
+
+
+@at_length
 def test_a_server_that_is_killed_comes_back(alone, tmp_path: Path) -> None:
     """Weights through files into ``vllm serve``; it dies in a rollout, is started again, and the run goes on as before."""
     server = Server(tmp_path / "serve.log", "--logprobs-mode", "processed_logprobs", VLLM_SERVER_DEV_MODE="1")

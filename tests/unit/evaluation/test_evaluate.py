@@ -175,6 +175,7 @@ def test_command_line_samples_and_scores_again(
     """A new evaluation and the re-scoring of its samples.jsonl give the same evaluation.json."""
     generate = scripted(tokenizer)
     engine = SimpleNamespace(generate=lambda prompts, sampling: generate(prompts), eos_token_ids=(EOS,))
+    monkeypatch.setattr("megatron_dcpo.rollout.engine.check_model_dir", lambda path: None)
     monkeypatch.setattr("megatron_dcpo.rollout.build_local_engine", lambda *args: engine)
     monkeypatch.setattr("megatron_dcpo.rollout.load_tokenizer", lambda path: tokenizer)
     out = tmp_path / "new"

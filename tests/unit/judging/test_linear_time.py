@@ -99,7 +99,7 @@ CASES: dict[str, Case] = {
     "extract_program": Case(extract_program),
     "read_answer": Case(read_answer),
     "parse_confidence": Case(lambda text: parse_confidence(text, finished=True)),
-    "decimals": Case(digits),
+    "decimals": Case(digits, longest=50_000),
     "quick_verdict of an answer": Case(lambda text: quick_verdict(text, "x+1")),
     "quick_verdict of a key": Case(lambda text: quick_verdict("x+1", text)),
     "normal_form": Case(normal_form, longest=19_000),

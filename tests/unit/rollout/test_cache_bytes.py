@@ -1,0 +1,39 @@
+"""The cache of a vLLM engine that shares its host's memory, and how the lack of it is said."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.rollout.vllm_engine import VllmOptions, cache_bytes
+from megatron_dcpo.weights.architecture import read_architecture
+from tests.helpers.paths import REPOSITORY
+
+ARCH = read_architecture(REPOSITORY / "tests" / "fixtures" / "models" / "Qwen3-8B")
+TOKEN = 2 * 36 * 8 * 128 * 2  # keys and values of 36 layers, 8 groups of 128, bf16
+WEIGHTS = 2 * 8_190_735_360
+OPTIONS = VllmOptions(max_model_len=4024, max_num_seqs=8, gpu_memory_utilization=0.5)
+
+
+def test_what_the_requests_need_is_enough():
+    """4024 tokens are 32 blocks of 128; one request more than run at once, for vLLM's own use."""
+    assert cache_bytes(ARCH, OPTIONS, 10**12, ranks=1) == 9 * 32 * 128 * TOKEN
+
+
+def test_the_ranks_of_a_host_share_what_is_there():
+    available = 80 * 10**9
+    assert cache_bytes(ARCH, replace(OPTIONS, max_num_seqs=512), available, ranks=1) == 40 * 10**9 - WEIGHTS
+    assert cache_bytes(ARCH, replace(OPTIONS, max_num_seqs=512), available, ranks=2) == 20 * 10**9 - WEIGHTS
+    together = 2 * (cache_bytes(ARCH, replace(OPTIONS, max_num_seqs=512), available, ranks=2) + WEIGHTS)
+    assert together <= available * OPTIONS.gpu_memory_utilization
+
+
+def test_a_host_that_is_too_small_is_named_in_one_line():
+    with pytest.raises(UserError, match="no memory for vLLM on this host") as refused:
+        cache_bytes(ARCH, OPTIONS, 80 * 10**9, ranks=4)
+    assert "a request of 4024 tokens takes 0.60 GB" in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_what_is_asked_for_is_taken():
+    assert cache_bytes(ARCH, replace(OPTIONS, kv_cache_memory_bytes=64 << 20), 10**9, ranks=8) == 64 << 20
