@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from tests.helpers.paths import DATA
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+hypothesis.settings.register_profile("shared machine", deadline=None)  # no test depends on how busy the machine is
+hypothesis.settings.load_profile("shared machine")
 
 
 @pytest.fixture(scope="session")

@@ -36,7 +36,6 @@ from megatron_dcpo.sandbox.local import (
     running_tests,
     start_run,
 )
-from megatron_dcpo.sandbox.remote import RemoteSession
 from megatron_dcpo.sandbox.tests import CATEGORIES, EXITS, Category, CodeVerdict, checked_tests, same_output
 
 __all__ = ["CATEGORIES", "CodeLimits", "CodePool", "CodeVerdict", "judge_programs"]
@@ -120,8 +119,15 @@ class CodePool:
             thread.join()
         self._started = False
 
+    def _session(self) -> Any:
+        if self.url is None:
+            return SandboxSession(self.level, self.limits)  # type: ignore[arg-type]
+        from megatron_dcpo.sandbox.remote import RemoteSession  # HTTP and TLS, for a service only
+
+        return RemoteSession(self.url, self.limits)
+
     def _work(self) -> None:
-        with RemoteSession(self.url, self.limits) if self.url else SandboxSession(self.level, self.limits) as session:  # type: ignore[arg-type]
+        with self._session() as session:
             while (job := self._jobs.get()) is not None:
                 if not job.future.set_running_or_notify_cancel():
                     continue

@@ -98,7 +98,7 @@ def _supervise(pipes: list[int], limits: dict[str, Any], settings: dict[str, Any
     """
     channel = socket.socket(fileno=os.dup(pipes[0]))
     while True:
-        data, given = b"", []
+        data, given = b"", list[int]()
         with contextlib.suppress(ConnectionResetError):  # closed before the last ending was read
             data, given, _, _ = socket.recv_fds(channel, 65536, 6)
         if not data:
