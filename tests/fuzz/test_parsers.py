@@ -6,11 +6,13 @@ stand as examples.
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import math
 import os
 import pickle
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -194,12 +196,18 @@ def test_programs(a: str, b: str) -> None:
 
 # ------------------------------------------------------------------------------------------ what data sets hold
 
+PRIVATE = base64.b64encode(zlib.compress(pickle.dumps('[{"input": "1", "output": "1"}]'))).decode()
 ROWS = [
     {"problem": "1+1", "answer": "2"},
     {"question": "?", "answer": 2.0, "data_source": "aime"},
     {"prompt": [{"role": "user", "content": "?"}], "reward_model": {"ground_truth": "#### 1,000"}},
+    {"question_content": "?", "public_test_cases": '[{"input": "1", "output": "2"}]', "private_test_cases": PRIVATE},
+    {"prompt": "def f(x):", "task_id": "HumanEval/0", "entry_point": "f", "test": "def check(c):\n assert c(1) == 1"},
+    {"problem": "?", "tests": '{"inputs": ["1"], "outputs": ["2"]}'},
+    {"problem": "?", "tests": {"kind": "stdin", "cases": [{"input": "1", "output": "2"}], "atol": 0.1}},
 ]
-NAMES = ["problem", "answer", "prompt", "role", "content", "reward_model", "ground_truth", "data_source", "question"]
+DEEPER = {"role", "content", "ground_truth", "kind", "cases", "atol", "input", "output", "inputs", "outputs", "fn_name"}
+NAMES = sorted({key for row in ROWS for key in row} | DEEPER | {"testtype", "func_name", "metadata"})
 
 
 @fuzz

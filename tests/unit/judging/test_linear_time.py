@@ -90,11 +90,11 @@ class Case(NamedTuple):
 CASES: dict[str, Case] = {
     "split_text boxed": Case(lambda text: split_text(text, MARKER, BOXED)),
     "split_text fenced": Case(lambda text: split_text(text, MARKER, FENCED)),
-    "judge ids boxed": Case(lambda r: judge(r, PROMPT, BYTES, EOS, verifier=by_equality), response, 100_000),
+    "judge ids boxed": Case(lambda r: judge(r, PROMPT, BYTES, EOS, verifier=by_equality), response, 50_000),
     "judge ids fenced": Case(
-        lambda r: judge(r, PROMPT, BYTES, EOS, verifier=by_equality, form=FENCED), response, 100_000
+        lambda r: judge(r, PROMPT, BYTES, EOS, verifier=by_equality, form=FENCED), response, 50_000
     ),
-    "with_text": Case(lambda r: with_text(r, BYTES, EOS), response, 100_000),
+    "with_text": Case(lambda r: with_text(r, BYTES, EOS), response, 50_000),
     "extract_boxed": Case(extract_boxed),
     "extract_program": Case(extract_program),
     "read_answer": Case(read_answer),
@@ -108,7 +108,7 @@ CASES: dict[str, Case] = {
     "final_answer": Case(final_answer),
     "final_answer, whole number": Case(lambda text: final_answer(text, integer=True)),
     "sample_line": Case(sample_line, sample),
-    "report": Case(report, longest=100_000),
+    "report": Case(report, longest=25_000),
     "reply of a server": Case(
         lambda row: _response("p", 0, row, "chat"), lambda text: {"message": {"content": text}, "finish_reason": "stop"}
     ),
