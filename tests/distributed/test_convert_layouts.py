@@ -14,6 +14,7 @@ import torch
 from megatron_dcpo.conversion.convert import export_checkpoint, import_checkpoint
 from tests.helpers.checkpoints import load_model, save_model
 from tests.helpers.launch import torchrun
+from tests.helpers.transformer_engine import environment
 
 MODELS = [
     ("qwen3", True, "float32"),
@@ -45,6 +46,16 @@ def imported(tmp_path_factory):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_stock_model_loads_and_saves(imported, tmp_path, layout):
+    loads_and_saves(imported, tmp_path, layout)
+
+
+@pytest.mark.parametrize("layout", ["one", "tp2", "pp2_virtual2"])
+def test_stock_model_of_transformer_engine_loads_and_saves(imported, tmp_path, layout):
+    """The same with Megatron's spec for Transformer Engine, whose layers have extra state, on the stand-in."""
+    loads_and_saves(imported, tmp_path, layout, environment())
+
+
+def loads_and_saves(imported, tmp_path, layout, environment=None):
     processes, parallel = LAYOUTS[layout]
     tp = parallel.get("tensor_model_parallel_size", 1)
     cases = [
@@ -62,7 +73,8 @@ def test_stock_model_loads_and_saves(imported, tmp_path, layout):
             more | {"save": str(tmp_path / "6"), "run": True},
         ]
         cases.append(cases[1] | {"save": str(tmp_path / "mixed"), "mixed": True})
-    ranks = torchrun("convert", processes, tmp_path / "out", {"parallel": parallel, "cases": cases})
+    options = {"parallel": parallel, "cases": cases}
+    ranks = torchrun("convert", processes, tmp_path / "out", options, environment=environment)
     assert ranks[0]["different"] == []
     for case in cases:
         source, back = Path(case["model"]), Path(case["save"]).with_suffix(".hf")

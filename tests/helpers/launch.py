@@ -25,13 +25,15 @@ def results_of(out: Path, rank: int) -> list[Any]:
     return json.loads((out / f"rank{rank}.json").read_text())
 
 
-def launched(processes: int, arguments: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
+def launched(
+    processes: int, arguments: list[str], timeout: float, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     return subprocess.run(
         [*launcher, *arguments],
         capture_output=True,
         text=True,
-        env=os.environ | ENVIRONMENT,
+        env=os.environ | ENVIRONMENT | (environment or {}),
         cwd=REPOSITORY,
         timeout=timeout,
     )
@@ -46,20 +48,31 @@ def alone(case: str, out: Path, options: dict[str, Any], timeout: float = 300) -
 
 
 def torchrun_all(
-    jobs: list[tuple[str, dict[str, Any]]], processes: int, out: Path, timeout: float = 600
+    jobs: list[tuple[str, dict[str, Any]]],
+    processes: int,
+    out: Path,
+    timeout: float = 600,
+    environment: dict[str, str] | None = None,
 ) -> list[list[Any]]:
     """Run all jobs in one launch of ``processes`` ranks: for each job, the results of the ranks in order.
 
     To start ranks costs more than most cases do: what runs on as many ranks had better be started once.
     """
-    done = launched(processes, worker(out, *jobs), timeout)
+    done = launched(processes, worker(out, *jobs), timeout, environment)
     assert done.returncode == 0, f"{[name for name, _ in jobs]} failed:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
     return [list(results) for results in zip(*(results_of(out, rank) for rank in range(processes)), strict=True)]
 
 
-def torchrun(case: str, processes: int, out: Path, options: dict[str, Any], timeout: float = 300) -> list[Any]:
+def torchrun(
+    case: str,
+    processes: int,
+    out: Path,
+    options: dict[str, Any],
+    timeout: float = 300,
+    environment: dict[str, str] | None = None,
+) -> list[Any]:
     """Run one case in ``processes`` ranks; returns each rank's result in rank order."""
-    return torchrun_all([(case, options)], processes, out, timeout)[0]
+    return torchrun_all([(case, options)], processes, out, timeout, environment)[0]
 
 
 def without_launcher(

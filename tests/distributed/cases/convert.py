@@ -12,13 +12,17 @@ from megatron_dcpo.checkpoints.state import checkpoint_state
 from megatron_dcpo.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_dcpo.policy.model import build_policy
 from megatron_dcpo.policy.optimizer import build_optimizer
+from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.runtime.distributed import all_gather_objects, barrier
 from megatron_dcpo.weights.architecture import read_architecture
 from tests.distributed.cases.common import initialize_layout
 
 from megatron.core import dist_checkpointing, parallel_state  # isort: skip
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -48,7 +52,10 @@ def stock_chunks(arch, vocab_size, dtype, parallel, **config_options):
         use_cpu_initialization=True,
         **config_options,
     )
-    spec = get_gpt_layer_local_spec(qk_layernorm=arch.qk_layernorm, normalization="RMSNorm")
+    if capabilities().transformer_engine:  # the stand-in
+        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=arch.qk_layernorm)
+    else:
+        spec = get_gpt_layer_local_spec(qk_layernorm=arch.qk_layernorm, normalization="RMSNorm")
     stage, stages = parallel_state.get_pipeline_model_parallel_rank(), parallel.pipeline_model_parallel_size
     chunks = []
     for virtual in range(vp):

@@ -97,6 +97,7 @@ def run(options: dict[str, Any]) -> Any:
         "logprobs": {str(i): lp.tolist() for i, lp in zip(indices, logprobs, strict=True)},
         "engine_difference": difference,
         "weights": weights,
+        "layers": "transformer_engine" if policy.layout.transformer_engine else "local",
         "replicated": [digest(p) for name, p in policy.gpt[0].named_parameters() if "norm" in name],
         "probes": probes,
     }

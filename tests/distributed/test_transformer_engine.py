@@ -1,0 +1,88 @@
+"""Megatron's spec for Transformer Engine, on a stand-in that computes in torch: what every GPU run is built from.
+
+It shows that names, shapes, layouts, packed sequences, fused rotary embeddings, gradients, conversion and checkpoints
+with extra state fit together, and that Megatron passes no argument that the real package does not have. Of the real
+kernels it shows nothing (docs/status.md).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.distributed.test_parallel_parity import same_probe
+from tests.helpers.launch import torchrun, torchrun_all
+from tests.helpers.transformer_engine import environment
+
+LAYOUTS = {
+    "one": (1, {}),
+    "one_packed": (1, {"sequence_packing": True}),
+    "recomputed": (1, {"recompute_granularity": "full"}),
+    "tp2": (2, {"tensor_model_parallel_size": 2}),
+    "tp2_sequence_parallel_packed": (
+        2,
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "sequence_packing": True},
+    ),
+    "pp2_virtual2": (2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
+    "dp2_distributed_optimizer": (2, {"use_distributed_optimizer": True}),
+}
+FAMILIES = [("qwen3", True), ("llama", False), ("qwen2", True)]
+
+
+@pytest.fixture(scope="module")
+def local(tiny_models, tmp_path_factory):
+    """The local layers in one process."""
+    jobs = [("policy", {"model": str(tiny_models(*which)), "probe": True}) for which in FAMILIES]
+    found = torchrun_all(jobs, 1, tmp_path_factory.mktemp("local"))
+    return {which: ranks[0] for which, ranks in zip(FAMILIES, found, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def ranks(tiny_models, tmp_path_factory):
+    """The same through the spec for Transformer Engine, in every layout."""
+    made = {}
+    for processes in (1, 2):
+        wanted = [(layout, which) for layout, (size, _) in LAYOUTS.items() for which in FAMILIES if size == processes]
+        jobs = [
+            ("policy", {"model": str(tiny_models(*which)), "probe": True, "parallel": LAYOUTS[layout][1]})
+            for layout, which in wanted
+        ]
+        out = tmp_path_factory.mktemp(f"engine{processes}")
+        made.update(zip(wanted, torchrun_all(jobs, processes, out, environment=environment()), strict=True))
+    return made
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("which", FAMILIES, ids=lambda which: which[0])
+def test_layers_equal_the_local_ones(ranks, local, layout, which):
+    expected, found = local[which], ranks[layout, which]
+    logprobs = {index: values for rank in found for index, values in rank["logprobs"].items()}
+    for index, values in expected["logprobs"].items():
+        np.testing.assert_allclose(logprobs[index], values, atol=1e-4)
+    for rank in found:
+        assert rank["layers"] == "transformer_engine"
+        np.testing.assert_allclose(rank["losses"], expected["losses"], rtol=1e-5)
+        # the gradient of a bias on keys is almost nothing but rounding, which Adam's first steps enlarge
+        np.testing.assert_allclose(rank["norms"], expected["norms"], rtol=2e-4 if which[0] == "qwen2" else 2e-5)
+        same_probe(rank["probes"][0], expected["probes"][0], rtol=1e-5)
+        assert rank["engine_difference"] <= 1e-4
+        assert rank["weights"] == found[0]["weights"]
+
+
+def test_training_resumes_bit_for_bit(tmp_path):
+    """Two ranks with the distributed optimizer: the state after four steps, and after two, a resumption and two more."""
+    fixed = ["training.steps=4", "training.save_interval=2", "data.prompts_per_step=4", "rollout.group_size=4"]
+    fixed += ["parallel.use_distributed_optimizer=true", "parallel.sequence_packing=true"]
+    fixed += ["model.transformer_impl=transformer_engine"]
+    options = {"overrides": fixed}
+    whole = torchrun("training", 2, tmp_path / "whole", options, environment=environment())
+    options = {"overrides": [*fixed, "training.steps=2"]}
+    first = torchrun("training", 2, tmp_path / "parts", options, environment=environment())
+    second = torchrun(
+        "training", 2, tmp_path / "parts", {"overrides": [*fixed, "training.resume=auto"]}, environment=environment()
+    )
+    for rank in range(2):
+        assert [whole[rank]["error"], first[rank]["error"], second[rank]["error"]] == [None] * 3
+        assert len(whole[rank]["digests"]) == 5
+        assert first[rank]["digests"] == whole[rank]["digests"][:3]
+        assert second[rank]["digests"] == whole[rank]["digests"][2:]

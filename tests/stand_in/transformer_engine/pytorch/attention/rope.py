@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformer_engine.pytorch.signatures import checked
+
+
+@checked("apply_rotary_pos_emb")
+def apply_rotary_pos_emb(t: Tensor, freqs: Tensor, **options: object) -> Tensor:
+    """Rotate ``t``, [s, b, h, d] or packed [t, h, d] with ``cu_seqlens``, by ``freqs`` [s, 1, 1, d' <= d]."""
+    assert options.get("fused"), "Megatron asks for the fused kernel"
+    assert not options.get("interleaved")
+    if options.get("tensor_format", "sbhd") == "thd":
+        bounds = options["cu_seqlens"].tolist()  # type: ignore[attr-defined]
+        positions = torch.cat([torch.arange(stop - start) for start, stop in zip(bounds, bounds[1:], strict=False)])
+        angles = freqs[positions].squeeze(1)
+        assert len(angles) == len(t), "cu_seqlens end where the tokens end"
+    else:
+        angles = freqs[: t.shape[0]]
+    width = angles.shape[-1]
+    turned, rest = t[..., :width].float(), t[..., width:]
+    half = torch.cat((-turned[..., width // 2 :], turned[..., : width // 2]), dim=-1)
+    return torch.cat(((turned * angles.cos() + half * angles.sin()).to(t.dtype), rest), dim=-1)

@@ -1,0 +1,156 @@
+"""Layers that compute what Transformer Engine's do, in torch, with Megatron's collectives."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformer_engine.pytorch.signatures import checked
+
+
+class _Module(nn.Module):
+    def get_extra_state(self) -> Tensor:
+        """Every layer of the package has one, empty without eight-bit recipes."""
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: Tensor | None) -> None:
+        assert state is None or state.numel() == 0
+
+
+def _mark(parameter: Any, dim: int) -> None:
+    for name, value in (("tensor_model_parallel", True), ("partition_dim", dim), ("partition_stride", 1)):
+        assert not hasattr(parameter, name)
+        setattr(parameter, name, value)
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """In fp32 with the scale in fp32, then rounded once: the kernels' order, which differs from Hugging Face's in bf16."""
+    return (F.rms_norm(x.float(), weight.shape, None, eps) * weight.float()).to(x.dtype)
+
+
+class RMSNorm(_Module):
+    @checked("RMSNorm.__init__")
+    def __init__(self, normalized_shape: int | None = None, **options: Any) -> None:
+        super().__init__()
+        size = options.get("hidden_size") or normalized_shape
+        self.eps = options.get("eps", 1e-5)
+        assert not options.get("zero_centered_gamma")
+        self.weight = nn.Parameter(
+            torch.ones(size, dtype=options.get("params_dtype") or options.get("dtype"), device=options.get("device"))
+        )
+        self.weight.sequence_parallel = bool(options.get("sequence_parallel"))  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _norm(x, self.weight, self.eps)
+
+
+class LayerNorm:
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise NotImplementedError("the stand-in has RMSNorm only")
+
+
+class Linear(_Module):
+    """[..., in] x [out, in]: ``column`` splits out, ``row`` splits in, with their collectives."""
+
+    @checked("Linear.__init__")
+    def __init__(self, in_features: int, out_features: int, **options: Any) -> None:
+        super().__init__()
+        self.tp_size, self.tp_group = options.get("tp_size", 1), options.get("tp_group")
+        self.save_original_input = options.get("save_original_input", False)
+        self.parallel_mode, self.return_bias = options.get("parallel_mode"), options.get("return_bias", False)
+        self.sequence_parallel = self.tp_size > 1 and options.get("sequence_parallel", False)
+        for name, mode in (("out_features", "column"), ("in_features", "row")):
+            size = out_features if mode == "column" else in_features
+            setattr(self, name, size // self.tp_size if self.parallel_mode == mode else size)
+        kind = {"dtype": options.get("params_dtype"), "device": options.get("device", "cuda")}
+        self.weight = nn.Parameter(torch.empty(self.out_features, self.in_features, **kind))
+        self.bias = nn.Parameter(torch.zeros(self.out_features, **kind)) if options.get("bias", True) else None
+        _mark(self.weight, 1 if self.parallel_mode == "row" else 0)  # whatever the number of ranks
+        if self.bias is not None and self.parallel_mode == "row":
+            self.bias.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+        elif self.bias is not None and self.parallel_mode == "column":
+            _mark(self.bias, 0)
+
+    @checked("Linear.forward")
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
+        return self._multiply(inp)
+
+    def _multiply(self, x: Tensor) -> Any:
+        from megatron.core.tensor_parallel import mappings  # which imports this package
+
+        if self.tp_size > 1 and self.parallel_mode == "column":
+            if self.sequence_parallel:
+                x = mappings.gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=self.tp_group)
+            else:
+                x = mappings.copy_to_tensor_model_parallel_region(x, group=self.tp_group)
+        row = self.tp_size > 1 and self.parallel_mode == "row"
+        y = F.linear(x, self.weight, None if row or self.return_bias else self.bias)
+        if row:
+            reduce = mappings.reduce_from_tensor_model_parallel_region
+            y = (mappings.reduce_scatter_to_sequence_parallel_region if self.sequence_parallel else reduce)(y, group=self.tp_group)
+            y = y if self.bias is None or self.return_bias else y + self.bias
+        return (y, self.bias) if self.return_bias else y
+
+
+class LayerNormLinear(Linear):
+    """RMSNorm, whose weight is ``layer_norm_weight``, and then the linear layer."""
+
+    @checked("LayerNormLinear.__init__")
+    def __init__(self, in_features: int, out_features: int, **options: Any) -> None:
+        norm = {name: options.pop(name, None) for name in ("normalization", "eps", "zero_centered_gamma")}
+        options.pop("return_layernorm_output", None)
+        assert norm["normalization"] == "RMSNorm"
+        assert not norm["zero_centered_gamma"]
+        super().__init__(in_features, out_features, **options)
+        self.eps = norm["eps"]
+        kind = {"dtype": options.get("params_dtype"), "device": options.get("device", "cuda")}
+        self.layer_norm_weight = nn.Parameter(torch.ones(in_features, **kind))
+        self.layer_norm_weight.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+
+    @checked("LayerNormLinear.forward")
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
+        return self._multiply(_norm(inp, self.layer_norm_weight, self.eps))
+
+
+class GroupedLinear(_Module):
+    """Experts; named for Megatron's import, and used by no test."""
+
+    @checked("GroupedLinear.__init__")
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise NotImplementedError("the stand-in has no experts")
+
+
+class DotProductAttention(_Module):
+    """Causal attention of [s, b, heads, d], or of packed [t, heads, d] with ``padding_causal`` and ``cu_seqlens``."""
+
+    @checked("DotProductAttention.__init__")
+    def __init__(self, num_attention_heads: int, kv_channels: Any, **options: Any) -> None:
+        super().__init__()
+        assert options.get("attention_dropout", 0.0) == 0.0
+        self.softmax_scale = options.get("softmax_scale")
+
+    @checked("DotProductAttention.forward")
+    def forward(
+        self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, attention_mask: Tensor | None, **options: Any
+    ) -> Tensor:
+        layers = query_layer, key_layer, value_layer
+        if options.get("qkv_format", "sbhd") == "thd":
+            assert options["attn_mask_type"] == "padding_causal", "thd has no other mask in the real package"
+            bounds = options["cu_seqlens_q"].tolist()
+            assert options["max_seqlen_q"] >= max(b - a for a, b in itertools.pairwise(bounds))
+            assert bounds[-1] == len(query_layer), "every token belongs to a sequence, the filler's included"
+            pieces = [
+                self._attend(*(x[a:b].unsqueeze(1) for x in layers)).squeeze(1) for a, b in itertools.pairwise(bounds)
+            ]
+            return torch.cat(pieces)
+        assert options["attn_mask_type"] == "causal"
+        return self._attend(*layers)
+
+    def _attend(self, *layers: Tensor) -> Tensor:
+        q, k, v = (x.permute(1, 2, 0, 3) for x in layers)
+        grouped = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=grouped)
+        return out.permute(2, 0, 1, 3).flatten(2)

@@ -1,0 +1,9 @@
+"""Names of fused operations, which no test uses."""
+
+
+class Sequential:
+    pass
+
+
+class FusibleOperation:
+    pass
