@@ -92,6 +92,7 @@ class Lab:
             f"seed={cell.seed}",
             f"model.path={start}",
             f"data.path={EXAMPLES / 'data' / 'train.jsonl'}",
+            "model.transformer_impl=local",  # also on a GPU, with and without Transformer Engine
             f"training.steps={max(1, round(self.scale.steps * method.share_of_steps))}",
             *method.overrides,
             *self.scale.overrides,
@@ -122,6 +123,7 @@ class Lab:
             *("evaluate", "--model", str(model), "--benchmarks", f"{part}={EXAMPLES / 'data' / part}.jsonl"),
             *("--out", str(out), "--limit", str(problems), "--repeats", str(repeats), "--confidence", kinds),
             *("--max-tokens", "32", "--batch-size", "1200", "--seed", str(seed), "--resamples", "0"),
+            *("--engine", "transformers"),
             *SAMPLING,
         ]
 

@@ -57,6 +57,7 @@ class Quickstart:
             str(config),
             f"run_dir={run}",
             f"seed={self.seed}",
+            "model.transformer_impl=local",  # also on a GPU, with and without Transformer Engine
             "--resume",
             "auto",
             *self.overrides,
@@ -80,6 +81,8 @@ class Quickstart:
             "32",
             "--batch-size",
             "512",
+            "--engine",
+            "transformers",
         )
         options = ("--repeats", "8", "--confidence", "verbal,token,consistency", "--template", "raw", *sampling)
         self._call(run, "evaluate", "--model", str(model), "--benchmarks", heldout, "--out", str(run), *options)

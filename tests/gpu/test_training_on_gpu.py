@@ -84,7 +84,7 @@ def test_evaluation_on_gpu(tmp_path):
     dcpo(
         *("evaluate", "--model", QUICKSTART / "policy", "--out", tmp_path / "out", "--template", "raw"),
         *("--benchmarks", f"heldout={QUICKSTART / 'data' / 'heldout.jsonl'}", "--repeats", "2", "--max-tokens", "32"),
-        *("--temperature", "1.0", "--top-p", "1.0", "--top-k", "0"),
+        *("--temperature", "1.0", "--top-p", "1.0", "--top-k", "0", "--engine", "transformers"),
     )
     result = json.loads((tmp_path / "out" / "evaluation.json").read_text())["benchmarks"]["heldout"]
     assert 0.35 < result["accuracy"] < 0.55

@@ -67,6 +67,7 @@ def test_warned_job_is_requeued_resumes_and_finishes(cluster, tmp_path):
     facts = finish(cluster, job, log)
     said = log.read_text()
     assert (facts["JobState"], facts["Restarts"], facts["ExitCode"]) == ("COMPLETED", "1", "0:0"), said[-3000:]
+    assert facts["OverSubscribe"] == "NO", "the job has its nodes for itself"
     assert "stopped by SIGUSR1" in said
     assert "after a warning" in said
     records = metrics(run_dir)

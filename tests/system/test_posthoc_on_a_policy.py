@@ -14,7 +14,7 @@ from megatron_dcpo.evaluation.samples import read_samples
 from tests.helpers.paths import QUICKSTART
 
 SAMPLING = ["--template", "raw", "--max-tokens", "40", "--temperature", "1", "--top-p", "1", "--top-k", "0"]
-SAMPLING += ["--batch-size", "512", "--resamples", "0"]
+SAMPLING += ["--batch-size", "512", "--resamples", "0", "--engine", "transformers"]
 
 
 def evaluate(out: Path, data: str, *options: object) -> None:
