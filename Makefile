@@ -14,7 +14,7 @@ JOBS ?= 2
 IN_ORDER := --dist loadfile --no-loadscope-reorder
 
 .PHONY: setup setup-engine setup-sandbox quickstart policy test test-fast test-engine test-grid test-resilience test-soak test-slurm \
-	test-multinode test-gpu attacks code-data reference-solutions lab lab-smoke lab-policies lint fuzz clean
+	test-multinode test-gpu attacks code-data reference-solutions check-transformer-engine lab lab-smoke lab-policies lint fuzz clean
 
 setup: $(VENV)/.installed
 
@@ -121,6 +121,13 @@ attacks: setup
 # MBPP+ and LeetCodeDataset: canonical solutions pass, changed ones fail (long)
 code-data: setup
 	DCPO_ALL_CODE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/sandbox/test_datasets_pass.py
+
+# the stand-in's arguments against the real package (its Python source, 0.7 MB; nothing is built or imported)
+check-transformer-engine: setup
+	rm -rf build/transformer_engine && mkdir -p build/transformer_engine
+	$(BIN)/python -m pip download --quiet --no-deps --dest build/transformer_engine transformer_engine==2.11.0
+	cd build/transformer_engine && ../../$(BIN)/python -m zipfile -e transformer_engine-*.whl .
+	$(BIN)/python tools/transformer_engine_signatures.py build/transformer_engine/transformer_engine --check
 
 clean:
 	rm -rf runs build *.egg-info

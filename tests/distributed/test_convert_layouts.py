@@ -72,7 +72,8 @@ def loads_and_saves(imported, tmp_path, layout, environment=None):
             more | {"save": str(tmp_path / "5"), "metadata": {"singleton_local_shards": True}},
             more | {"save": str(tmp_path / "6"), "run": True},
         ]
-        cases.append(cases[1] | {"save": str(tmp_path / "mixed"), "mixed": True})
+        if environment is None:  # the local norms are fp32 until Float16Module; Transformer Engine's are not
+            cases.append(cases[1] | {"save": str(tmp_path / "mixed"), "mixed": True})
     options = {"parallel": parallel, "cases": cases}
     ranks = torchrun("convert", processes, tmp_path / "out", options, environment=environment)
     assert ranks[0]["different"] == []

@@ -1,5 +1,12 @@
 from transformer_engine.pytorch import attention, distributed, float8_tensor, fp8, ops
-from transformer_engine.pytorch.layers import DotProductAttention, GroupedLinear, LayerNorm, LayerNormLinear, Linear, RMSNorm
+from transformer_engine.pytorch.layers import (
+    DotProductAttention,
+    GroupedLinear,
+    LayerNorm,
+    LayerNormLinear,
+    Linear,
+    RMSNorm,
+)
 
 __all__ = [
     "DotProductAttention",

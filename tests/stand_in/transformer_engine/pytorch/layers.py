@@ -83,14 +83,18 @@ class Linear(_Module):
 
         if self.tp_size > 1 and self.parallel_mode == "column":
             if self.sequence_parallel:
-                x = mappings.gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=self.tp_group)
+                x = mappings.gather_from_sequence_parallel_region(
+                    x, tensor_parallel_output_grad=True, group=self.tp_group
+                )
             else:
                 x = mappings.copy_to_tensor_model_parallel_region(x, group=self.tp_group)
         row = self.tp_size > 1 and self.parallel_mode == "row"
         y = F.linear(x, self.weight, None if row or self.return_bias else self.bias)
         if row:
             reduce = mappings.reduce_from_tensor_model_parallel_region
-            y = (mappings.reduce_scatter_to_sequence_parallel_region if self.sequence_parallel else reduce)(y, group=self.tp_group)
+            y = (mappings.reduce_scatter_to_sequence_parallel_region if self.sequence_parallel else reduce)(
+                y, group=self.tp_group
+            )
             y = y if self.bias is None or self.return_bias else y + self.bias
         return (y, self.bias) if self.return_bias else y
 
@@ -123,20 +127,27 @@ class GroupedLinear(_Module):
         raise NotImplementedError("the stand-in has no experts")
 
 
+def _extra_state_may_be_missing(_: nn.Module, keys: Any) -> None:
+    """As in the real package: Megatron saves none of the attention's."""
+    keys.missing_keys[:] = [key for key in keys.missing_keys if "core_attention._extra_state" not in key]
+
+
 class DotProductAttention(_Module):
     """Causal attention of [s, b, heads, d], or of packed [t, heads, d] with ``padding_causal`` and ``cu_seqlens``."""
 
     @checked("DotProductAttention.__init__")
     def __init__(self, num_attention_heads: int, kv_channels: Any, **options: Any) -> None:
         super().__init__()
-        assert options.get("attention_dropout", 0.0) == 0.0
+        self.attention_dropout = options.get("attention_dropout", 0.0)
         self.softmax_scale = options.get("softmax_scale")
+        self.register_load_state_dict_post_hook(_extra_state_may_be_missing)
 
     @checked("DotProductAttention.forward")
     def forward(
         self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> Tensor:
         layers = query_layer, key_layer, value_layer
+        assert self.attention_dropout == 0.0
         if options.get("qkv_format", "sbhd") == "thd":
             assert options["attn_mask_type"] == "padding_causal", "thd has no other mask in the real package"
             bounds = options["cu_seqlens_q"].tolist()

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 from transformer_engine.pytorch.signatures import checked
@@ -12,7 +14,7 @@ def apply_rotary_pos_emb(t: Tensor, freqs: Tensor, **options: object) -> Tensor:
     assert not options.get("interleaved")
     if options.get("tensor_format", "sbhd") == "thd":
         bounds = options["cu_seqlens"].tolist()  # type: ignore[attr-defined]
-        positions = torch.cat([torch.arange(stop - start) for start, stop in zip(bounds, bounds[1:], strict=False)])
+        positions = torch.cat([torch.arange(stop - start) for start, stop in itertools.pairwise(bounds)])
         angles = freqs[positions].squeeze(1)
         assert len(angles) == len(t), "cu_seqlens end where the tokens end"
     else:
