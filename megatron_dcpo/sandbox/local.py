@@ -397,6 +397,9 @@ def _bubblewrap(python: str, interpreter: list[str], role: Role) -> list[str]:
     for name in dict.fromkeys([python, _stdlib(), *_extra_libraries()]):
         if not name.startswith(("/usr/lib/", "/usr/bin/")):
             bind(name, name)
+    for name in (f"{_stdlib()}/site-packages", f"{_stdlib()}/dist-packages", "/usr/lib/python3/dist-packages"):
+        if os.path.isdir(name):  # below what is bound: what else is installed is not the program's business
+            command += ["--tmpfs", name, "--remount-ro", name]
     for name in PACKAGES:
         if os.path.isdir(f"{_site()}/{name}"):
             bind(f"{_site()}/{name}", f"/packages/{name}")

@@ -65,6 +65,16 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "child": ("import subprocess, sys\nprint(subprocess.run([sys.executable, '-c', 'print(sum(map(int, input().split())))'],"
               "capture_output=True, text=True).stdout)", SUM, "passed bubblewrap"),
     "numpy": ("import numpy as np\nprint(np.array(list(map(int, input().split()))).sum())", SUM, "passed"),
+    "codecs": ("import codecs\nfor c in ('utf-16', 'cp1252', 'shift_jis', 'idna', 'rot13'): codecs.lookup(c)\n"
+               "print(sum(map(int, input().split())))", SUM, "passed"),
+    "event loop": ("import asyncio\nasync def main(): return sum(map(int, input().split()))\nprint(asyncio.run(main()))", SUM, "passed"),
+    "thread pool": ("from concurrent.futures import ThreadPoolExecutor as T\nwith T(2) as t: print(sum(t.map(int, input().split())))",
+                    SUM, "passed"),
+    "copies a file": ("import shutil, tempfile, os\nwith tempfile.TemporaryDirectory() as d:\n    open(d + '/a', 'w').write(input())\n"
+                      "    shutil.copy2(d + '/a', d + '/b'); print(sum(map(int, open(d + '/b').read().split())))", SUM,
+                      "passed bubblewrap"),
+    "other packages": ("import os\nd = os.path.dirname(os.__file__) + '/site-packages'\n"
+                       "print(sum(map(int, input().split())) + len(os.listdir(d) if os.path.isdir(d) else []))", SUM, "passed bubblewrap"),
     "tests apart": ("import os\nprint(sum(map(int, input().split())), end='\\n\\n  \\n')", SUM, "passed"),
     "first only": ("print(3)", SUM, "wrong"),
     "raises": ("print(3)\n1/0", SUM, "runtime_error"),
@@ -133,11 +143,17 @@ def test_category(pool: CodePool, name: str) -> None:
     if only and pool.level not in only:  # scratch files and child processes: bubblewrap only (docs/code.md)
         category = "forbidden"
     verdict = pool.submit(program, tests).result()
-    if name == "child" and only and pool.level not in only:
-        assert verdict.correct == 0
+    if name in ("child", "copies a file", "other packages") and pool.level not in only:
+        assert verdict.correct == (name == "other packages" and verdict.category == "passed")
         return
     assert verdict.category == category, verdict
     assert verdict.correct == (category == "passed")
+
+
+def test_the_last_words_of_a_program_are_the_detail(pool: CodePool) -> None:
+    """stderr is flushed at the end as stdout is."""
+    program = "import sys\nsys.stderr.write('out of ideas')\nsys.exit(3)"
+    assert "out of ideas" in pool.submit(program, SUM).result().detail
 
 
 def test_no_program(pool: CodePool) -> None:
@@ -269,7 +285,7 @@ def test_tests_that_are_no_python() -> None:
         ("3", "3\n", 0, True), ("3 \n\n", "3", 0, True), ("\n3", "3", 0, False), (" 3", "3", 0, True), ("3\r\n4", "3\n4", 0, True),
         ("1.50", "1.5", 0, True), ("1e3", "1000", 0, True), ("0.30000001", "0.3", 0, False), ("0.30000001", "0.3", 1e-6, True),
         ("1 2", "1  2", 0, True), ("a b", "a  b", 0, False), ("yes", "YES", 0, False), ("nan", "nan", 0, True), ("inf", "1", 1, False),
-        ("1 2 3", "1 2", 0, False), ("", "", 0, True), ("", "0", 0, False), ("1000000", "1000001", 1e-6, True), ("1\n2", "1 2", 0, False),
+        ("1 2 3", "1 2", 0, False), ("1_000", "1000", 0, False), ("1 2", "1 2 3", 0, False), ("1\n\n\n2", "1", 0, False), ("", "", 0, True), ("", "0", 0, False), ("1000000", "1000001", 1e-6, True), ("1\n2", "1 2", 0, False),
     ],
 )  # fmt: skip
 def test_output(output: str, expected: str, atol: float, same: bool) -> None:
