@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from megatron_dcpo.errors import UserError
 from megatron_dcpo.objectives import coupled
 from megatron_dcpo.objectives.advantages import Group, GroupScore, by_group, shared_advantage
 from megatron_dcpo.objectives.objective import Method
-from megatron_dcpo.objectives.options import ObjectiveConfig
+from megatron_dcpo.objectives.options import CALIBRATION_REWARD, ObjectiveConfig
 
 # Weights of format, accuracy and Brier term in the original code.
 FORMAT, ACCURACY, BRIER = 0.5, 0.5, 0.5
@@ -34,7 +35,13 @@ def original(group: Group, options: ObjectiveConfig) -> GroupScore:
 
 
 def defaults(config: ObjectiveConfig) -> Mapping[str, Any]:
-    """The label is the response's own (lam 0), the score is Brier; ``original`` brings its trainer's settings."""
+    """The label is the response's own (lam 0), the score is Brier; ``original`` brings its trainer's settings, and its
+    reward has no options: raises :class:`UserError` where one is set."""
+    if config.variant == "original" and (unread := sorted((CALIBRATION_REWARD | {"w"}) & set(config.explicit))):
+        raise UserError(
+            f"objective.{unread[0]} has no effect with objective.variant=original, whose reward is fixed; remove it (or "
+            "set it to null)"
+        )
     values: dict[str, Any] = {"lam": 0.0, "calibration_loss": "brier"}
     if config.preset == "verl_compat":
         values["w"] = 0.3
