@@ -90,12 +90,17 @@ def step_traffic(
 
 def forward_flops(arch: Architecture, layout: Layout, work: Work) -> float:
     """Multiply-adds counted twice, of one forward pass over all tokens of a step; attention is causal."""
+    return sequence_flops(arch, layout, work.tokens, work.length)
+
+
+def sequence_flops(arch: Architecture, layout: Layout, tokens: int, length: float) -> float:
+    """The same for ``tokens`` in sequences of ``length``."""
     d = arch.kv_channels
     q, k = arch.num_attention_heads * d, arch.num_query_groups * d
     h, f = arch.hidden_size, arch.ffn_hidden_size
     # the last term: scores and values over half the length
-    per_layer = 2 * (h * (q + 2 * k) + q * h + 3 * h * f) + 2 * q * work.length
-    return work.tokens * (arch.num_layers * per_layer + 2 * h * padded_vocab_size(arch, layout))
+    per_layer = 2 * (h * (q + 2 * k) + q * h + 3 * h * f) + 2 * q * length
+    return tokens * (arch.num_layers * per_layer + 2 * h * padded_vocab_size(arch, layout))
 
 
 def step_seconds(

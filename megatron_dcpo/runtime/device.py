@@ -94,6 +94,23 @@ def host_memory_available() -> int:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))
 
 
+# Dense bf16 TFLOP/s by what a card's name contains; the first that fits.
+_PEAK_TFLOPS = {
+    "B200": 2250.0,
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100": 989.0,
+    "H20": 148.0,
+    "A100": 312.0,
+}
+
+
+def peak_tflops() -> float | None:
+    """Dense bf16 TFLOP/s of this process's GPU by its name; None on the CPU and for cards that are not in the table."""
+    name = torch.cuda.get_device_name() if has_cuda() else ""
+    return next((peak for card, peak in _PEAK_TFLOPS.items() if card in name), None)
+
+
 def empty_cache() -> None:
     """Give back to the device what torch keeps for later. Nothing to give back on the CPU."""
     if has_cuda():

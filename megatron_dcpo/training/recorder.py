@@ -17,6 +17,9 @@ from megatron_dcpo.calibration import json_ready, summarize
 from megatron_dcpo.checkpoints.saver import last_complete
 from megatron_dcpo.config import as_dict, to_yaml
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.planning.traffic import sequence_flops
+from megatron_dcpo.policy.model import Policy
+from megatron_dcpo.runtime.device import peak_tflops
 from megatron_dcpo.runtime.distributed import broadcast_object
 from megatron_dcpo.runtime.files import write_atomically
 from megatron_dcpo.runtime.text import parse_json
@@ -89,6 +92,7 @@ class Recorder:
         refused: str | None = None
         if self.writes:
             metrics = {"step": step, **step_metrics(samples, statistics, timers), **(traffic or {})}
+            metrics |= utilization(run.policy, samples, timers)
             try:
                 self._log(step, samples, metrics, sum(timers.seconds.values()))
                 self._write_mismatch(step, mismatch_histogram(statistics.sums))
@@ -222,6 +226,18 @@ def step_metrics(samples: Sequence[TrainingSample], statistics: UpdateStatistics
         **{f"time/{phase}": value for phase, value in seconds.items()},
         **{f"memory/{name}": value for name, value in timers.memory.items()},
     }
+
+
+def utilization(policy: Policy, samples: Sequence[TrainingSample], timers: Timers) -> dict[str, float]:
+    """Of the training phase on a GPU of known speed: ``mfu/train``, model arithmetic (forward and backward of every
+    token once, without recomputation) per second and GPU over the card's dense bf16 peak, and ``tflops/train``."""
+    peak, seconds = peak_tflops(), timers.seconds.get("train")
+    if peak is None or not seconds:
+        return {}
+    lengths = [len(sample.prompt_ids) + len(sample.response_ids) for sample in samples]
+    forward = sum(sequence_flops(policy.arch, policy.layout, length, length) for length in lengths)
+    reached = 3 * forward / seconds / policy.topology.world_size / 1e12
+    return {"tflops/train": reached, "mfu/train": reached / peak}
 
 
 def _mean(values: list[float]) -> float:

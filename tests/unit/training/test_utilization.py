@@ -1,0 +1,51 @@
+"""``mfu/train``: by hand, on a card of known speed, and left out where the speed is unknown."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_dcpo.config import ModelConfig, ParallelConfig
+from megatron_dcpo.planning.traffic import forward_flops
+from megatron_dcpo.runtime import device
+from megatron_dcpo.training import recorder
+from megatron_dcpo.weights.architecture import read_architecture
+from megatron_dcpo.weights.planner import Layout
+from tests.helpers.paths import REPOSITORY
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.0),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA H200", 989.0),
+        ("NVIDIA H20", 148.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("a card of tomorrow", None),
+    ],
+)
+def test_peak_by_name(monkeypatch, name, peak):
+    monkeypatch.setattr(device, "has_cuda", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    assert device.peak_tflops() == peak
+
+
+def test_utilization_of_the_training_phase(monkeypatch):
+    arch = read_architecture(REPOSITORY / "tests/fixtures/models/Qwen3-8B")
+    layout = Layout.of(ModelConfig(path="unused"), ParallelConfig(tensor_model_parallel_size=2), True)
+    policy = SimpleNamespace(arch=arch, layout=layout, topology=SimpleNamespace(world_size=8))
+    samples = [SimpleNamespace(prompt_ids=range(200), response_ids=range(1800))] * 16
+    timers = SimpleNamespace(seconds={"train": 2.0})
+    assert recorder.utilization(policy, samples, timers) == {}, "nothing on the CPU"
+    monkeypatch.setattr(recorder, "peak_tflops", lambda: 989.0)
+    found = recorder.utilization(policy, samples, timers)
+    # 6 x parameters x tokens, and attention; over 2 s, 8 GPUs
+    parameters = 8.19e9 - 151_936 * 4096  # without the embedding, which multiplies nothing
+    attention = 3 * 36 * 2 * 4096 * 2000
+    expected = (6 * parameters + attention) * 32_000 / 2.0 / 8 / 1e12
+    assert found["tflops/train"] == pytest.approx(expected, rel=0.01)
+    assert found["mfu/train"] == pytest.approx(found["tflops/train"] / 989.0)
+    work = SimpleNamespace(tokens=32_000, length=2000)
+    assert found["tflops/train"] == pytest.approx(3 * forward_flops(arch, layout, work) / 2.0 / 8 / 1e12)
+    assert recorder.utilization(policy, samples, SimpleNamespace(seconds={})) == {}
