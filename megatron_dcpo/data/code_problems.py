@@ -202,7 +202,7 @@ def _human_eval(row: Row) -> CodeProblem:
     """
     before = _before_function(row["prompt"], row["entry_point"])
     code = row["test"].replace("_poly(*candidate(*inp), inp)", "abs(_poly(*inp, candidate(*inp)))")
-    code = _same_shape_first(code)
+    code = _alike_first(code)
     tests = {"kind": "check", "entry_point": row["entry_point"], "code": code, "setup": before}
     return CodeProblem(_completion_statement(row["prompt"]), tests)
 
@@ -239,7 +239,7 @@ def _mbpp_plus(row: Row) -> CodeProblem:
     One input of problem 255 has 1.7 million combinations of 77 words as its result, gigabytes to compare: left out.
     """
     entry = _ENTRY_OF_MBPP.findall(row["test"])[-1]
-    test = _same_shape_first(row["test"])
+    test = _alike_first(row["test"])
     if row["task_id"] == 255:
         test = test.replace("\nfor i, ", "\ninputs = [inp for inp in inputs if inp[1] < 70]\nfor i, ")
     code = (
@@ -252,10 +252,22 @@ def _mbpp_plus(row: Row) -> CodeProblem:
     return CodeProblem(statement, {"kind": "check", "entry_point": entry, "code": code})
 
 
-def _same_shape_first(test: str) -> str:
+def _alike_first(test: str) -> str:
     """NumPy finds an empty list close to every number, and a number close to a list of it, by broadcasting: with the
-    released tests ``return []`` passes 30 tasks."""
-    return test.replace("assert np.allclose(out, exp", "assert np.shape(out) == np.shape(exp) and np.allclose(out, exp")
+    released tests ``return []`` passes 30 tasks. Shapes and kinds are compared first."""
+    strict = test.replace("assert np.allclose(out, exp", "assert _alike(out, exp) and np.allclose(out, exp")
+    return test if strict == test else _ALIKE + strict
+
+
+_ALIKE = """\
+def _alike(out, exp):
+    if isinstance(exp, (list, tuple)):
+        return isinstance(out, (list, tuple)) and len(out) == len(exp) and all(map(_alike, out, exp))
+    number = (int, float, complex)
+    return isinstance(out, number) and isinstance(exp, number) and isinstance(out, bool) == isinstance(exp, bool)
+
+
+"""
 
 
 def _mbpp(row: Row) -> CodeProblem:

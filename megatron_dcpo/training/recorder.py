@@ -92,7 +92,7 @@ class Recorder:
         refused: str | None = None
         if self.writes:
             metrics = {"step": step, **step_metrics(samples, statistics, timers), **(traffic or {})}
-            metrics |= utilization(run.policy, samples, timers)
+            metrics |= utilization(self.run.policy, samples, timers)
             try:
                 self._log(step, samples, metrics, sum(timers.seconds.values()))
                 self._write_mismatch(step, mismatch_histogram(statistics.sums))
