@@ -14,7 +14,7 @@ JOBS ?= 2
 IN_ORDER := --dist loadfile --no-loadscope-reorder
 
 .PHONY: setup setup-engine setup-sandbox quickstart policy test test-fast test-engine test-grid test-resilience test-soak test-slurm \
-	test-multinode test-gpu attacks code-data reference-solutions check-transformer-engine lab lab-smoke lab-policies lint fuzz clean
+	test-multinode test-gpu gpu-check attacks code-data reference-solutions check-transformer-engine lab lab-smoke lab-policies lint fuzz clean
 
 setup: $(VENV)/.installed
 
@@ -81,6 +81,10 @@ test-multinode: setup
 # on a machine with a GPU: the same commands on CUDA, NCCL, Transformer Engine
 test-gpu: setup
 	$(BIN)/python -m pytest -rs tests/gpu
+
+# the same for a GPU machine without this repository or a network: an archive, and there `tools/gpu_check.sh run ARCHIVE`
+gpu-check: setup
+	PYTHON=$(BIN)/python tools/gpu_check.sh pack
 
 lint: setup
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

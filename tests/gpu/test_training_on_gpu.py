@@ -9,13 +9,11 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
-from megatron_dcpo.runtime.device import has_cuda
+from tests.gpu import needs
 from tests.helpers.paths import QUICKSTART, REPOSITORY
 
-pytestmark = pytest.mark.skipif(not has_cuda(), reason="needs a CUDA device")
-GPUS = torch.cuda.device_count()
+pytestmark = needs.CUDA
 
 
 def dcpo(*arguments, processes=1, cuda=True):
@@ -37,6 +35,7 @@ def dcpo(*arguments, processes=1, cuda=True):
 
 def train(run_dir, *overrides, processes=1, cuda=True):
     small = ["data.prompts_per_step=8", "rollout.group_size=4", "training.steps=3", "training.save_interval=3"]
+    small.append("logging.tensorboard=false")  # not on a bare machine
     dcpo(
         *("train", "--config", QUICKSTART / "dcpo.yaml", f"run_dir={run_dir}", *small, *overrides),
         processes=processes,
@@ -55,10 +54,10 @@ def test_first_step_equals_the_cpu(tmp_path):
     assert max(record["engine/logprob_diff_max"] for record in gpu) <= 1e-3
 
 
+@needs.TRANSFORMER_ENGINE
 @pytest.mark.parametrize("packing", [False, True])
 def test_transformer_engine_in_bf16(tmp_path, packing):
     """Fused norms, varlen attention and fp32 main parameters; the engine holds the same bf16 weights."""
-    pytest.importorskip("transformer_engine", reason="Transformer Engine is not installed")
     records = train(
         tmp_path / "run",
         "model.transformer_impl=transformer_engine",
@@ -70,7 +69,7 @@ def test_transformer_engine_in_bf16(tmp_path, packing):
     assert max(record["engine/kl"] for record in records) < 1e-2
 
 
-@pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, this machine has {GPUS}")
+@needs.gpus(2)
 @pytest.mark.parametrize("parallel", ["tensor_model_parallel_size", "pipeline_model_parallel_size"])
 def test_two_gpus_over_nccl_equal_one(tmp_path, parallel):
     one = train(tmp_path / "one", "model.transformer_impl=local")

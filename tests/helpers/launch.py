@@ -12,7 +12,9 @@ from typing import Any
 from megatron_dcpo.runtime.distributed import _free_port
 from tests.helpers.paths import REPOSITORY
 
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+# this checkout first; what was installed beside it (tools/gpu_check.sh) stays
+_PATHS = filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH")))
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(_PATHS)}
 
 
 def worker(out: Path, *jobs: tuple[str, dict[str, Any]]) -> list[str]:

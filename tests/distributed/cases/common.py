@@ -27,10 +27,10 @@ def initialize_layout(parallel: ParallelConfig) -> Topology:
     )
 
 
-def config_for_test(model: str, dtype: str, parallel: ParallelConfig, **optimizer: Any) -> Config:
+def config_for_test(model: str, dtype: str, parallel: ParallelConfig, layers: str = "auto", **optimizer: Any) -> Config:
     return Config(
         run_dir="unused",
-        model=ModelConfig(path=model, params_dtype=dtype),
+        model=ModelConfig(path=model, params_dtype=dtype, transformer_impl=layers),
         data=DataConfig(path="unused"),
         parallel=parallel,
         optimizer=OptimizerConfig(**optimizer),

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_dcpo.config import Config, DataConfig, ModelConfig, ParallelConfig
+from megatron_dcpo.config import ParallelConfig
 from megatron_dcpo.policy.batching import Sample
 from megatron_dcpo.policy.model import build_policy
 from megatron_dcpo.policy.schedule import compute_logprobs
@@ -25,7 +25,7 @@ from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.types import Prompt
 from megatron_dcpo.weights.hf_checkpoint import write_checkpoint
 from megatron_dcpo.weights.reshard import Traffic, export_buckets, gather_full, plan_for
-from tests.distributed.cases.common import initialize_layout
+from tests.distributed.cases.common import config_for_test, initialize_layout
 from tests.helpers.vllm import prompts_for_test
 
 TEMPERATURE = 0.7
@@ -39,7 +39,7 @@ def move_weights(policy: Any, update: int) -> None:
             seed = zlib.crc32(f"{copy.hf}/{update}".encode()) % 1000
             here = parameters[copy.megatron].narrow(copy.dim, copy.start, copy.length)
             index = torch.arange(copy.hf_start, copy.hf_stop, dtype=torch.float64)
-            wave = 1 + 0.2 * torch.sin(index * 0.37 + seed)
+            wave = (1 + 0.2 * torch.sin(index * 0.37 + seed)).to(here.device)
             here.mul_(wave.view(-1, *([1] * (here.dim() - 1))) if copy.dim == 0 else wave).clamp_(-3, 3)
 
 
@@ -67,7 +67,7 @@ def trainer_logprobs(policy: Any, prompts: list[Prompt], responses: list[Any]) -
 
 def check_model(model: str, options: dict[str, Any], topology: Any) -> dict[str, Any]:
     parallel, dtype = ParallelConfig(**options["parallel"]), options["dtype"]
-    config = Config(run_dir="unused", model=ModelConfig(path=model, params_dtype=dtype), data=DataConfig(path="unused"))
+    config = config_for_test(model, dtype, parallel, options.get("layers", "auto"))
     policy = build_policy(config.model, parallel, topology, training=False)
     size, prompts = options["engine_tp"], prompts_for_test()
     settings = VllmOptions(
@@ -78,8 +78,12 @@ def check_model(model: str, options: dict[str, Any], topology: Any) -> dict[str,
     plan = plan_for(policy, size, options["bucket_bytes"])
     rank = topology.pp_rank * topology.tp_size + topology.tp_rank
     sampling = SamplingConfig(n=3, temperature=TEMPERATURE, max_tokens=24, seed=5)
-    differences, memory, mean, extra = [], [], [], []
+    differences, memory, mean, extra, asleep = [], [], [], [], []
     for update in range(1, options["updates"] + 1):
+        if options.get("sleep"):
+            awake = memory_gb().get("device", 0.0)
+            engine.sleep()
+            asleep.append(awake - memory_gb().get("device", 0.0))
         move_weights(policy, update)
         traffic = Traffic()
         before = memory_peak(reset=True)
@@ -108,6 +112,7 @@ def check_model(model: str, options: dict[str, Any], topology: Any) -> dict[str,
         "mean": mean,
         "memory": memory,
         "extra": extra,
+        "given_back": asleep,
         "transport": transport,
         "greedy": [r.token_ids.tolist() for r in greedy],
         "exported": str(out),

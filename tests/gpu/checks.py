@@ -1,0 +1,49 @@
+"""What the results of ``tests/distributed/cases/device.py`` must be, on a GPU and on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+
+def save_and_resume(result: dict[str, Any]) -> None:
+    """Weights, main parameters, moments and the count of steps, bit for bit; the next update within rounding, since
+    kernels of a GPU add in any order."""
+    assert result["resumed"] == result["saved"]
+    assert result["fresh"] != result["saved"] != result["trained on"], "which would be seen"
+    before, after = result["steps"]
+    assert before == after
+    assert after[-1] == 2, "steps of the schedule"
+    assert result["norms"][1] == pytest.approx(result["norms"][0], rel=1e-3)
+
+
+def offload(result: dict[str, Any], rounding: int) -> None:
+    """What leaves is gone from the device, to ``rounding`` bytes, and comes back as it was."""
+    before, without_reference, away, back = result["held"]
+    assert before - without_reference == pytest.approx(result["reference"], abs=rounding)
+    assert without_reference - away == pytest.approx(result["optimizer"], abs=rounding)
+    assert back == pytest.approx(before, abs=rounding)
+    assert result["after"] == result["before"]
+    assert 0 < result["norm"] < float("inf")
+
+
+def logprobs(result: dict[str, Any], dtype: str) -> None:
+    """fp32: 1e-3 at most anywhere. bf16: not further from transformers in fp32 than transformers in bf16 is, by half."""
+    floor_mean, floor_most = (1e-4, 1e-3) if dtype == "fp32" else result["floor"]
+    for pair in ("packed, padded", "padded, transformers", "packed, transformers"):
+        mean, most = result[pair]
+        assert mean <= 1.5 * floor_mean, (pair, result)
+        assert most <= 2 * floor_most, (pair, result)
+
+
+def restart(result: dict[str, Any]) -> None:
+    """A closed engine leaves 0.5 GB at most (kernels that were loaded, libraries' work spaces); the next one takes as much
+    as the first, and with the same weights says the same."""
+    before, started, closed, again = result["device_gb"]
+    assert closed - before <= 0.5, result["device_gb"]
+    assert again == pytest.approx(started, abs=0.5)
+    first, second = result["tokens"]
+    assert first == second
+    assert any(first)
+    assert result["version"] == 1

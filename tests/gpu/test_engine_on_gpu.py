@@ -1,0 +1,47 @@
+"""The vLLM engine beside the trainer on GPUs: asleep, awake with new weights, closed and started again."""
+
+import pytest
+
+from tests.engine.test_parity import floor_of_transformers, run_models
+from tests.gpu import checks, needs
+from tests.helpers.launch import torchrun
+
+pytestmark = [needs.CUDA, needs.VLLM, pytest.mark.timeout(1800)]
+
+
+def check_parity(tiny_models, out, tp, engine_tp):
+    """bf16, the engine put to sleep before each of three updates: as far from the trainer as transformers in bf16 is from
+    itself in fp32, by half; and nothing received that was there."""
+    models = {
+        f"{family}_{tied}": str(tiny_models(family, tied)) for family, tied in (("qwen3", True), ("llama", False))
+    }
+    options = {"dtype": "bf16", "updates": 3, "sleep": True, "layers": needs.engine_layers()}
+    ranks = run_models(out, models, tp, 1, engine_tp, **options)
+    for name in models:
+        mean, most = floor_of_transformers(ranks[0][name]["exported"])
+        for rank in ranks:
+            result = rank[name]
+            assert len(result["mean"]) == 3
+            assert max(result["mean"]) <= 1.5 * mean, (name, result)
+            assert max(result["differences"]) <= 2 * most, (name, result)
+            assert min(result["given_back"]) >= 0.01, "GB; the cache alone is 16 MiB"
+        assert all(rank[name]["greedy"] == ranks[0][name]["greedy"] for rank in ranks)
+
+
+def test_three_sleeps_and_updates(tiny_models, tmp_path):
+    check_parity(tiny_models, tmp_path, 1, 1)
+
+
+@needs.gpus(2)
+@pytest.mark.parametrize("engine_tp", [1, 2])
+def test_two_trainer_ranks_feed_engines(tiny_models, tmp_path, engine_tp):
+    """A trainer of TP 2 into two engines of one rank, and into one engine of two."""
+    check_parity(tiny_models, tmp_path, 2, engine_tp)
+
+
+def test_a_closed_engine_leaves_nothing(tiny_models, tmp_path):
+    options = {"what": "restart", "model": str(tiny_models("qwen3", True)), "dtype": "bf16", "engine": "vllm"}
+    (result,) = torchrun("device", 1, tmp_path, options | {"layers": needs.engine_layers(), "leave_at_once": True})
+    checks.restart(result)
+    before, started, *_ = result["device_gb"]
+    assert started - before > 1, "the first one had taken memory"

@@ -1,0 +1,86 @@
+#!/bin/bash
+# tests/gpu on a machine that has a GPU, torch and transformers, and neither this repository nor a network.
+#
+#     tools/gpu_check.sh pack [ARCHIVE]              here: the repository as committed and what such a machine lacks
+#     tools/gpu_check.sh run ARCHIVE [DIRECTORY]     there: unpack, install, test; prints one summary
+#
+# The script travels in the archive: there, `tar -xOf ARCHIVE repository/tools/gpu_check.sh | bash -s run ARCHIVE`.
+#
+# pack  ARCHIVE is build/gpu_check.tar.gz unless named, less than 60 MB. GPU_PYTHON (3.12) is the Python of the other
+#       machine: wheels with compiled code are made for one. PYTHON: an interpreter with pip, to download with. Versions are
+#       those of constraints.txt. torch, transformers and their dependencies are not carried, nor anything with CUDA.
+# run   DIRECTORY (default: a temporary one, removed at the end) gets the repository, the packages, log and junit.xml.
+#       PYTHON (python3): the interpreter that has torch. What it has already is not replaced. PYTEST: more options.
+#       Ends with pytest's status: 0 also where every test was skipped, for the summary says so.
+set -euo pipefail
+
+PACKAGES="annotated-types antlr4-python3-runtime contourpy cycler einops fonttools hypothesis iniconfig kiwisolver
+    latex2sympy2_extended markdown-it-py math-verify matplotlib mdurl megatron-core omegaconf pillow pluggy psutil pydantic
+    pydantic_core Pygments pyparsing pytest pytest-timeout python-dateutil rich sentencepiece sortedcontainers
+    typing-inspection typing_extensions"
+LARGEST=60000000 # bytes
+
+fail() {
+    echo "gpu_check.sh: $1" >&2
+    exit 2
+}
+
+pack() {
+    cd "$(dirname "$0")/.."
+    local archive=${1:-build/gpu_check.tar.gz} version=${GPU_PYTHON:-3.12} pins=() platforms=() name size
+    case $version in [3].[0-9]*) ;; *) fail "GPU_PYTHON=$version: write it as 3.12" ;; esac
+    staging=$(mktemp -d)
+    trap 'rm -rf "$staging"' EXIT
+    mkdir "$staging/wheels" "$staging/repository"
+    [ -z "$(git status --porcelain --untracked-files=no)" ] || echo "gpu_check.sh: uncommitted changes are not packed" >&2
+    git archive HEAD | tar -x -C "$staging/repository"
+    git rev-parse HEAD >"$staging/commit"
+    for name in $PACKAGES; do
+        pins+=("$(grep -i "^$name==" constraints.txt)") || fail "constraints.txt has no version of $name"
+    done
+    for name in 2_28 2_27 2_24 2_17 2_12; do platforms+=(--platform "manylinux_${name}_x86_64"); done
+    "${PYTHON:-python3}" -m pip download --quiet --no-deps --only-binary=:all: --python-version "$version" \
+        --implementation cp "${platforms[@]}" --platform manylinux2014_x86_64 --dest "$staging/wheels" "${pins[@]}"
+    mkdir -p "$(dirname "$archive")"
+    tar -C "$staging" -czf "$archive" commit wheels repository
+    size=$(stat -c %s "$archive")
+    echo "$archive: $size bytes, ${#pins[@]} packages for Python $version"
+    [ "$size" -lt "$LARGEST" ] || fail "$archive has $size bytes, $LARGEST are allowed"
+}
+
+run() {
+    local archive=${1:-} python=${PYTHON:-python3} directory status=0 missing
+    [ -f "$archive" ] || fail "no such archive: '$archive'; make one with: tools/gpu_check.sh pack"
+    if [ -n "${2:-}" ]; then
+        mkdir -p "$2"
+        directory=$(cd "$2" && pwd)
+    else
+        directory=$(mktemp -d)
+        staging=$directory
+        trap 'rm -rf "$staging"' EXIT
+    fi
+    tar -C "$directory" -xzf "$archive"
+    "$python" -c 'import torch, transformers' || fail "$python has no torch or no transformers; name another in PYTHON"
+    missing=$("$python" "$directory/repository/tools/gpu_check.py" missing "$directory/wheels")
+    if [ -n "$missing" ]; then
+        # into a directory of its own: a virtual environment of a virtual environment's Python would not see its torch
+        printf '%s\n' "$missing" | sed "s|^|$directory/wheels/|" >"$directory/missing.txt"
+        "$python" -m pip install --quiet --no-index --no-deps --no-compile --disable-pip-version-check \
+            --upgrade --target "$directory/site" --requirement "$directory/missing.txt"
+    fi
+    export PYTHONPATH="$directory/repository:$directory/site" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+    export PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+    cd "$directory/repository"
+    # shellcheck disable=SC2086 # options, separated by spaces
+    "$python" -m pytest -p no:cacheprovider -rs --junitxml="$directory/junit.xml" ${PYTEST:-} tests/gpu \
+        >"$directory/log" 2>&1 || status=$?
+    [ -f "$directory/junit.xml" ] || { tail -n 40 "$directory/log" >&2; fail "pytest ended with $status before its tests"; }
+    [ "$status" = 0 ] || tail -c 20000 "$directory/log"
+    "$python" tools/gpu_check.py summary "$directory/junit.xml" "$directory/commit"
+    return "$status"
+}
+
+case ${1:-} in
+    pack | run) "$@" ;;
+    *) fail "usage: gpu_check.sh pack [ARCHIVE] | run ARCHIVE [DIRECTORY]" ;;
+esac
