@@ -55,7 +55,10 @@ def test_an_unknown_method_is_named() -> None:
             {"name": "grpo", "lam": 0.5},
             "objective.lam has no effect with objective.name=grpo.*dcpo, coupled, rlcr, posthoc",
         ),
-        ({"name": "rlcr", "variant": "original", "w": 0.5}, "objective.w has no effect with objective.variant=original"),
+        (
+            {"name": "rlcr", "variant": "original", "w": 0.5},
+            "objective.w has no effect with objective.variant=original",
+        ),
         ({"name": "dcpo", "w": 0.5}, r"objective.w has no effect.*\(coupled, rlcr\)"),
         ({"name": "ccgspg", "clip_low": 0.1}, "objective.clip_low_reasoning has no effect"),
         (
