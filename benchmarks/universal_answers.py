@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""Which programming problems does an answer pass that knows nothing of them? 60 universal answers, every task.
+"""Which programming problems does an answer pass that knows nothing of them? 66 universal answers, every task.
 
     python benchmarks/universal_answers.py [FILE...] [--data ../shared/data] [--workers 2] [--json OUT]
 
@@ -41,6 +41,8 @@ FILES = (
     "mbpp/mbpp.jsonl",
     "mbppplus/MbppPlus-OriginFmt.jsonl.gz",
     "leetcodedataset/LeetCodeDataset-v0.3.1-test.jsonl.gz",
+    "leetcodedataset/LeetCodeDataset-v0.2.0-train.jsonl.gz",
+    "leetcodedataset/LeetCodeDataset-v0.2.0-test.jsonl.gz",
     "code_rllm/test_leetcode.json",
     "code_rllm/test_codeforces.json",
     "code_rllm/test_code_contests.json",
