@@ -20,6 +20,7 @@ from megatron_dcpo.judging.answers import extract_program
 from megatron_dcpo.sandbox import local
 from megatron_dcpo.sandbox.judge import CodeLimits, CodePool, SandboxSession
 from megatron_dcpo.sandbox.tests import check_syntax, checked_tests, same_output
+from tests.helpers.processes import below, left_after
 
 LIMITS = CodeLimits(test_seconds=10.0, program_seconds=60.0)
 SUM = {"kind": "stdin", "cases": [{"input": "1 2\n", "output": "3\n"}, {"input": "4 5", "output": "9"}]}
@@ -222,29 +223,12 @@ def test_a_killed_judge_leaves_nothing(tmp_path: Path) -> None:
     judge = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert judge.stdout is not None
     judge.stdout.readline()
-    below = _below(judge.pid)
-    assert len(below) >= 2
+    started = below(judge.pid)
+    assert len(started) >= 2
     judge.send_signal(signal.SIGKILL)
     judge.wait()
     judge.stdout.close()
-    deadline = time.monotonic() + 20
-    while (left := [pid for pid in below if _running(pid)]) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not left
-
-
-def _below(pid: int) -> list[int]:
-    children = [
-        int(word) for task in Path(f"/proc/{pid}/task").iterdir() for word in (task / "children").read_text().split()
-    ]
-    return children + [more for child in children for more in _below(child)]
-
-
-def _running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    assert not left_after(started, 20)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import pytest
 
 from megatron_dcpo.sandbox.guest import isolation, seccomp
 from megatron_dcpo.sandbox.local import problem_of
+from tests.helpers.processes import below, left_after
 from tests.sandbox.guarantees import ATTEMPTS
 
 REPOSITORY = Path(__file__).parents[2]
@@ -105,32 +106,13 @@ def test_programs_end_with_a_killed_judge(level: str) -> None:
     assert judge.stdout is not None
     assert judge.stdout.readline() == "started\n"
     deadline = time.monotonic() + 60
-    while len(below := _below(judge.pid)) < (12 if level == "landlock" else 20) and time.monotonic() < deadline:
+    while len(started := below(judge.pid)) < (12 if level == "landlock" else 20) and time.monotonic() < deadline:
         time.sleep(0.02)
     judge.send_signal(signal.SIGKILL)
     judge.wait()
     judge.stdout.close()
-    deadline = time.monotonic() + 30
-    while (left := [pid for pid in below if _running(pid)]) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert len(below) >= 12
-    assert not left
-
-
-def _below(pid: int) -> list[int]:
-    try:
-        tasks = list(Path(f"/proc/{pid}/task").iterdir())
-        children = [int(word) for task in tasks for word in (task / "children").read_text().split()]
-    except OSError:
-        return []
-    return children + [more for child in children for more in _below(child)]
-
-
-def _running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    assert len(started) >= 12
+    assert not left_after(started, 30)
 
 
 def test_old_landlock_does_not_empty_files(tmp_path: Path) -> None:
