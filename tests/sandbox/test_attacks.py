@@ -18,6 +18,7 @@ import pytest
 
 from megatron_dcpo.sandbox.judge import CATEGORIES, CodeLimits, CodePool, CodeVerdict
 from megatron_dcpo.sandbox.local import problem_of
+from tests.helpers.processes import below
 from tests.sandbox.attacks import ATTACKS, Attack
 
 LIMITS = CodeLimits(test_seconds=2.0, program_seconds=6.0, memory_mb=512, output_mb=8, scratch_mb=16, processes=16)
@@ -125,21 +126,6 @@ def own_processes() -> set[int]:
     return found
 
 
-def descendants(pid: int) -> set[int]:
-    """Processes below ``pid``; what escapes a sandbox is adopted by init and found by ``own_processes``."""
-    parents = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            try:
-                parents[int(name)] = int(Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[1])
-            except OSError:
-                continue
-    found = {pid}
-    while more := {child for child, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found - {pid}
-
-
 def files(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
@@ -161,7 +147,7 @@ def outcome(request: pytest.FixtureRequest, host: Host) -> tuple[str, dict[str, 
         "files": files(host.folder),
         "tmp": set(os.listdir("/tmp")),
         "shm": set(os.listdir("/dev/shm")),
-        "below": descendants(os.getpid()),
+        "below": set(below(os.getpid())),
     }
     return level, run_all(level, host), before
 
@@ -193,7 +179,7 @@ def test_the_host_is_as_it_was(outcome: tuple[str, dict[str, CodeVerdict], dict[
     assert not {name for name in set(os.listdir("/tmp")) - before["tmp"] if "dcpo" in name or "written" in name}
     assert not {name for name in set(os.listdir("/dev/shm")) - before["shm"] if "dcpo" in name}
     assert not Path("/var/tmp/dcpo-written").exists()
-    assert descendants(os.getpid()) <= before["below"], "something is left running"
+    assert set(below(os.getpid())) <= before["below"], "something is left running"
 
 
 def test_the_attacks_are_real(host: Host) -> None:

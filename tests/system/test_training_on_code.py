@@ -26,6 +26,7 @@ from megatron_dcpo.training import sampling
 from megatron_dcpo.training.run import build_run
 from megatron_dcpo.types import Judgement, Prompt, Response
 from tests.helpers.paths import QUICKSTART
+from tests.helpers.processes import below
 from tests.helpers.quickstart import train, without_clocks
 
 NUMBERS = range(2, 8)
@@ -238,33 +239,19 @@ def test_a_judge_that_fails_ends_the_rollout(monkeypatch: pytest.MonkeyPatch) ->
 # ------------------------------------------------------------------------------------------------ dead sandboxes
 
 
-def descendants(pid: int) -> set[int]:
-    found: set[int] = set()
-    waiting = [pid]
-    while waiting:
-        for task in Path(f"/proc/{waiting.pop()}/task").glob("*/children"):
-            try:
-                children = {int(child) for child in task.read_text().split()} - found
-            except OSError:
-                continue
-            found |= children
-            waiting += children
-    return found
-
-
 def test_a_killed_sandbox_is_replaced_and_its_program_judged_again() -> None:
     tests = {"kind": "stdin", "cases": [{"input": "", "output": "ok\n"}]}
     packed = {"tests:a": pack_tests(tests)}
     slow = "import time\ntime.sleep(1.5)\nprint('ok')"
     quick, wrong = slow.replace("1.5", "0"), slow.replace("'ok'", "'no'")
-    before = descendants(os.getpid())
+    before = set(below(os.getpid()))
     judge = ProgramVerifier(packed, CodeLimits(), workers=2)
     assert [v.correct for v in judge([(quick, "tests:a")] * 2)] == [True, True]
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(judge([(slow, "tests:a"), (wrong, "tests:a")])))
     thread.start()
     time.sleep(0.7)
-    for pid in descendants(os.getpid()) - before:
+    for pid in set(below(os.getpid())) - before:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     thread.join(60)
@@ -273,4 +260,4 @@ def test_a_killed_sandbox_is_replaced_and_its_program_judged_again() -> None:
     with pytest.raises(UserError, match="no tests for 'tests:b'"):
         judge([(quick, "tests:b")])
     judge.pool.close()
-    assert descendants(os.getpid()) - before == set(), "nothing is left running"
+    assert set(below(os.getpid())) - before == set(), "nothing is left running"
