@@ -18,9 +18,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from measurement import DATA, Measurement, absent
 
 from megatron_dcpo.sandbox.judge import CodeLimits, CodePool
 
@@ -42,30 +45,44 @@ def _same(out, exp):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=Path(__file__).parents[2] / "shared" / "data")
+    parser.add_argument("--data", type=Path, default=DATA)
     parser.add_argument("--programs", type=int, default=500)
     parser.add_argument("--tests", type=int, default=10)
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--sandbox", default="auto")
     parser.add_argument("--numpy", action="store_true")
     args = parser.parse_args()
-    items = _items(args.data / "humanevalplus" / "HumanEvalPlus.jsonl.gz", args.programs, args.tests)
+    file = args.data / "humanevalplus" / "HumanEvalPlus.jsonl.gz"
+    sys.exit(0 if compare(file, args.programs, args.tests, args.workers, args.sandbox, args.numpy).same else 1)
+
+
+def compare(file: Path, programs: int, tests: int, workers: int, sandbox: str, numpy: bool) -> Measurement:
+    """Both on the same programs, one after the other."""
+    items = _items(file, programs, tests)
     count = sum(len(cases) for _, _, cases in items)
-    print(f"{len(items)} programs, {count} tests, {args.workers} workers, load {os.getloadavg()[0]:.1f}")
-    with CodePool(
-        limits=CodeLimits(test_seconds=60, program_seconds=300), sandbox=args.sandbox, workers=args.workers
-    ) as pool:
+    print(f"{len(items)} programs, {count} tests, {workers} workers, load {os.getloadavg()[0]:.1f}")
+    limits = CodeLimits(test_seconds=60, program_seconds=300)
+    with CodePool(limits=limits, sandbox=sandbox, workers=workers) as pool:
         start = time.perf_counter()
         ours = _judged(pool, items)
         seconds = time.perf_counter() - start
         print(f"{pool.level}: {seconds:.2f} s with the start of the servers, {len(items) / seconds:.1f} programs/s")
     start = time.perf_counter()
-    with ThreadPoolExecutor(args.workers) as threads:
-        naive = list(threads.map(lambda item: _naive(item, args.numpy), items))
+    with ThreadPoolExecutor(workers) as threads:
+        naive = list(threads.map(lambda item: _naive(item, numpy), items))
     slow = time.perf_counter() - start
     print(f"subprocess per test: {slow:.2f} s, {len(items) / slow:.1f} programs/s, load {os.getloadavg()[0]:.1f}")
     print(f"same verdicts: {ours == naive} ({sum(ours)} of {len(ours)} right); ratio {slow / seconds:.1f}")
-    sys.exit(0 if ours == naive else 1)
+    unit, other = f"s (wall time of {len(items)} programs, {count} tests)", "an interpreter per test, not isolated"
+    return Measurement("code_judge", seconds, slow, unit, other, goal=0.5, same=ours == naive)
+
+
+def measurements() -> Iterator[Measurement]:
+    file = DATA / "humanevalplus" / "HumanEvalPlus.jsonl.gz"
+    if file.exists():
+        yield compare(file, 100, 10, 2, "auto", False)
+    else:
+        yield absent("code_judge", "s", "an interpreter per test", f"no {file}", goal=0.5)
 
 
 def _items(path: Path, programs: int, tests: int) -> list[tuple[str, str, list[dict[str, Any]]]]:

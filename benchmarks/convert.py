@@ -20,13 +20,17 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from measurement import DATA, Measurement
+
 from megatron_dcpo.conversion.convert import PeakMemory, export_checkpoint, import_checkpoint
 from megatron_dcpo.weights.architecture import parse_architecture, read_architecture
 from megatron_dcpo.weights.hf_checkpoint import HFReader, assign_files, plan_shards, write_index
@@ -64,6 +68,8 @@ SHAPES = {
     "qwen3_8b": _shape(36, 4096, 12288, 32),
     "qwen3_14b": _shape(40, 5120, 17408, 40),
 }
+
+Results = dict[str, list[dict[str, float]]]  # of every step, its rounds
 
 
 def generate(config: dict[str, Any], out: Path) -> int:
@@ -212,22 +218,25 @@ def main() -> None:
 def run(args: argparse.Namespace, work: Path) -> None:
     nbytes = generate(SHAPES[args.shape], work / "hf")
     print(f"{args.shape}: {nbytes / 1e9:.2f} GB, input {'in' if args.warm else 'not in'} the page cache", flush=True)
-    steps = [
-        ("cp", "hf", "copy"),
-        ("import", "hf", "megatron"),
-        ("cp", "megatron", "copy"),
-        ("export", "megatron", "back"),
-    ]
+    steps = list(STEPS_OF_A_ROUND)
     if args.naive:
         steps += [("naive_import", "hf", "naive"), ("naive_export", "megatron", "naive")]
     if args.peer:
         for path in args.tokenizer.glob("tokenizer*"):
             shutil.copy(path, work / "hf")
-        steps += [("peer_import", "hf", "peer"), ("peer_export", "peer", "peer_back")]
-    results: dict[str, list[dict[str, float]]] = {}
-    for _ in range(args.repeats):
+        steps += PEER_STEPS
+    summarise(args.shape, in_turns(work, steps, args.repeats, args.warm, args.peer)[0])
+
+
+def in_turns(
+    work: Path, steps: Sequence[tuple[str, str, str]], repeats: int, warm: bool, peer: str | None
+) -> tuple[Results, bool]:
+    """All steps in turn, ``repeats`` times; their results, and whether every round trip gave the same files."""
+    results: Results = {}
+    all_same = True
+    for _ in range(repeats):
         for step, source, target in steps:
-            result = measure(step, work / source, work / target, args.warm, args.peer)
+            result = measure(step, work / source, work / target, warm, peer)
             results.setdefault(step, []).append(result)
             print(f"  {step:13s} {result['seconds']:8.2f} s", flush=True)
             if target in ("copy", "naive", "peer_back"):
@@ -238,14 +247,49 @@ def run(args: argparse.Namespace, work: Path) -> None:
         )
         print(f"  files after the round trip are {'identical' if same else 'DIFFERENT'}", flush=True)
         shutil.rmtree(work / "back")
-    summarise(args.shape, results)
+        all_same &= same
+    return results, all_same
+
+
+STEPS_OF_A_ROUND = [
+    ("cp", "hf", "copy"),
+    ("import", "hf", "megatron"),
+    ("cp", "megatron", "copy"),
+    ("export", "megatron", "back"),
+]
+PEER_STEPS = [("peer_import", "hf", "peer"), ("peer_export", "peer", "peer_back")]
+
+
+def warm_rounds(shape: str, repeats: int, peer: str | None = None) -> tuple[Results, bool]:
+    """For ``run.py``: everything in the page cache, in a temporary directory."""
+    with tempfile.TemporaryDirectory() as scratch:
+        work = Path(scratch)
+        generate(SHAPES[shape], work / "hf")
+        for path in (DATA / "qwen_tokenizer").glob("tokenizer*") if peer else ():
+            shutil.copy(path, work / "hf")
+        return in_turns(work, STEPS_OF_A_ROUND + PEER_STEPS * (peer is not None), repeats, True, peer)
+
+
+def compared(name: str, results: Results, ours: str, other: str, other_is: str, **fields: Any) -> Measurement:
+    """Medians of two steps."""
+    raw = {step: [round(r["seconds"], 3) for r in results[step]] for step in (ours, other)}
+    a, b = (statistics.median(raw[step]) for step in (ours, other))
+    unit = f"s (wall time without start-up, median of {len(raw[ours])}, in the page cache)"
+    return Measurement(name, a, b, unit, other_is, raw=raw, **fields)
+
+
+def measurements() -> Iterator[Measurement]:
+    """1.2 GB there and back. There is no goal: half of a conversion's time is SHA-256 of every tensor."""
+    results, same = warm_rounds("qwen3_0.6b", 3)
+    for step in ("import", "export"):
+        yield compared(f"convert/{step}", results, step, "cp", "cp of the same bytes", same=same)
 
 
 def run_once(args: argparse.Namespace, work: Path) -> None:
     """cp, import, export with two copies on the disk; the tensors are compared by the hashes that both steps record."""
     nbytes = generate(SHAPES[args.shape], work / "hf")
     print(f"{args.shape}: {nbytes / 1e9:.2f} GB, input {'in' if args.warm else 'not in'} the page cache", flush=True)
-    results: dict[str, list[dict[str, float]]] = {}
+    results: Results = {}
     for step, source, target, done in (
         ("cp", "hf", "copy", "copy"),
         ("import", "hf", "megatron", "hf"),
@@ -261,7 +305,7 @@ def run_once(args: argparse.Namespace, work: Path) -> None:
     summarise(args.shape, results)
 
 
-def summarise(shape: str, results: dict[str, list[dict[str, float]]]) -> None:
+def summarise(shape: str, results: Results) -> None:
     """One JSON line per step: the median time, its ratio to that of cp, the largest memory."""
     seconds = {step: statistics.median(result["seconds"] for result in runs) for step, runs in results.items()}
     for step, runs in results.items():

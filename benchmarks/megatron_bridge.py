@@ -20,8 +20,11 @@ import resource
 import sys
 import time
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from measurement import DATA, PEERS, Measurement, absent, not_installed, peer_has
 
 _ABSENT = (
     "transformer_engine",
@@ -112,6 +115,36 @@ def _transformer_engine_layers() -> dict[str, Any]:
     return {cls.__name__: cls for cls in (Linear, LayerNormLinear, RMSNorm, DotProductAttention, GroupedLinear)} | {
         "LayerNorm": RMSNorm
     }
+
+
+def measurements() -> Iterator[Measurement]:
+    """1.2 GB, both in turns; the peer's interpreter is made as above and named in DCPO_PEERS."""
+    package = "--no-deps megatron-bridge==0.3.1"
+    reason = "" if peer_has("megatron.bridge") else not_installed(package)
+    if not reason and not (DATA / "qwen_tokenizer").is_dir():
+        reason = f"no tokenizer in {DATA}/qwen_tokenizer, which Megatron-Bridge does not do without"
+    if reason:
+        for name, unit, goal in (("import", "s", 1.0), ("export", "s", 1.0), ("memory", "bytes", 0.1)):
+            yield absent(f"megatron_bridge/{name}", unit, "Megatron-Bridge 0.3.1", reason, goal=goal)
+        return
+    import convert
+
+    results, same = convert.warm_rounds("qwen3_0.6b", 3, PEERS)
+    for step in ("import", "export"):
+        yield convert.compared(
+            f"megatron_bridge/{step}", results, step, f"peer_{step}", "Megatron-Bridge 0.3.1", goal=1.0, same=same
+        )
+    resident = {step: max(r["peak_resident_bytes"] for r in results[step]) for step in ("import", "peer_import")}
+    yield Measurement(
+        "megatron_bridge/memory",
+        max(r["peak_anonymous_bytes"] for r in results["import"]),
+        resident["peer_import"],
+        "bytes (ours: anonymous memory; maps of files are the page cache's)",
+        "Megatron-Bridge 0.3.1, resident",
+        goal=0.1,
+        same=same,
+        raw=resident,
+    )
 
 
 def main() -> None:

@@ -12,13 +12,21 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from measurement import DATA, Measurement
 
 from megatron_dcpo.policy.batching import Sample, assign_to_ranks, collate, split_micro_batches
 
 RESPONSES, RANKS, MOST = 512, 8, 3000
+SETTINGS = {
+    "padded, 8 per micro-batch": (False, 1, False, 1),
+    "packed": (True, 1, False, 1),
+    "packed, sequence parallel 8": (True, 8, False, 1),
+    "packed, interleaved pipeline 4": (True, 1, True, 4),
+}
 
 
 def synthetic(rng: np.random.Generator) -> dict[str, np.ndarray]:
@@ -59,6 +67,20 @@ def measure(lengths: np.ndarray, packing: bool, multiple_of: int, uniform: bool,
     return 1 - lengths.sum() / sum(computed), max(computed) / np.mean(computed) - 1
 
 
+def measurements() -> Iterator[Measurement]:
+    """Token positions computed per token that counts."""
+    rng = np.random.default_rng(0)
+    distributions, solutions = synthetic(rng), DATA / "math500" / "test.jsonl"
+    if solutions.exists() and (DATA / "qwen_tokenizer").is_dir():
+        distributions["MATH-500 solutions"] = real(str(DATA / "qwen_tokenizer"), str(solutions), rng)
+    for name, lengths in distributions.items():
+        packed, padded = (
+            1 / (1 - measure(lengths, *SETTINGS[key])[0]) for key in ("packed", "padded, 8 per micro-batch")
+        )
+        unit = "computed token positions per token"
+        yield Measurement(f"packing/{name}", packed, padded, unit, "padded, 8 responses per micro-batch", goal=1.0)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--tokenizer")
@@ -68,16 +90,10 @@ def main() -> None:
     distributions = synthetic(rng)
     if args.tokenizer and args.solutions:
         distributions[f"solutions of {Path(args.solutions).parent.name}"] = real(args.tokenizer, args.solutions, rng)
-    settings = {
-        "padded, 8 per micro-batch": (False, 1, False, 1),
-        "packed": (True, 1, False, 1),
-        "packed, sequence parallel 8": (True, 8, False, 1),
-        "packed, interleaved pipeline 4": (True, 1, True, 4),
-    }
     print(f"{RESPONSES} responses over {RANKS} data-parallel ranks, 16,384 tokens per packed micro-batch")
     print(f"{'lengths':36} {'mean':>6}  {'layout':32} {'padding':>8} {'imbalance':>10}")
     for name, lengths in distributions.items():
-        for layout, options in settings.items():
+        for layout, options in SETTINGS.items():
             padding, imbalance = measure(lengths, *options)
             print(f"{name:36} {lengths.mean():6.0f}  {layout:32} {padding:8.2%} {imbalance:10.2%}")
 

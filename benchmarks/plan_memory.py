@@ -9,14 +9,13 @@ followed by the part of it that may have been free (gloo's threads release unsee
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+from measurement import Measurement, torchrun
+
 PP2 = {"pipeline_model_parallel_size": 2}
 RUNS = (
     ("qwen3", "one process", 1, {}),
@@ -60,38 +59,54 @@ def make_checkpoint(path: Path, family: str) -> Path:
 def ranks_of(processes: int, out: Path, options: dict[str, Any]) -> list[Any]:
     """What ``rank_memory.py`` measures in every rank of a torchrun."""
     out.mkdir(parents=True, exist_ok=True)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    worker = Path(__file__).with_name("rank_memory.py")
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-    subprocess.run([*launcher, str(worker), json.dumps(options | {"out": str(out)})], env=environment, check=True)
+    torchrun(processes, str(Path(__file__).with_name("rank_memory.py")), json.dumps(options | {"out": str(out)}))
     return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(processes)]
 
 
-def main() -> None:
+def results() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Of every rank and setting: its name, bytes predicted and measured."""
     settings = [
         {"dtype": dtype, "parallel": {"recompute_granularity": recompute, "sequence_packing": packing}}
         for dtype, recompute, packing in SETTINGS
     ]
+    lengths = {"prompt_tokens": 88, "response_tokens": 936, "samples": 2, "activations": True, "peak": True}
     with tempfile.TemporaryDirectory() as scratch:
         for family, name, processes, parallel in RUNS:
             checkpoint = Path(scratch, family)
             if not checkpoint.exists():
                 make_checkpoint(checkpoint, family)
-            options = {
-                "model": str(checkpoint),
-                "parallel": parallel,
-                "settings": settings,
-                "prompt_tokens": 88,
-                "response_tokens": 936,
-                "samples": 2,
-                "activations": True,
-                "peak": True,
-            }
-            for rank, results in enumerate(ranks_of(processes, Path(scratch, "out"), options)):
-                for (dtype, recompute, packing), result in zip(SETTINGS, results, strict=True):
+            options = {"model": str(checkpoint), "parallel": parallel, "settings": settings} | lengths
+            for rank, of_rank in enumerate(ranks_of(processes, Path(scratch, "out"), options)):
+                for (dtype, recompute, packing), result in zip(SETTINGS, of_rank, strict=True):
                     how = f"{dtype}, recompute {recompute}, {'packed' if packing else 'padded'}"
-                    print(f"{family}, {name}, rank {rank}, {how}")
-                    show(result)
+                    yield f"{family}, {name}, rank {rank}, {how}", result
+
+
+def measurements() -> Iterator[Measurement]:
+    """The worst of all ranks and settings: state must be predicted to the byte, peaks within 5 %."""
+    found = list(results())
+    state = [(sum(result["predicted"][k] for k in ("weights", "gradients", "main_params", "moments")),
+              sum(result["measured"].values()), name) for name, result in found]  # fmt: skip
+    peaks = [(result["peak"]["predicted"], result["peak"]["measured"] - result["peak"]["unseen"], name)
+             for name, result in found]  # fmt: skip
+    for what, rows, least, most in (("state", state, 1.0, 1.0), ("peak", peaks, 0.95, 1.05)):
+        ratios = {name: round(predicted / measured, 4) for predicted, measured, name in rows}
+        for bound, how, goal in ((max, "largest", most), (min, "smallest", least)):
+            predicted, measured, name = bound(rows, key=lambda row: row[0] / row[1])
+            fields = {
+                "at_least": how == "smallest",
+                "goal": goal,
+                "reason": name,
+                "raw": ratios if bound is max else {},
+            }
+            label = f"plan_memory/{what}, {how} ratio"
+            yield Measurement(label, predicted, measured, "bytes predicted by dcpo plan", "bytes held", **fields)
+
+
+def main() -> None:
+    for name, result in results():
+        print(name)
+        show(result)
 
 
 def show(result: dict) -> None:

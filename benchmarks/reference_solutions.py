@@ -10,6 +10,10 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Iterator
+from typing import Any
+
+from measurement import DATA, Measurement, absent
 
 from megatron_dcpo.data.code_problems import code_problem, reference_solution
 from megatron_dcpo.data.datasets import read_rows
@@ -27,25 +31,41 @@ def main() -> int:
     limits = CodeLimits(test_seconds=arguments.test_seconds)
     enough = True
     for file in arguments.files:
-        names, items = [], []
-        for index, row in enumerate(read_rows(file)):
-            solution = reference_solution(row)
-            problem = code_problem(row, f"{file}: row {index + 1}")
-            if index % arguments.every or solution is None or problem is None:
-                continue
-            names.append(f"{index + 1} ({row.get('task_id', 'no id')})")
-            items.append((solution, problem.tests))
         start = time.perf_counter()
-        verdicts = judge_programs(items, limits=limits, sandbox=arguments.sandbox, workers=arguments.workers)
-        failed = [(name, v) for name, v in zip(names, verdicts, strict=True) if v.correct != 1]
-        share = 1 - len(failed) / max(1, len(items))
-        print(
-            f"{file}: {len(items) - len(failed)} of {len(items)} pass ({share:.2%}), {time.perf_counter() - start:.0f} s"
-        )
+        verdicts = judged(file, arguments.every, limits, arguments.sandbox, arguments.workers)
+        failed = [(name, verdict) for name, verdict in verdicts if verdict.correct != 1]
+        share = 1 - len(failed) / max(1, len(verdicts))
+        seconds, passed = time.perf_counter() - start, len(verdicts) - len(failed)
+        print(f"{file}: {passed} of {len(verdicts)} pass ({share:.2%}), {seconds:.0f} s")
         for name, verdict in failed:
             print(f"  row {name}: {verdict.category}: {verdict.detail}")
-        enough = enough and bool(items) and share >= 0.99
+        enough = enough and bool(verdicts) and share >= 0.99
     return 0 if enough else 1
+
+
+def judged(file: str, every: int, limits: CodeLimits, sandbox: str, workers: int) -> list[tuple[str, Any]]:
+    """Row and verdict of every reference solution that the file has."""
+    names, items = [], []
+    for index, row in enumerate(read_rows(file)):
+        solution = reference_solution(row)
+        problem = code_problem(row, f"{file}: row {index + 1}")
+        if index % every or solution is None or problem is None:
+            continue
+        names.append(f"{index + 1} ({row.get('task_id', 'no id')})")
+        items.append((solution, problem.tests))
+    return list(zip(names, judge_programs(items, limits=limits, sandbox=sandbox, workers=workers), strict=True))
+
+
+def measurements() -> Iterator[Measurement]:
+    """Every tenth problem of LeetCodeDataset's test set (``make reference-solutions`` takes all)."""
+    file = DATA / "leetcodedataset" / "LeetCodeDataset-v0.3.1-test.jsonl.gz"
+    at = {"goal": 0.99, "at_least": True}
+    if not file.exists():
+        yield absent("reference_solutions", "solutions", "solutions judged", f"no {file.name} in {file.parent}", **at)
+        return
+    verdicts = judged(str(file), 10, CodeLimits(), "auto", 2)
+    passed = sum(verdict.correct == 1 for _, verdict in verdicts)
+    yield Measurement("reference_solutions", passed, len(verdicts), "solutions that pass", "solutions judged", **at)
 
 
 if __name__ == "__main__":

@@ -23,9 +23,11 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from measurement import DATA, Measurement, absent
 
 from megatron_dcpo.data.code_problems import OtherLanguage, Untested, code_problem
 from megatron_dcpo.data.datasets import read_rows
@@ -88,7 +90,7 @@ ANSWERS = (
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", type=Path)
-    parser.add_argument("--data", type=Path, default=Path(__file__).parents[2] / "shared" / "data")
+    parser.add_argument("--data", type=Path, default=DATA)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--json", type=Path, help="write the passes to this file")
     args = parser.parse_args()
@@ -105,6 +107,21 @@ def main() -> int:
         args.json.write_text(json.dumps(record, indent=1) + "\n")
     print(f"{alone} passes that plain Python does not give")
     return 1 if alone else 0
+
+
+def measurements() -> Iterator[Measurement]:
+    """The two formats of HumanEval+ and MBPP+, minutes; all files: ``python benchmarks/universal_answers.py``."""
+    files = [DATA / name for name in ("humanevalplus/HumanEvalPlus.jsonl.gz", "mbppplus/MbppPlus-OriginFmt.jsonl.gz")]
+    what = "universal_answers", "passes that plain Python does not give", "tasks x answers"
+    if lacking := [str(path) for path in files if not path.exists()]:
+        yield absent(*what, f"no {lacking[0]}", goal=0.0)
+        return
+    with multiprocessing.get_context("fork").Pool(2, _limit, maxtasksperchild=20) as workers:
+        passes = [_passes(workers, file) for file in files]
+    alone = [entry for found in passes for entry in found if not entry["in_plain_python"]]
+    tasks = sum(code_problem(row, str(file)) is not None for file in files for row in read_rows(str(file)))
+    name, unit, other = what
+    yield Measurement(name, len(alone), tasks * len(ANSWERS), unit, other, goal=0.0, raw={"passes": passes})
 
 
 def _passes(workers: Any, file: Path) -> list[dict[str, Any]]:
