@@ -2,6 +2,7 @@
 
 Most pairs need no algebra and are decided here at once (``quick_verdict``). The others are cached by (answer, key) and
 judged by workers, which are started when the first such pair comes, one more for every ``PAIRS_PER_WORKER`` that wait.
+One thread serves the workers while there is a pair to judge; callers in any thread wait for their own pairs only.
 A worker that overruns its wall time or dies is replaced; its pair is wrong. Memory is bounded: ``worker.MEMORY_BYTES``
 for each worker, and for the verdicts kept here ``CACHE_SIZE`` pairs of ``CACHE_CHARACTERS`` characters together.
 
@@ -16,12 +17,14 @@ import contextlib
 import json
 import os
 import selectors
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -79,58 +82,105 @@ class VerifierPool:
         self._cache: OrderedDict[Pair, bool] = OrderedDict()
         self._cached_characters = 0
         self._died_on: set[Pair] = set()
+        self._waiting: deque[Pair] = deque()
+        self._asked: dict[Pair, Future[bool]] = {}  # the pairs that wait and those that workers are at
+        self._thread: threading.Thread | None = None
+        self._ears, self._bell = socket.socketpair()  # new pairs wake the thread
+        self._bell.setblocking(False)
+        self._closed = False
         self._lock = threading.Lock()
         self._owner = os.getpid()
 
     def verify(self, pairs: Sequence[Pair]) -> list[bool]:
         """Verdicts in the order of ``pairs``. Never raises on their content."""
-        if self._owner != os.getpid():  # the workers and the lock are the parent's
+        if self._owner != os.getpid():  # the workers, the thread and the lock are the parent's
             self._reset()
+        quick = {pair: quick_verdict(*pair) for pair in dict.fromkeys(pairs)}
         with self._lock:
-            verdicts: dict[Pair, bool] = {}
-            waiting: dict[Pair, None] = {}
-            for pair in pairs:
-                if pair in verdicts or pair in waiting:
-                    continue
-                quick = quick_verdict(*pair)
-                if quick is not None:
-                    self.statistics.quick += 1
-                    verdicts[pair] = quick
-                elif pair in self._cache:
-                    self.statistics.cached += 1
-                    self._cache.move_to_end(pair)
-                    verdicts[pair] = self._cache[pair]
-                else:
-                    waiting[pair] = None
-            if waiting:
-                verdicts |= self._judge(deque(waiting))
-            return [verdicts[pair] for pair in pairs]
+            verdicts = {pair: self._ask(pair) if verdict is None else verdict for pair, verdict in quick.items()}
+            self.statistics.quick += sum(verdict is not None for verdict in quick.values())
+            if self._waiting:
+                self._wake()
+        found = {pair: one.result() if isinstance(one, Future) else one for pair, one in verdicts.items()}
+        return [found[pair] for pair in pairs]
 
     def close(self) -> None:
-        """End the workers. The pool can be used again afterwards."""
+        """End the workers; pairs that still wait are cancelled. The pool can be used again afterwards."""
+        if self._owner != os.getpid():
+            self._reset()
+            return
         with self._lock:
-            if self._owner == os.getpid():
-                for worker in self._workers:
-                    _end(worker)
-            self._workers = []
+            self._closed = True
+            if thread := self._thread:
+                self._wake()
+        if thread is not None:
+            thread.join()
+        for worker in self._workers:
+            _end(worker)
+        self._workers = []
+        self._forget(None)
 
-    def _judge(self, waiting: deque[Pair]) -> dict[Pair, bool]:
-        verdicts: dict[Pair, bool] = {}
+    def _ask(self, pair: Pair) -> bool | Future[bool]:
+        """The verdict of a pair that needs algebra, now or later."""
+        if pair in self._cache:
+            self.statistics.cached += 1
+            self._cache.move_to_end(pair)
+            return self._cache[pair]
+        if pair not in self._asked:
+            self._asked[pair] = Future()
+            self._waiting.append(pair)
+        return self._asked[pair]
+
+    def _wake(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="verifier", daemon=True)
+            self._thread.start()
+        with contextlib.suppress(BlockingIOError):  # it has not heard the ones before yet
+            self._bell.send(b"!")
+
+    def _serve(self) -> None:
+        """The thread: lives while there is something to judge. An error of the installation goes to all who wait."""
+        try:
+            self._judge()
+        except BaseException as error:
+            self._forget(error)
+
+    def _forget(self, error: BaseException | None) -> None:
+        with self._lock:
+            left, self._asked, self._waiting, self._thread, self._closed = self._asked, {}, deque(), None, False
+        for future in left.values():
+            if error is None:
+                future.cancel()
+            else:
+                future.set_exception(error)
+
+    def _anything_left(self) -> bool:
+        with self._lock:
+            if not self._closed and (self._waiting or any(worker.pair for worker in self._workers)):
+                return True
+            self._thread = None  # the next pair gets a thread of its own
+            return False
+
+    def _judge(self) -> None:
         self._workers = [worker for worker in self._workers if self._alive(worker)]
         with selectors.DefaultSelector() as selector:
+            selector.register(self._ears, selectors.EVENT_READ)
             for worker in self._workers:
                 selector.register(worker.process.stdout, selectors.EVENT_READ, worker)  # type: ignore[arg-type]
-            while waiting or any(worker.pair for worker in self._workers):
-                self._fill(waiting, selector)
-                soonest = min((worker.deadline for worker in self._workers), default=0.0)
+            while self._anything_left():
+                self._fill(selector)
+                soonest = min(worker.deadline for worker in self._workers)
                 for event, _ in selector.select(max(0.0, soonest - time.monotonic())):
-                    self._on_readable(event.data, waiting, verdicts, selector)
+                    if event.data is None:
+                        self._ears.recv(4096)
+                    else:
+                        self._on_readable(event.data, selector)
                 for worker in [w for w in self._workers if w.deadline < time.monotonic()]:
-                    self._retire(worker, waiting, verdicts, selector)
-            return verdicts
+                    self._retire(worker, selector)
 
-    def _fill(self, waiting: deque[Pair], selector: selectors.BaseSelector) -> None:
+    def _fill(self, selector: selectors.BaseSelector) -> None:
         """Give every idle worker a pair; start workers while there is much to do."""
+        waiting = self._waiting
         for worker in list(self._workers):
             if worker.ready and worker.pair is None and waiting:
                 self._send(worker, waiting.popleft())
@@ -162,12 +212,10 @@ class VerifierPool:
             worker.process.stdin.write(json.dumps(pair).encode() + b"\n")  # ASCII: lone surrogates survive escaped
             worker.process.stdin.flush()
 
-    def _on_readable(
-        self, worker: Worker, waiting: deque[Pair], verdicts: dict[Pair, bool], selector: selectors.BaseSelector
-    ) -> None:
+    def _on_readable(self, worker: Worker, selector: selectors.BaseSelector) -> None:
         chunk = os.read(worker.process.stdout.fileno(), 4096)  # type: ignore[union-attr]
         if not chunk:
-            self._retire(worker, waiting, verdicts, selector)
+            self._retire(worker, selector)
             return
         worker.received += chunk
         while (end := worker.received.find(b"\n")) >= 0:
@@ -178,15 +226,14 @@ class VerifierPool:
                 worker.ready = True
             elif worker.pair is not None:
                 self.statistics.late += word == b"late"
-                self._record(worker.pair, word == b"yes", verdicts)
-                worker.pair = None
+                pair, worker.pair = worker.pair, None
                 if last:  # it has used up its memory
-                    self._retire(worker, waiting, verdicts, selector)
+                    self._retire(worker, selector)
+                self._record(pair, word == b"yes")
+                if last:
                     return
 
-    def _retire(
-        self, worker: Worker, waiting: deque[Pair], verdicts: dict[Pair, bool], selector: selectors.BaseSelector
-    ) -> None:
+    def _retire(self, worker: Worker, selector: selectors.BaseSelector) -> None:
         """A worker is late or gone. Its pair is wrong, at the latest when a second worker dies on it; one that never
         became ready is an error of the installation."""
         selector.unregister(worker.process.stdout)  # type: ignore[arg-type]
@@ -203,23 +250,26 @@ class VerifierPool:
         in_time = time.monotonic() < worker.deadline - _GRACE_SECONDS
         if in_time and worker.pair not in self._died_on:  # it may have been killed from outside
             self._died_on.add(worker.pair)
-            waiting.appendleft(worker.pair)
+            self._waiting.appendleft(worker.pair)
             return
         self.statistics.late += not in_time
-        self._record(worker.pair, False, verdicts)
+        self._record(worker.pair, False)
 
-    def _record(self, pair: Pair, verdict: bool, verdicts: dict[Pair, bool]) -> None:
+    def _record(self, pair: Pair, verdict: bool) -> None:
         self.statistics.judged += 1
         self._died_on.discard(pair)
-        verdicts[pair] = self._cache[pair] = verdict
-        self._cached_characters += sum(map(len, pair))
-        while len(self._cache) > CACHE_SIZE or self._cached_characters > CACHE_CHARACTERS:
-            oldest, _ = self._cache.popitem(last=False)
-            self._cached_characters -= sum(map(len, oldest))
+        with self._lock:
+            self._cache[pair] = verdict
+            self._cached_characters += sum(map(len, pair))
+            while len(self._cache) > CACHE_SIZE or self._cached_characters > CACHE_CHARACTERS:
+                oldest, _ = self._cache.popitem(last=False)
+                self._cached_characters -= sum(map(len, oldest))
+            asked = self._asked.pop(pair)
+        asked.set_result(verdict)
 
     def _alive(self, worker: Worker) -> bool:
-        """Workers may have been killed between two calls, by the kernel for instance; those of an interrupted call
-        (KeyboardInterrupt) still owe an answer that nobody waits for."""
+        """Workers may have been killed meanwhile, by the kernel for instance; those of a thread that failed still owe an
+        answer that nobody waits for."""
         if worker.process.poll() is None and worker.pair is None:
             return True
         _end(worker)

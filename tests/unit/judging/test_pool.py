@@ -7,8 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import CancelledError, Future
 from pathlib import Path
 
 import pytest
@@ -173,11 +175,63 @@ def test_the_verdicts_that_are_kept_are_bounded(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(pool_module, "CACHE_CHARACTERS", 5000)
     pool = VerifierPool(workers=1)
     for number in range(100):
-        pool._record((f"{number}" + "x" * 900, "y"), False, {})
+        record(pool, (f"{number}" + "x" * 900, "y"), False)
     assert 4 <= len(pool._cache) <= 6
     assert pool._cached_characters == sum(len(answer) + len(key) for answer, key in pool._cache) <= 5000
-    pool._record(("x" * 9000, "y"), True, verdicts := {})
-    assert (verdicts, pool._cache, pool._cached_characters) == ({("x" * 9000, "y"): True}, {}, 0)
+    assert record(pool, ("x" * 9000, "y"), True) is True
+    assert (pool._cache, pool._cached_characters) == ({}, 0)
+
+
+def record(pool: VerifierPool, pair: tuple[str, str], verdict: bool) -> bool:
+    asked = pool._ask(pair)
+    pool._record(pair, verdict)
+    assert isinstance(asked, Future)
+    return asked.result(timeout=0)
+
+
+def test_callers_do_not_wait_for_each_other() -> None:
+    """A hanging pair of one thread holds up neither a pair that needs no algebra nor, with another worker, one that does."""
+    pool = VerifierPool(workers=2, cpu_seconds=1000.0, wall_seconds=5.0)
+    try:
+        pool.verify([("x+1", "1+x")])
+        slow = threading.Thread(target=pool.verify, args=([(HANGING[0], "5x")],), daemon=True)
+        slow.start()
+        while not any(worker.pair for worker in pool._workers):
+            time.sleep(0.01)
+        assert pool.verify([("5", "5"), ("x+2", "2+x")]) == [True, True]
+        assert slow.is_alive(), "the others were judged meanwhile"
+        slow.join(60)
+        assert pool.verify([(HANGING[0], "5x")]) == [False]
+    finally:
+        pool.close()
+
+
+def test_closing_cancels_what_waits() -> None:
+    pool = VerifierPool(workers=1, cpu_seconds=1000.0, wall_seconds=1000.0)
+    ends: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            pool.verify([(HANGING[0], "5x")])
+        except BaseException as error:
+            ends.append(error)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    while not any(worker.pair for worker in pool._workers):
+        time.sleep(0.01)
+    pool.close()
+    asking.join(60)
+    assert isinstance(ends[0], CancelledError)
+    assert workers_of(pool) == []
+
+
+def test_a_worker_that_cannot_start_is_an_error_for_all_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module.sys, "executable", "/bin/false")
+    pool = VerifierPool(workers=1)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="a verifier process did not start"):
+            pool.verify([("x+1", "1+x")])
 
 
 @pytest.mark.parametrize("pair", [("5x", "y" * 10**6), ("y" * 10**6, "5x"), ("y" * 10**6, "z" * 10**6)])
