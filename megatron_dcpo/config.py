@@ -23,6 +23,9 @@ from megatron_dcpo.sandbox.local import CodeLimits
 from megatron_dcpo.types import CONFIDENCE_TAG
 
 _STRICT = ConfigDict(extra="forbid")
+_REMOVED = {
+    "rollout.chunks": "each response is judged as soon as it is there; rollout.max_num_seqs bounds how many come at once"
+}
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
 
@@ -80,10 +83,9 @@ class RolloutConfig:
 
     ``engine``: ``auto`` takes vLLM where it is installed and can run the model, else transformers; ``server`` is a vLLM
     server of its own at ``endpoint``. ``tensor_model_parallel_size``: ranks per engine, whatever the training has.
-    Sizes 0 are left to vLLM (``max_model_len`` 0: prompt and response). ``bucket_bytes`` bounds the extra memory of a
-    weight synchronisation. ``logprob_diff_alarm``: largest |engine - trainer| log-prob of a step allowed (0: any).
-    ``chunks``: a rollout is generated in that many parts, each judged while the next is generated (0: 4 for programs,
-    else 1).
+    ``max_num_seqs`` responses are sampled at once. Sizes 0 are left to vLLM (``max_model_len`` 0: prompt and response).
+    ``bucket_bytes`` bounds the extra memory of a weight synchronisation. ``logprob_diff_alarm``: largest
+    |engine - trainer| log-prob of a step allowed (0: any).
     """
 
     engine: Literal["auto", "vllm", "transformers", "server"] = "auto"
@@ -104,7 +106,6 @@ class RolloutConfig:
     max_response_length: Positive = 3000
     max_num_seqs: Positive = 512
     dtype: Literal["fp32", "bf16", "same"] = "same"
-    chunks: NonNegative = 0
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -262,6 +263,8 @@ def _check_keys(values: dict[Any, Any], kind: type, source: str, prefix: tuple[s
     for key, value in values.items():
         name = ".".join((*prefix, str(key)))
         if key not in known:
+            if name in _REMOVED:
+                raise UserError(f"{source}: {name} was removed, take it out: {_REMOVED[name]}")
             near = nearest(key, known)
             place = ".".join((*prefix, near)) if near else _elsewhere(str(key))
             hint = f"did you mean {place}?" if place else f"valid keys: {', '.join(sorted(known))}"

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -55,12 +55,25 @@ class Engine(Protocol):
     eos_token_ids: tuple[int, ...]
     tensor_model_parallel_size: int
 
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig, step: int = 0) -> list[Response]:
-        """``sampling.n`` responses per prompt, prompt-major. A response depends on its prompt, the weights, the seed,
-        the step and its index only, not on what else is in the batch.
+    def stream(
+        self, samples: Sequence[tuple[Prompt, int]], sampling: SamplingConfig, step: int = 0
+    ) -> Generator[list[Response], None, None]:
+        """The response of every (prompt, sample index), handed over when it is finished, with those that finish together.
 
-        Raises :class:`megatron_dcpo.runtime.signals.RolloutAbandoned` soon after ``signals.stop_requested()`` turns true."""
+        A response depends on its prompt, the weights, the seed, the step and its index only, not on what else is sampled.
+        How many run at once is the engine's affair. Raises :class:`megatron_dcpo.runtime.signals.RolloutAbandoned` soon
+        after ``signals.stop_requested()`` turns true, and :class:`EngineError`; what was handed over before stands."""
         ...
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig, step: int = 0) -> list[Response]:
+        """:meth:`stream` to its end: ``sampling.n`` responses per prompt, prompt-major."""
+        samples = [(prompt, index) for prompt in prompts for index in range(sampling.n)]
+        finished = {
+            (response.prompt_id, response.sample_index): response
+            for responses in self.stream(samples, sampling, step)
+            for response in responses
+        }
+        return [finished[prompt.prompt_id, index] for prompt, index in samples]
 
     def update_weights(self, buckets: Iterable[Sequence[WeightSlice]], version: int) -> None:
         """Overwrite the engine's weights, bucket by bucket; complete when it returns. Wakes a sleeping engine.

@@ -6,7 +6,7 @@ layout and receives every update of the policy through the weight table.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_dcpo.errors import UserError, one_line
-from megatron_dcpo.rollout.engine import SamplingConfig, check_model_dir, read_eos_token_ids, uniforms
+from megatron_dcpo.rollout.engine import Engine, SamplingConfig, check_model_dir, read_eos_token_ids, uniforms
 from megatron_dcpo.runtime.device import current_device
 from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.runtime.signals import RolloutAbandoned, stop_requested
@@ -34,7 +34,7 @@ def own_logs() -> None:
     transformers_logging.disable_progress_bar()
 
 
-class TransformersEngine:
+class TransformersEngine(Engine):
     """Implements :class:`megatron_dcpo.rollout.engine.Engine`."""
 
     tensor_model_parallel_size = 1
@@ -77,35 +77,47 @@ class TransformersEngine:
     def restart(self) -> None:
         """Nothing to start: the model is an object of this process."""
 
-    @torch.no_grad()
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig, step: int = 0) -> list[Response]:
-        per_batch = max(1, self.max_num_seqs // sampling.n)
+    def stream(
+        self, samples: Sequence[tuple[Prompt, int]], sampling: SamplingConfig, step: int = 0
+    ) -> Generator[list[Response], None, None]:
         # Similar lengths together: less left padding, and batches that finish together.
-        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].token_ids))
-        done: dict[int, list[Response]] = {}
-        for start in range(0, len(order), per_batch):
-            chosen = order[start : start + per_batch]
-            responses = self._generate_batch([prompts[i] for i in chosen], sampling, step)
-            for position, i in enumerate(chosen):
-                done[i] = responses[position * sampling.n : (position + 1) * sampling.n]
-        return [response for i in range(len(prompts)) for response in done[i]]
+        ordered = sorted(samples, key=lambda sample: len(sample[0].token_ids))
+        for start in range(0, len(ordered), self.max_num_seqs):
+            yield from self._generate_batch(ordered[start : start + self.max_num_seqs], sampling, step)
 
-    def _generate_batch(self, prompts: Sequence[Prompt], sampling: SamplingConfig, step: int) -> list[Response]:
-        n, device = sampling.n, current_device()
-        total = len(prompts) * n
-        draws = np.stack(
-            [uniforms(sampling.seed, step, p.prompt_id, i, sampling.max_tokens) for p in prompts for i in range(n)]
-        )
+    @torch.no_grad()
+    def _generate_batch(
+        self, samples: Sequence[tuple[Prompt, int]], sampling: SamplingConfig, step: int
+    ) -> Iterator[list[Response]]:
+        total, device = len(samples), current_device()
+        draws = np.stack([uniforms(sampling.seed, step, p.prompt_id, i, sampling.max_tokens) for p, i in samples])
         random = torch.from_numpy(draws).to(device)
         tokens = torch.zeros(total, sampling.max_tokens, dtype=torch.int64, device=device)
         logprobs = torch.zeros(total, sampling.max_tokens, dtype=torch.float32, device=device)
         width = min(sampling.top_logprobs, self.model.config.get_text_config().vocab_size)
         tops = torch.zeros(total, sampling.max_tokens, width, dtype=torch.float32)
-        lengths = torch.full((total,), sampling.max_tokens, dtype=torch.int64, device=device)
         stopped = torch.zeros(total, dtype=torch.bool, device=device)
         eos = torch.tensor(self.eos_token_ids, dtype=torch.int64, device=device)
 
-        logits, cache, mask, position = self._prefill(prompts, n)
+        def responses(finished: Tensor, length: int) -> list[Response]:
+            """Of the rows ``finished``, all of them ``length`` tokens long."""
+            stops = stopped[finished].tolist()
+            ids, lps = tokens[finished, :length].cpu().numpy(), logprobs[finished, :length].cpu().numpy()
+            top = tops[finished.cpu(), :length].numpy() if sampling.top_logprobs else [None] * len(stops)
+            return [
+                Response(
+                    prompt_id=samples[row][0].prompt_id,
+                    sample_index=samples[row][1],
+                    token_ids=ids[place],
+                    logprobs=lps[place],
+                    finish_reason="stop" if stops[place] else "length",
+                    weights_version=self.weights_version,
+                    top_logprobs=top[place],
+                )
+                for place, row in enumerate(finished.tolist())
+            ]
+
+        logits, cache, mask, position = self._prefill([prompt for prompt, _ in samples])
         rows = torch.arange(total, device=device)  # which response each running row of the cache is
         for t in range(sampling.max_tokens):
             if stop_requested():
@@ -118,11 +130,13 @@ class TransformersEngine:
                     logprob = raw.gather(-1, token[:, None]).squeeze(-1)
             tokens[rows, t], logprobs[rows, t] = token, logprob
             ended = torch.isin(token, eos) & ~stopped[rows]
-            lengths[rows[ended]] = t + 1
             stopped[rows[ended]] = True
             running = ~stopped[rows]
+            over = ended | running if t + 1 == sampling.max_tokens else ended
+            if over.any():
+                yield responses(rows[over], t + 1)
             if t + 1 == sampling.max_tokens or not running.any():
-                break
+                return
             if running.float().mean() < _COMPACT_BELOW:
                 keep = running.nonzero().squeeze(-1)
                 cache.batch_select_indices(keep)
@@ -137,32 +151,21 @@ class TransformersEngine:
                 use_cache=True,
             )
             logits = out.logits[:, -1]
-        ids, lps = tokens.cpu().numpy(), logprobs.cpu().numpy()
-        ends, stops = lengths.tolist(), stopped.tolist()
-        return [
-            Response(
-                prompt_id=prompts[row // n].prompt_id,
-                sample_index=row % n,
-                token_ids=ids[row, : ends[row]].copy(),
-                logprobs=lps[row, : ends[row]].copy(),
-                finish_reason="stop" if stops[row] else "length",
-                weights_version=self.weights_version,
-                top_logprobs=tops[row, : ends[row]].numpy().copy() if sampling.top_logprobs else None,
-            )
-            for row in range(total)
-        ]
 
-    def _prefill(self, prompts: Sequence[Prompt], n: int) -> tuple[Tensor, Any, Tensor, Tensor]:
-        """Run the prompts once, left-padded, and repeat their cache ``n`` times.
+    def _prefill(self, prompts: Sequence[Prompt]) -> tuple[Tensor, Any, Tensor, Tensor]:
+        """Run every prompt once, left-padded, and repeat its cache for each of the rows [B] that begin with it.
 
-        Returns logits [P * n, V] of the last prompt token, the cache, the attention mask and the last positions.
+        Returns logits [B, V] of the last prompt token, the cache, the attention mask and the last positions.
         """
         from transformers import DynamicCache
 
+        distinct = {prompt.prompt_id: prompt for prompt in prompts}
+        places = {prompt_id: place for place, prompt_id in enumerate(distinct)}
+        rows = torch.tensor([places[prompt.prompt_id] for prompt in prompts], device=current_device())
         width = max(len(p.token_ids) for p in prompts)
-        ids = torch.zeros(len(prompts), width, dtype=torch.int64)
-        mask = torch.zeros(len(prompts), width, dtype=torch.int64)
-        for row, prompt in enumerate(prompts):
+        ids = torch.zeros(len(distinct), width, dtype=torch.int64)
+        mask = torch.zeros(len(distinct), width, dtype=torch.int64)
+        for row, prompt in enumerate(distinct.values()):
             ids[row, width - len(prompt.token_ids) :] = torch.tensor(prompt.token_ids)
             mask[row, width - len(prompt.token_ids) :] = 1
         ids, mask = ids.to(current_device()), mask.to(current_device())
@@ -171,13 +174,8 @@ class TransformersEngine:
         out = self.model(
             ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1
         )
-        cache.batch_repeat_interleave(n)
-        return (
-            out.logits[:, -1].repeat_interleave(n, 0),
-            cache,
-            mask.repeat_interleave(n, 0),
-            positions[:, -1].repeat_interleave(n, 0),
-        )
+        cache.batch_select_indices(rows)
+        return out.logits[:, -1][rows], cache, mask[rows], positions[:, -1][rows]
 
 
 def sample_token(logits: Tensor, random: Tensor, sampling: SamplingConfig) -> tuple[Tensor, Tensor]:

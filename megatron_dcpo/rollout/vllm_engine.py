@@ -14,7 +14,7 @@ import hashlib
 import logging
 import os
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_dcpo.errors import UserError, one_line
-from megatron_dcpo.rollout.engine import EngineError, SamplingConfig, choose_engine, read_eos_token_ids, request_seed
+from megatron_dcpo.rollout.engine import (
+    Engine,
+    EngineError,
+    SamplingConfig,
+    choose_engine,
+    read_eos_token_ids,
+    request_seed,
+)
 from megatron_dcpo.runtime.device import (
     capabilities,
     device_failed,
@@ -69,7 +76,7 @@ class VllmOptions:
     seed: int = 0
 
 
-class VllmEngine:
+class VllmEngine(Engine):
     """Implements :class:`megatron_dcpo.rollout.engine.Engine`.
 
     Raises :class:`UserError` when vLLM cannot be imported or cannot run the model.
@@ -88,47 +95,52 @@ class VllmEngine:
         atexit.register(self.close)  # before vLLM's own finalizer, which would tear down groups that are not its own
 
     # ------------------------------------------------------------------------------------------------- sampling
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig, step: int = 0) -> list[Response]:
-        """See :class:`megatron_dcpo.rollout.engine.Engine`. Every sample is a request of its own with its own seed."""
+    def stream(
+        self, samples: Sequence[tuple[Prompt, int]], sampling: SamplingConfig, step: int = 0
+    ) -> Generator[list[Response], None, None]:
+        """See :class:`megatron_dcpo.rollout.engine.Engine`. Every sample is a request of its own with its own seed. The
+        ranks of one engine sample each for themselves: at the end they compare what they handed over."""
         if (sampling.raw_logprobs or sampling.top_logprobs) and not self.options.raw_logprobs:
             raise ValueError("this engine reports log-probs of the sampled distribution; build it with raw_logprobs")
         if self.llm.get_weight_version() != str(self.weights_version):
             raise EngineError(
                 f"the engine holds weights version {self.llm.get_weight_version()}, not {self.weights_version}"
             )
-        samples = [(prompt, i) for prompt in prompts for i in range(sampling.n)]
-        inputs = [{"prompt_token_ids": list(prompt.token_ids)} for prompt, _ in samples]
-        params = [self._params(sampling, step, prompt, i) for prompt, i in samples]
+        digests = [b""] * len(samples)
         try:
             with _host_kept():
-                outputs = self._run(inputs, params)
-        except RolloutAbandoned:
+                for outputs in self._steps(samples, sampling, step):
+                    responses = []
+                    for output in outputs:
+                        number = int(output.request_id)
+                        responses.append(self._response(*samples[number], output.outputs[0], sampling.top_logprobs))
+                        digests[number] = hashlib.sha256(responses[-1].token_ids.tobytes()).digest()
+                    yield responses
+        except (RolloutAbandoned, EngineError):
             raise
         except ValueError as error:
             raise UserError(f"vLLM refuses a prompt: {one_line(error, 300)}") from None
         except Exception as error:
             raise _engine_error("vLLM failed in generation", error) from error
-        responses = [
-            self._response(prompt, i, output.outputs[0], sampling.top_logprobs)
-            for (prompt, i), output in zip(samples, outputs, strict=True)
-        ]
-        self._check_ranks_agree(responses)
-        return responses
+        self._check_ranks_agree(b"".join(digests))
 
-    def _run(self, inputs: Sequence[Any], params: Sequence[Any]) -> list[Any]:
-        """Step until all requests are done, in the order of ``inputs``. A signal ends it early, but not between the ranks
-        of one engine: they would no longer step together."""
+    def _steps(self, samples: Sequence[tuple[Prompt, int]], sampling: SamplingConfig, step: int) -> Iterator[list[Any]]:
+        """What each step of the engine finishes. A signal ends it early, but not between the ranks of one engine: they
+        would no longer step together."""
         engine = self.llm.llm_engine
-        ids = [str(number) for number in range(len(inputs))]
-        finished: dict[str, Any] = {}
-        for name, prompt, param in zip(ids, inputs, params, strict=True):
-            engine.add_request(name, prompt, param)
-        while engine.has_unfinished_requests():
-            if self.tensor_model_parallel_size == 1 and stop_requested():
-                engine.abort_request(ids)
-                raise RolloutAbandoned
-            finished |= {output.request_id: output for output in engine.step() if output.finished}
-        return [finished[name] for name in ids]
+        ids = [str(number) for number in range(len(samples))]
+        for name, (prompt, i) in zip(ids, samples, strict=True):
+            tokens = {"prompt_token_ids": list(prompt.token_ids)}
+            engine.add_request(name, tokens, self._params(sampling, step, prompt, i))
+        try:
+            while engine.has_unfinished_requests():
+                if self.tensor_model_parallel_size == 1 and stop_requested():
+                    raise RolloutAbandoned
+                if finished := [output for output in engine.step() if output.finished]:
+                    yield finished
+        except (RolloutAbandoned, GeneratorExit):
+            engine.abort_request(ids)
+            raise
 
     def _params(self, sampling: SamplingConfig, step: int, prompt: Prompt, index: int) -> Any:
         from vllm import SamplingParams
@@ -169,13 +181,12 @@ class VllmEngine:
             top_logprobs=tops,
         )
 
-    def _check_ranks_agree(self, responses: Sequence[Response]) -> None:
-        """The ranks of one engine sample each for themselves; with equal seeds they must agree."""
+    def _check_ranks_agree(self, digest: bytes) -> None:
+        """With equal seeds they must."""
         if self.tensor_model_parallel_size == 1:
             return
         from vllm.distributed import get_tp_group
 
-        digest = hashlib.sha256(b"".join(r.token_ids.tobytes() for r in responses)).hexdigest()
         digests: list[Any] = [None] * self.tensor_model_parallel_size
         dist.all_gather_object(digests, digest, group=get_tp_group().cpu_group)
         if len(set(digests)) > 1:

@@ -10,17 +10,18 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import queue
 import shutil
 import time
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Generator, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron_dcpo.errors import UserError, one_line
-from megatron_dcpo.rollout.engine import EngineError, SamplingConfig, read_eos_token_ids, request_seed
+from megatron_dcpo.rollout.engine import Engine, EngineError, SamplingConfig, read_eos_token_ids, request_seed
 from megatron_dcpo.runtime import distributed
 from megatron_dcpo.runtime.dtypes import name_of
 from megatron_dcpo.runtime.files import new_directory
@@ -38,7 +39,7 @@ _REQUEST_SECONDS, _RETURN_SECONDS = 3600.0, 900.0  # for one request; for a serv
 _ROUNDED = 1e-3  # a log-prob of a probability that rounding has put above 1
 
 
-class ServerEngine:
+class ServerEngine(Engine):
     """Implements :class:`megatron_dcpo.rollout.engine.Engine`. Updates are collective: rank 0 writes and tells the server.
 
     ``endpoint``: the server's address (with or without ``/v1``). ``exchange``: the directory the weights are put in.
@@ -56,28 +57,29 @@ class ServerEngine:
         self.weights_version = 0
         self.model = self._check()
 
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig, step: int = 0) -> list[Response]:
+    def stream(
+        self, samples: Sequence[tuple[Prompt, int]], sampling: SamplingConfig, step: int = 0
+    ) -> Generator[list[Response], None, None]:
         """See :class:`megatron_dcpo.rollout.engine.Engine`. One request per sample, ``concurrency`` at a time."""
         if sampling.raw_logprobs or sampling.top_logprobs:
             raise ValueError("this engine trains; to evaluate a server, use dcpo evaluate --endpoint")
         self._check_version()
-        samples = [(prompt, i) for prompt in prompts for i in range(sampling.n)]
-        responses: dict[int, Response] = {}
         with ThreadPoolExecutor(max(1, min(self.concurrency, len(samples)))) as pool:
-            jobs = {
-                pool.submit(self._sample, prompt, i, sampling, step): number
-                for number, (prompt, i) in enumerate(samples)
-            }
+            done: queue.SimpleQueue[Future[Response]] = queue.SimpleQueue()
+            for prompt, i in samples:
+                pool.submit(self._sample, prompt, i, sampling, step).add_done_callback(done.put)
+            left = len(samples)
             try:
-                for job in as_completed(jobs):
-                    responses[jobs[job]] = job.result()
+                while left:
+                    responses = [done.get().result() for _ in range(max(1, done.qsize()))]
+                    left -= len(responses)
                     if stop_requested():
                         raise RolloutAbandoned
+                    self._check_version()  # a server that came back in between has other weights
+                    yield responses
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
-        self._check_version()  # a server that came back in between has other weights
-        return [responses[number] for number in range(len(samples))]
 
     def update_weights(self, buckets: Iterable[Sequence[WeightSlice]], version: int) -> None:
         """Write the weights and have the server read them; every rank waits until it has."""

@@ -94,7 +94,8 @@ class Recorder:
             metrics = {"step": step, **step_metrics(samples, statistics, timers), **(traffic or {})}
             metrics |= utilization(self.run.policy, samples, timers)
             try:
-                self._log(step, samples, metrics, sum(timers.seconds.values()))
+                overlapped = timers.seconds.get("judge_busy", 0.0)
+                self._log(step, samples, metrics, sum(timers.seconds.values()) - overlapped)
                 self._write_mismatch(step, mismatch_histogram(statistics.sums))
             except OSError as error:
                 refused = _why(error)

@@ -1,6 +1,7 @@
 """An engine that fails is started anew and the run goes on as if nothing had been; what cannot be mended is named."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,25 @@ def train(run_dir, mode, *overrides):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
+def undisturbed_run(tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("good") / "run"
     done = train(run_dir, "none")
     assert done.returncode == 0, done.stderr[-2000:]
-    return metrics(run_dir)
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def undisturbed(undisturbed_run):
+    return metrics(undisturbed_run)
+
+
+def test_the_order_of_finishing_changes_nothing(tmp_path, undisturbed_run):
+    """One by one, in a random order: the same samples, metrics and weights."""
+    done = train(tmp_path / "run", "shuffled")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert without_clocks(metrics(tmp_path / "run")) == without_clocks(metrics(undisturbed_run))
+    for name in ("samples/step_000001.jsonl", "samples/step_000003.jsonl", "policy/model.safetensors"):
+        assert (tmp_path / "run" / name).read_bytes() == (undisturbed_run / name).read_bytes(), name
 
 
 @pytest.mark.parametrize(("mode", "reason"), [("generate", "killed in generation"), ("update", "lost in the middle")])
@@ -33,6 +48,19 @@ def test_the_run_continues_after_a_restart(tmp_path, undisturbed, mode, reason):
     assert "starts anew" in done.stderr
     assert "restarted 1 updated 5" in done.stdout
     assert without_clocks(metrics(tmp_path / "run")) == without_clocks(undisturbed)
+
+
+def test_what_was_handed_over_before_the_failure_is_kept(tmp_path, undisturbed):
+    """Only the missing responses are generated again, in smaller batches, which round differently."""
+    done = train(tmp_path / "run", "midway")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "starts anew" in done.stderr
+    asked, handed_over = re.search(r"asked \[(.*)\] handed over (\d+)", done.stdout).groups()
+    assert 0 < int(handed_over) < 16
+    assert [int(n) for n in asked.split(", ")] == [16, 16, 16 - int(handed_over), 16]
+    for ours, single in zip(metrics(tmp_path / "run"), undisturbed, strict=True):
+        assert ours["reward/accuracy"] == single["reward/accuracy"]
+        assert ours["loss/policy"] == pytest.approx(single["loss/policy"], abs=1e-6)
 
 
 @pytest.mark.parametrize(("mode", "reason"), [("generate", "killed in generation"), ("update", "lost in the middle")])

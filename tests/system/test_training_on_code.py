@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import random
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -118,14 +120,14 @@ def test_two_steps_on_programs(two_steps: tuple[Path, list[dict[str, Any]]]) -> 
             assert sample["confidence_block"].startswith("<conf>")
 
 
-@pytest.mark.parametrize(("overrides", "options"), [(("rollout.chunks=1",), {}), ((), {"processes": 2})])
-def test_chunks_and_ranks_change_nothing(
-    two_steps: tuple[Path, list[dict[str, Any]]], coder: tuple[Path, Path], tmp_path: Path, overrides: Any, options: Any
+def test_batches_and_ranks_change_nothing(
+    two_steps: tuple[Path, list[dict[str, Any]]], coder: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    records = train_on_code(tmp_path / "run", coder, *overrides, **options)
-    for ours, single in zip(without_clocks(records), without_clocks(two_steps[1]), strict=True):
-        assert ours["reward/accuracy"] == single["reward/accuracy"]
-        assert ours["loss/policy"] == pytest.approx(single["loss/policy"], abs=1e-5)
+    for name, overrides, processes in (("batches", ["rollout.max_num_seqs=7"], 1), ("ranks", [], 2)):
+        records = train_on_code(tmp_path / name, coder, *overrides, processes=processes)
+        for ours, single in zip(without_clocks(records), without_clocks(two_steps[1]), strict=True):
+            assert ours["reward/accuracy"] == single["reward/accuracy"]
+            assert ours["loss/policy"] == pytest.approx(single["loss/policy"], abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -149,11 +151,11 @@ def test_what_cannot_be_judged_is_said_before_anything_is_built(
 # ------------------------------------------------------------------------------------------------ overlap
 
 
-def fake_run(judge: Any, generate: Any, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> Any:
+def fake_run(judge: Any, stream: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(sampling, "all_gather_objects", lambda value: [value])
     monkeypatch.setattr(sampling, "recover_engines", lambda *_, **__: False)
-    config = load_config(QUICKSTART / "dcpo.yaml", ["rollout.group_size=2", *overrides])
-    engine = SimpleNamespace(generate=generate, weights_version=0, tensor_model_parallel_size=1)
+    config = load_config(QUICKSTART / "dcpo.yaml", ["rollout.group_size=2"])
+    engine = SimpleNamespace(stream=stream, weights_version=0, tensor_model_parallel_size=1)
     return SimpleNamespace(config=config, topology=SimpleNamespace(rank=0, world_size=1), engine=engine, judge=judge)
 
 
@@ -165,42 +167,48 @@ def prompts(count: int) -> list[Prompt]:
     return [Prompt(f"p{i}", (), tuple(range(count - i)), "1", "t") for i in range(count)]
 
 
-def responses_to(chunk: list[Prompt]) -> list[Response]:
-    return [
-        Response(prompt.prompt_id, i, np.array([1]), np.zeros(1, np.float32), "stop", 0)
-        for prompt in chunk
-        for i in (0, 1)
-    ]
+def response(prompt: Prompt, index: int) -> Response:
+    return Response(prompt.prompt_id, index, np.array([1]), np.zeros(1, np.float32), "stop", 0)
+
+
+def one_by_one(samples: Any, sampling: Any, step: int) -> Iterator[list[Response]]:
+    for prompt, index in samples:
+        yield [response(prompt, index)]
 
 
 def judged(responses: list[Response], by_id: Any) -> list[Judgement]:
     return [Judgement(r.prompt_id, float(r.sample_index), None, "missing", 0, 1) for r in responses]
 
 
-def test_a_chunk_is_judged_while_the_next_one_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither can go on without the other: the test would time out if one waited for the end of the other."""
-    second_begun, first_in_judgement = threading.Event(), threading.Event()
-    calls: list[list[str]] = []
+def roll_out(run: Any, step: int = 1, timers: Timers | None = None, count: int = 7) -> list[sampling.TrainingSample]:
+    rollout = sampling.Rollout()
+    sampling.roll_out(run, prompts(count), step, rollout)
+    return sampling.gather_judged(run, prompts(count), rollout, timers or unwatched())
 
-    def generate(chunk: list[Prompt], sampling: Any, step: int) -> list[Response]:
-        calls.append([prompt.prompt_id for prompt in chunk])
-        if len(calls) == 2:
-            second_begun.set()
-            assert first_in_judgement.wait(30), "the first chunk is not judged meanwhile"
-        return responses_to(chunk)
+
+def test_a_response_is_judged_while_the_next_one_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither can go on without the other: the test would time out if one waited for the end of the other. The judge of
+    the first response holds up nobody else's either."""
+    generating, judging, last = threading.Event(), threading.Event(), threading.Event()
+
+    def stream(samples: Any, sampling: Any, step: int) -> Iterator[list[Response]]:
+        for number, (prompt, index) in enumerate(samples):
+            if number == 1:
+                generating.set()
+                assert judging.wait(30), "the first response is not judged meanwhile"
+            yield [response(prompt, index)]
 
     def judge(responses: list[Response], by_id: Any) -> list[Judgement]:
-        first_in_judgement.set()
-        assert second_begun.wait(30), "the second chunk is not generated meanwhile"
+        if (responses[0].prompt_id, responses[0].sample_index) == ("p0", 0):
+            judging.set()
+            assert generating.wait(30), "the second response is not generated meanwhile"
+            assert last.wait(30), "a slow response holds up the others"
+        if (responses[0].prompt_id, responses[0].sample_index) == ("p6", 1):
+            last.set()
         return judged(responses, by_id)
 
     timers = unwatched()
-    run = fake_run(judge, generate, monkeypatch, "rollout.chunks=3")
-    rollout = sampling.gather_judged(run, prompts(7), sampling.roll_out(run, prompts(7), 1, timers))
-    assert [len(chunk) for chunk in calls] == [3, 3, 1]
-    assert [name for chunk in calls for name in chunk] == [f"p{i}" for i in reversed(range(7))], (
-        "prompts of similar length together"
-    )
+    rollout = roll_out(fake_run(judge, stream, monkeypatch), timers=timers)
     assert [(s.response.prompt_id, s.response.sample_index) for s in rollout] == [
         (f"p{i}", n) for i in range(7) for n in (0, 1)
     ]
@@ -208,32 +216,47 @@ def test_a_chunk_is_judged_while_the_next_one_is_generated(monkeypatch: pytest.M
     assert timers.seconds["judge_busy"] > 0
 
 
-@pytest.mark.parametrize(
-    ("overrides", "per_rank", "chunks"),
-    [
-        ((), 32, 1),
-        (("judging.verifier=code",), 32, 4),
-        (("judging.verifier=code", "rollout.chunks=2"), 32, 2),
-        (("rollout.chunks=9",), 3, 3),
-        (("rollout.max_num_seqs=8",), 32, 8),
-        (("rollout.max_num_seqs=1",), 2, 2),
-    ],
-)
-def test_number_of_chunks(overrides: tuple[str, ...], per_rank: int, chunks: int) -> None:
-    config = load_config(QUICKSTART / "dcpo.yaml", ["rollout.group_size=2", *overrides])
-    assert sampling.number_of_chunks(config, per_rank) == chunks
+def test_a_judge_that_fails_ends_the_rollout_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = threading.Event()
+    generated = []
 
-
-def test_a_judge_that_fails_ends_the_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
     def judge(responses: Any, by_id: Any) -> Any:
-        raise UserError("no sandbox")
+        try:
+            raise UserError("no sandbox")
+        finally:
+            failed.set()
 
-    run = fake_run(judge, lambda chunk, sampling, step: responses_to(chunk), monkeypatch, "rollout.chunks=3")
+    def stream(samples: Any, sampling: Any, step: int) -> Iterator[list[Response]]:
+        for prompt, index in samples:
+            yield [response(prompt, index)]
+            generated.append(index)
+            assert failed.wait(30)
+            time.sleep(0.2)  # from the exception to the future
+
     with pytest.raises(UserError, match="no sandbox"):
-        sampling.gather_judged(run, prompts(7), sampling.roll_out(run, prompts(7), 1, unwatched()))
-    stale = fake_run(judged, lambda chunk, sampling, step: responses_to(chunk), monkeypatch)
+        roll_out(fake_run(judge, stream, monkeypatch))
+    assert len(generated) < 14
     with pytest.raises(UserError, match="weights version 0, the policy is at 3"):
-        sampling.gather_judged(stale, prompts(2), sampling.roll_out(stale, prompts(2), 4, unwatched()))
+        roll_out(fake_run(judged, one_by_one, monkeypatch), step=4)
+
+
+def test_ranks_of_one_engine_keep_what_all_of_them_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 of two was handed three responses before its engine failed; its mate has another one, and one alike."""
+    run = fake_run(judged, one_by_one, monkeypatch)
+    run.engine.tensor_model_parallel_size, run.topology.world_size = 2, 4
+    responses = {("p0", i): response(prompts(1)[0], i) for i in range(3)}
+    alike = {name: hashlib.sha256(one.token_ids.tobytes()).digest() for name, one in responses.items()}
+    mate = {("p0", 0): alike[("p0", 0)], ("p0", 1): b"other tokens"}
+    monkeypatch.setattr(sampling, "all_gather_objects", lambda own: [own, mate, {}, {}])
+    assert list(sampling._agreed(run, responses)) == [("p0", 0)]
+
+
+@pytest.mark.parametrize(
+    ("intervals", "length"),
+    [([], 0.0), ([(1, 2)], 1.0), ([(1, 3), (2, 4), (6, 7)], 4.0), ([(0, 9), (1, 2), (3, 4)], 9.0)],
+)
+def test_the_time_of_a_busy_judge_counts_once(intervals: list[tuple[float, float]], length: float) -> None:
+    assert sampling.covered(intervals) == length
 
 
 # ------------------------------------------------------------------------------------------------ dead sandboxes

@@ -54,6 +54,11 @@ def test_written_config_reads_back(tmp_path):
             "run_dir: r\nmodel: {path: m}\ndata: {path: d, prompts_per_step: 5}\ntraining: {updates_per_rollout: 2}",
             "divide",
         ),
+        (
+            "run_dir: r\nmodel: {path: m}\ndata: {path: d}\nrollout: {chunks: 4}",
+            "rollout.chunks was removed, take it out: each response is judged as soon as it is there; "
+            "rollout.max_num_seqs bounds",
+        ),
         ("base: c.yaml", "its own base"),
         ("base: other.yaml", "other.yaml does not exist"),
     ],

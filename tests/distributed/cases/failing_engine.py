@@ -7,6 +7,7 @@ On several ranks only the last one's engine fails, and a restart is a collective
 from __future__ import annotations
 
 import os
+import random
 import sys
 import time
 from dataclasses import replace
@@ -29,25 +30,36 @@ class Failures:
     def __init__(self, mode: str) -> None:
         self.rank, self.world_size = (int(os.environ.get(name, default)) for name, default in _PLACE)
         self.mode = mode if self.rank == self.world_size - 1 else "none"
-        self.generated = self.updated = self.restarted = 0
+        self.generated = self.updated = self.restarted = self.handed_over = 0
+        self.asked = []  # how many samples, call by call
 
     def install(self) -> None:
-        generate, update, not_finite = (
-            TransformersEngine.generate,
+        stream, update, not_finite = (
+            TransformersEngine.stream,
             TransformersEngine.update_weights,
             weight_sync.not_finite,
         )
 
-        def failing_generate(engine, prompts, sampling, step=0):
+        def failing_stream(engine, samples, sampling, step=0):
             self.generated += 1
+            self.asked.append(len(samples))
             if self.mode == "always" or (self.mode == "generate" and self.generated == 2):
                 raise EngineError("killed in generation")
             if self.mode == "device" and self.generated == 2:
                 raise RuntimeError("CUDA error: an illegal memory access was encountered")
-            responses = generate(engine, prompts, sampling, step)
-            if self.mode == "stale" and step == 2:
-                return [replace(response, weights_version=response.weights_version - 1) for response in responses]
-            return responses
+            parts = stream(engine, samples, sampling, step)
+            if self.mode == "shuffled":
+                parts = [[response] for responses in parts for response in responses]
+                random.Random(step).shuffle(parts)
+            for responses in parts:
+                if self.mode == "stale" and step == 2:
+                    responses = [
+                        replace(response, weights_version=response.weights_version - 1) for response in responses
+                    ]
+                yield responses
+                if self.mode == "midway" and self.generated == 2:
+                    self.handed_over = len(responses)
+                    raise EngineError("killed in generation")
 
         def failing_update(engine, buckets, version):
             self.updated += 1
@@ -69,7 +81,7 @@ class Failures:
             for parameter in engine.model.parameters():
                 parameter.data.zero_()  # an engine that comes back has no weights
 
-        TransformersEngine.generate, TransformersEngine.update_weights = failing_generate, failing_update
+        TransformersEngine.stream, TransformersEngine.update_weights = failing_stream, failing_update
         TransformersEngine.restart = restart
         if self.mode == "nan":
             weight_sync.not_finite = lambda policy: not_finite(_poisoned(policy)) if self.updated == 2 else []
@@ -96,4 +108,5 @@ def run(options: dict[str, Any]) -> None:
     failures.install()
     status = cli.main(["train", "--config", str(QUICKSTART / "dcpo.yaml"), *options["overrides"]])
     print(f"restarted {failures.restarted} updated {failures.updated}", flush=True)
+    print(f"asked {failures.asked} handed over {failures.handed_over}", flush=True)
     sys.exit(status)

@@ -11,9 +11,9 @@ from megatron_dcpo.rollout.vllm_engine import VllmEngine
 
 
 def run(options: dict[str, Any]) -> None:
-    whole, rollouts = VllmEngine._run, 0
+    whole, rollouts = VllmEngine._steps, 0
 
-    def failing_run(engine: VllmEngine, inputs: Any, params: Any) -> Any:
+    def failing_run(engine: VllmEngine, *arguments: Any) -> Any:
         nonlocal rollouts
         rollouts += 1
         step, steps = engine.llm.llm_engine.step, 0
@@ -27,9 +27,9 @@ def run(options: dict[str, Any]) -> None:
 
         engine.llm.llm_engine.step = failing_step
         try:
-            return whole(engine, inputs, params)
+            yield from whole(engine, *arguments)
         finally:
             engine.llm.llm_engine.step = step
 
-    VllmEngine._run = failing_run  # type: ignore[method-assign]
+    VllmEngine._steps = failing_run  # type: ignore[method-assign]
     sys.exit(cli.main(options["arguments"]))

@@ -13,15 +13,15 @@ from megatron_dcpo.rollout.vllm_engine import VllmEngine
 
 def run(options: dict[str, Any]) -> None:
     counts = {"generate": 0, "update": 0, "restarted": 0}
-    generate, update, restart = VllmEngine._run, VllmEngine.update_weights, VllmEngine.restart
+    steps, update, restart = VllmEngine._steps, VllmEngine.update_weights, VllmEngine.restart
 
     def due(what: str) -> bool:
         counts[what] += 1
         return options["mode"] == what and counts[what] == 2 and os.environ["RANK"] == "1"
 
-    def failing_run(engine: VllmEngine, inputs: Any, params: Any) -> Any:
+    def failing_steps(engine: VllmEngine, *arguments: Any) -> Any:
         if not due("generate"):
-            return generate(engine, inputs, params)
+            return steps(engine, *arguments)
         step = engine.llm.llm_engine.step
 
         def failing_step() -> Any:
@@ -29,7 +29,7 @@ def run(options: dict[str, Any]) -> None:
             raise RuntimeError("this engine alone")
 
         engine.llm.llm_engine.step = failing_step
-        return generate(engine, inputs, params)
+        return steps(engine, *arguments)
 
     def failing_update(engine: VllmEngine, buckets: Any, version: int) -> None:
         if due("update"):
@@ -46,7 +46,7 @@ def run(options: dict[str, Any]) -> None:
         counts["restarted"] += 1
         restart(engine)
 
-    VllmEngine._run, VllmEngine.update_weights = failing_run, failing_update  # type: ignore[method-assign]
+    VllmEngine._steps, VllmEngine.update_weights = failing_steps, failing_update  # type: ignore[method-assign]
     VllmEngine.restart = counted  # type: ignore[method-assign]
     status = cli.main(options["arguments"])
     print(f"restarted {counts['restarted']}", flush=True)

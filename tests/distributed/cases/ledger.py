@@ -39,11 +39,11 @@ class SleepingEngine(TransformersEngine):
         super().update_weights(buckets, version)
         LEDGER.put("engine cache", 1)
 
-    def generate(self, prompts: Any, sampling: Any, step: int = 0) -> Any:
+    def stream(self, samples: Any, sampling: Any, step: int = 0) -> Any:
         if SleepingEngine.failing and step == 2:
             SleepingEngine.failing = False
             raise EngineError("killed in generation")
-        return super().generate(prompts, sampling, step)
+        yield from super().stream(samples, sampling, step)
 
 
 def run(options: dict[str, Any]) -> Any:
@@ -72,7 +72,7 @@ def run(options: dict[str, Any]) -> Any:
         watch("load", recovery, "load_checkpoint")
         watch("update", update, "update_once")
         watch("reference", update, "with_ref_logprobs")
-        watch("rollout", SleepingEngine, "generate")
+        watch("rollout", SleepingEngine, "stream")
     Path(config.run_dir).parent.mkdir(parents=True, exist_ok=True)
     loop.train(config)
     return {"together": sorted(together), "during": {name: sorted(held) for name, held in during.items()}}
