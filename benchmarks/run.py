@@ -102,7 +102,8 @@ def write_results(path: Path, lines: Sequence[dict[str, Any]]) -> None:
     path.write_text(
         f"""# Results
 
-Written by `python benchmarks/run.py` on {time.strftime("%Y-%m-%d")}: {_machine()}.
+Written by `python benchmarks/run.py`, last on {time.strftime("%Y-%m-%d")}.
+{_machine()}.
 A ratio is ours / other. `+` behind a commit: with changes that were not committed.
 
 | name | ours | other | unit | other is | ratio | goal | met | commit |

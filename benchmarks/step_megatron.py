@@ -1,0 +1,121 @@
+"""Our training step against Megatron-core's bare one: the same tokens, micro-batches, model, optimizer and gradient.
+
+Ours is ``update_policy``: micro-batches, scores, log-probs, entropies, loss, engine against trainer, statistics, the
+checks for numbers that are not finite, optimizer. Bare is ``forward_backward_func`` with Megatron's own cross-entropy
+(``labels=...``) on micro-batches that are ready, weighted so that its gradient is the same, and the optimizer.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from measurement import Measurement, in_turns, timed
+
+CASES = {  # policy, prompts, responses to each, tokens, probability of an end, options, rounds
+    "131k": ("131k", 32, 8, 16, 0.0, ("training.micro_batch_size=256",), 20),
+    "28M": ("28M", 8, 8, 48, 0.0, ("training.micro_batch_size=64",), 4),
+    "28M, ragged, packed": (
+        "28M", 4, 8, 256, 0.01, ("parallel.sequence_packing=true", "training.max_tokens_per_micro_batch=2048"), 4
+    ),
+}  # fmt: skip
+
+
+def measurements() -> Iterator[Measurement]:
+    import policies
+
+    from megatron_dcpo.runtime.distributed import destroy
+    from megatron_dcpo.runtime.watchdog import Timers
+    from megatron_dcpo.training.sampling import sample_step
+
+    for name, (shape, prompts, group, tokens, stop, more, rounds) in CASES.items():
+        with tempfile.TemporaryDirectory() as scratch:
+            model = policies.write_policy(Path(scratch, "policy"), shape, stop)
+            options = policies.overrides(model, Path(scratch, "run"), prompts, group, tokens, *more)
+            run = policies.training_run(options)
+            with run.watch:
+                drawn = sample_step(run, 1, Timers(run.watch))
+                # half of a group is right: a random policy's groups would have no gradient
+                samples = [replace(s, judgement=replace(s.judgement, correct=i % 2)) for i, s in enumerate(drawn)]
+                yield compared(name, run, samples, rounds)
+        destroy()
+
+
+def compared(name: str, run: Any, samples: list[Any], rounds: int) -> Measurement:
+    from megatron_dcpo.training.update import MiniBatch, accumulate, score, update_policy
+
+    mini_batch = score(run, MiniBatch.of(run, samples))
+    bare = Bare(run, mini_batch)
+    gradients = []
+    for once in (lambda: accumulate(run, mini_batch), bare.accumulate):
+        bare.zero()
+        once()
+        gradients.append([buffer.grad_data.clone() for chunk in run.policy.chunks for buffer in chunk.buffers])
+    apart = max(float((a - b).norm() / b.norm()) for a, b in zip(*gradients, strict=True))
+    turns = in_turns(rounds, ours=lambda: update_policy(run, samples, 1), bare=bare.step)
+    tokens = sum(len(sample.response_ids) for sample in samples)
+    reason = f"{tokens} response tokens; the gradients' relative difference is {apart:.1g} (at most 1e-4)"
+    other = "forward_backward_func, cross-entropy and optimizer of Megatron-core"
+    fields = {"goal": 1.05, "same": apart <= 1e-4, "reason": reason}
+    return timed(f"step_megatron/{name}", turns["ours"], turns["bare"], other, how=min, **fields)
+
+
+class Bare:
+    """The step without us."""
+
+    def __init__(self, run: Any, mini_batch: Any) -> None:
+        import numpy as np
+        import torch
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        from megatron_dcpo.policy.batching import collate, sequence_length
+
+        self.run, self.forward_backward = run, get_forward_backward_func()
+        self.batches = []
+        packing = run.config.parallel.sequence_packing
+        self.longest = max(map(sequence_length, mini_batch.local_samples))
+        for batch in collate(mini_batch.local_samples, mini_batch.micro_batches, packing=packing):
+            labels, weights = torch.zeros_like(batch.tokens), torch.zeros(batch.tokens.shape)
+            labels.view(-1)[batch.rows] = batch.targets
+            parts = [s.weights * s.tokens.advantages for s in batch.samples]
+            weights.view(-1)[batch.rows] = torch.as_tensor(np.concatenate(parts), dtype=torch.float32)
+            self.batches.append((batch, labels, weights))
+
+    def zero(self) -> None:
+        for chunk in self.run.policy.chunks:
+            chunk.zero_grad_buffer()
+        self.run.optimizer.zero_grad()
+
+    def accumulate(self) -> None:
+        import torch
+
+        def forward(batches: Any, model: Any) -> Any:
+            batch, labels, weights = next(batches)
+            packed = batch.packed_seq_params
+            losses = model(batch.tokens, batch.position_ids, None, labels=labels, packed_seq_params=packed)
+            one = torch.ones((), dtype=torch.int)
+            return losses, lambda output: ((output * weights).sum() * len(self.batches), one, {})
+
+        self.forward_backward(
+            forward_step_func=forward,
+            data_iterator=iter(self.batches),
+            model=list(self.run.policy.chunks),
+            num_microbatches=len(self.batches),
+            seq_length=self.longest,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+
+    def step(self) -> None:
+        self.zero()
+        self.accumulate()
+        self.run.optimizer.step()
+        self.run.scheduler.step(1)
+
+
+if __name__ == "__main__":
+    for measurement in measurements():
+        print(measurement.line("python benchmarks/run.py step_megatron"))
