@@ -6,11 +6,9 @@ No importance ratio and no clipping. The stated confidence is not used; the bloc
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from megatron_dcpo.objectives.advantages import REWARD_TOLERANCE, Group, GroupScore, by_group
 from megatron_dcpo.objectives.objective import Method
@@ -24,6 +22,9 @@ from megatron_dcpo.objectives.policy_loss import (
     sequence_sums,
 )
 from megatron_dcpo.types import BLOCK_NONE
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def score_group(group: Group, options: ObjectiveConfig) -> GroupScore:
@@ -50,15 +51,15 @@ def token_loss(batch: TokenBatch, options: ObjectiveConfig) -> tuple[Tensor, Sta
     logprobs = masked_logprobs(batch)
     lengths = sequence_sums(valid.to(logprobs), batch).clamp(min=1)
     log_c = sequence_sums(logprobs, batch) / lengths
-    log_one_minus_c = (-torch.expm1(log_c)).clamp(min=options.one_minus_c_clamp).log()
+    log_one_minus_c = (-log_c.expm1()).clamp(min=options.one_minus_c_clamp).log()
     R = batch.correct.to(logprobs)
     regularizer = options.beta * (R * log_c + (1 - R) * log_one_minus_c)
     extra, stats = regularizers(batch, options)
-    nothing = torch.zeros_like(logprobs)
-    A = torch.where(valid, batch.advantages.to(logprobs), nothing)
-    weights = torch.where(valid, batch.weights.to(logprobs), nothing)
+    nothing = logprobs.new_zeros(())
+    A = batch.advantages.to(logprobs).where(valid, nothing)
+    weights = batch.weights.to(logprobs).where(valid, nothing)
     losses = weights * (extra - A * log_c[batch.sequence_ids] - regularizer[batch.sequence_ids])
-    return losses, stats | by_block("loss", losses, batch) | by_block("tokens", torch.ones_like(losses), batch)
+    return losses, stats | by_block("loss", losses, batch) | by_block("tokens", losses.new_ones(losses.shape), batch)
 
 
 def defaults(config: ObjectiveConfig) -> Mapping[str, Any]:

@@ -15,14 +15,16 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from megatron_dcpo.objectives.advantages import MIN_BATCH_RMS, SCORES
 from megatron_dcpo.objectives.options import ObjectiveConfig
 from megatron_dcpo.types import Judgement
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAX_WIDTH = 3  # digits of one token; every tokenizer we know stops there
 _BELOW_ONE = re.compile(rb"(?<![0-9])0*\.([0-9]+)[ \t\r\n\f\v]*$")
@@ -167,7 +169,9 @@ def digit_losses(digits: DigitBatch, options: ObjectiveConfig) -> Tensor:
     damping leaves the plain one, pi_d A_d, which gives up what is hardly ever sampled. An expectation under the policy as
     it is, it needs no importance ratio.
     """
-    zero = torch.zeros((), dtype=digits.logprobs.dtype, device=digits.logprobs.device)
+    import torch
+
+    zero = digits.logprobs.new_zeros(())
     known = digits.logprobs > -torch.inf
     logprobs = torch.where(known, digits.logprobs, zero)
     pi = torch.where(known, logprobs.detach().exp().clamp(min=torch.finfo(logprobs.dtype).tiny), zero)

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch import Tensor
 
 from megatron_dcpo.objectives.advantages import ScoreMiniBatch, make_group
 from megatron_dcpo.objectives.expected_digits import DecimalToken, DigitScores, score_digits
 from megatron_dcpo.objectives.options import CLIPPED_LOSS, COMMON, ObjectiveConfig
 from megatron_dcpo.objectives.policy_loss import Stats, TokenBatch, clipped_policy_loss
 from megatron_dcpo.types import BLOCK_CONFIDENCE, BLOCK_REASONING, Judgement, TokenAdvantages
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 COUNT_NAMES = ("sequences", "reasoning_tokens", "confidence_tokens")
 
@@ -154,9 +156,9 @@ class Objective:
         for tokens, trained in zip(scored.tokens, scored.trained, strict=True):
             blocks = tokens.block_ids
             if self.options.loss_aggregation == "sequence_mean":
-                denominator = np.full(len(blocks), sequences * max(len(blocks), 1))
+                denominator = sequences * max(len(blocks), 1)
             elif self.options.loss_aggregation == "token_mean":
-                denominator = np.full(len(blocks), total)
+                denominator = total
             else:
                 denominator = per_block[blocks]
             weights.append(weight[blocks] / denominator * float(trained))
@@ -171,9 +173,10 @@ def spread_over_tokens(judgement: Judgement, A_r: float, A_c: float, options: Ob
     """A_r on the reasoning tokens, A_c on the confidence tokens, constant inside a block
     (docs/algorithms.md#4-advantages)."""
     boundary = confidence_start(judgement, options)
-    in_confidence = np.arange(judgement.length) >= boundary
-    block_ids = np.where(in_confidence, BLOCK_CONFIDENCE, BLOCK_REASONING).astype(np.int8)
-    return TokenAdvantages(judgement.prompt_id, np.where(in_confidence, A_c, A_r), block_ids)
+    advantages = np.full(judgement.length, A_r, np.float64)
+    block_ids = np.full(judgement.length, BLOCK_REASONING, np.int8)
+    advantages[boundary:], block_ids[boundary:] = A_c, BLOCK_CONFIDENCE
+    return TokenAdvantages(judgement.prompt_id, advantages, block_ids)
 
 
 def confidence_start(judgement: Judgement, options: ObjectiveConfig) -> int:

@@ -7,18 +7,19 @@ split, packed or accumulated.
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from megatron_dcpo.objectives.expected_digits import DigitBatch, digit_losses
 from megatron_dcpo.objectives.options import Blocks, ObjectiveConfig
 from megatron_dcpo.types import BLOCK_NONE, BLOCKS
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 MAX_LOG_RATIO = 20.0  # exp() of more only overflows; every clip and cap lies far below
 MAX_KL = 10.0  # the released code's bound on one token's k3
 
-Stats = dict[str, Tensor]
+Stats = dict[str, "Tensor"]
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,10 @@ def clipped_policy_loss(batch: TokenBatch, options: ObjectiveConfig) -> tuple[Te
     A = _where(valid, batch.advantages.to(log_ratio))
     rho = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     low, high = per_block(options.blocks("clip_low"), batch, rho), per_block(options.blocks("clip_high"), batch, rho)
-    unclipped, clipped = -A * rho, -A * torch.clamp(rho, 1 - low, 1 + high)
-    losses = torch.maximum(unclipped, clipped)
+    unclipped, clipped = -A * rho, -A * rho.clamp(1 - low, 1 + high)
+    losses = unclipped.maximum(clipped)
     if options.dual_clip:
-        losses = torch.minimum(losses, options.dual_clip * A.abs())  # binds only where A < 0
+        losses = losses.minimum(options.dual_clip * A.abs())  # binds only where A < 0
     tis = importance_weights(batch, options)
     losses = losses * tis
     if batch.digits is not None:
@@ -66,7 +67,7 @@ def clipped_policy_loss(batch: TokenBatch, options: ObjectiveConfig) -> tuple[Te
     stats |= by_block("clipped", (clipped > unclipped).to(rho), batch) | by_block("ratio", rho, batch)
     if options.tis_level != "none":
         stats |= by_block("tis_weight", tis, batch)
-    return losses, stats | by_block("loss", losses, batch) | by_block("tokens", torch.ones_like(rho), batch)
+    return losses, stats | by_block("loss", losses, batch) | by_block("tokens", rho.new_ones(rho.shape), batch)
 
 
 def regularizers(batch: TokenBatch, options: ObjectiveConfig) -> tuple[Tensor, Stats]:
@@ -75,7 +76,7 @@ def regularizers(batch: TokenBatch, options: ObjectiveConfig) -> tuple[Tensor, S
     With d = logp_ref - logp: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1, at most ``MAX_KL`` (Schulman 2020).
     Raises ValueError when a coefficient asks for log-probs or entropies that the batch does not carry.
     """
-    extra, stats = torch.zeros_like(batch.logprobs), {}
+    extra, stats = batch.logprobs.new_zeros(batch.logprobs.shape), {}
     valid = _valid(batch)
     if any(options.blocks("kl_coef")):
         d = _where(valid, _need(batch.ref_logprobs, "kl_coef", "ref_logprobs").to(extra) - batch.logprobs)
@@ -102,7 +103,7 @@ def kl_estimate(d: Tensor, estimator: str) -> Tensor:
 def importance_weights(batch: TokenBatch, options: ObjectiveConfig) -> Tensor:
     """min(pi_old / pi_engine, tis_cap) per token, or of the whole sequence on each of its tokens; no gradient."""
     if options.tis_level == "none":
-        return torch.ones((), dtype=batch.logprobs.dtype, device=batch.logprobs.device)
+        return batch.logprobs.new_ones(())
     engine = _need(batch.engine_logprobs, "tis_level", "engine_logprobs").to(batch.logprobs)
     log_weight = _where(_valid(batch), batch.old_logprobs.to(engine) - engine).detach()
     if options.tis_level == "sequence":
@@ -116,7 +117,7 @@ def sequence_sums(values: Tensor, batch: TokenBatch) -> Tensor:
         count = len(batch.correct)
     else:
         count = int(batch.sequence_ids.max()) + 1 if batch.sequence_ids.numel() else 0
-    return torch.zeros(count, dtype=values.dtype, device=values.device).index_add(0, batch.sequence_ids, values)
+    return values.new_zeros(count).index_add(0, batch.sequence_ids, values)
 
 
 def per_block(values: Blocks, batch: TokenBatch, like: Tensor) -> Tensor:
@@ -124,7 +125,7 @@ def per_block(values: Blocks, batch: TokenBatch, like: Tensor) -> Tensor:
     table = [0.0, 0.0, 0.0]
     for name, block in BLOCKS.items():
         table[block] = float(getattr(values, name))
-    return torch.tensor(table, dtype=like.dtype, device=like.device)[batch.block_ids.long()]
+    return like.new_tensor(table)[batch.block_ids.long()]
 
 
 def by_block(name: str, values: Tensor, batch: TokenBatch) -> Stats:
@@ -148,7 +149,7 @@ def _valid(batch: TokenBatch) -> Tensor:
 
 
 def _where(valid: Tensor, values: Tensor) -> Tensor:
-    return torch.where(valid, values, torch.zeros((), dtype=values.dtype, device=values.device))
+    return values.where(valid, values.new_zeros(()))
 
 
 def _need(tensor: Tensor | None, option: str, field: str) -> Tensor:

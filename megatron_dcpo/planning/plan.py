@@ -7,11 +7,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatron_dcpo.config import Config
-from megatron_dcpo.errors import UserError
+from megatron_dcpo.errors import UserError, check_world_size
 from megatron_dcpo.objectives import build_objective
 from megatron_dcpo.planning.memory import Activations, State, stage_activations, stage_state
 from megatron_dcpo.planning.traffic import Rates, Seconds, Traffic, Work, step_seconds, step_traffic
-from megatron_dcpo.runtime.device import check_world_size
 from megatron_dcpo.runtime.dtypes import dtype_bytes
 from megatron_dcpo.weights.architecture import Architecture, read_architecture
 from megatron_dcpo.weights.planner import Layout, check_layout, check_recomputation

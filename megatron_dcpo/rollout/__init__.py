@@ -8,7 +8,7 @@ from typing import Any
 from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.judging.token_bytes import check_ids
 from megatron_dcpo.rollout.engine import Engine, EngineError, SamplingConfig, choose_engine
-from megatron_dcpo.rollout.transformers_engine import TransformersEngine, own_logs
+from megatron_dcpo.rollout.transformers_engine import TransformersEngine, auto_class, own_logs
 from megatron_dcpo.rollout.vllm_engine import VllmEngine, VllmOptions
 from megatron_dcpo.runtime.text import read_json_object
 
@@ -40,13 +40,11 @@ def build_local_engine(choice: str, model_dir: str | Path, options: VllmOptions)
 
 def load_tokenizer(model_dir: str | Path) -> Any:
     """The tokenizer of a checkpoint directory. Raises :class:`UserError` when there is none, or an unusable one."""
-    from transformers import AutoTokenizer
-
     own_logs()
     spec = Path(model_dir) / "tokenizer.json"
     if spec.is_file():
         check_ids(read_json_object(spec), str(spec))  # the library would make room for the largest id
     try:
-        return AutoTokenizer.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
+        return auto_class("AutoTokenizer").from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises plain Exception, others whatever their readers meet
         raise UserError(f"no usable tokenizer in {model_dir} ({one_line(error, 200)})") from None

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -34,6 +35,15 @@ def own_logs() -> None:
     transformers_logging.disable_progress_bar()
 
 
+def auto_class(name: str) -> Any:
+    """``AutoTokenizer`` or ``AutoModelForCausalLM``. Their import brings in scikit-learn and pandas (1 s) where it
+    finds them, for a kind of generation that is not used here."""
+    import transformers
+
+    with patch.object(transformers.utils, "is_sklearn_available", bool):
+        return getattr(transformers, name)
+
+
 class TransformersEngine(Engine):
     """Implements :class:`megatron_dcpo.rollout.engine.Engine`."""
 
@@ -49,12 +59,10 @@ class TransformersEngine(Engine):
     @classmethod
     def from_pretrained(cls, model_dir: str | Path, dtype: str = "fp32", max_num_seqs: int = 512) -> TransformersEngine:
         """Load a Hugging Face checkpoint directory. Raises :class:`UserError` when it is missing or unreadable."""
-        from transformers import AutoModelForCausalLM
-
         check_model_dir(model_dir)
         own_logs()
         try:
-            model: Any = AutoModelForCausalLM.from_pretrained(
+            model: Any = auto_class("AutoModelForCausalLM").from_pretrained(
                 model_dir,
                 dtype=torch_dtype(dtype),
                 local_files_only=True,

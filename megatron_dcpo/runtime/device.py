@@ -10,8 +10,6 @@ from pathlib import Path
 
 import torch
 
-from megatron_dcpo.errors import UserError
-
 
 def has_cuda() -> bool:
     return torch.cuda.is_available()
@@ -165,14 +163,3 @@ def set_threads() -> None:
     """
     if not has_cuda() and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
-
-
-def check_world_size(tensor_model_parallel_size: int, pipeline_model_parallel_size: int, processes: int) -> None:
-    """Raise :class:`UserError` when the model-parallel size does not divide the number of ``processes``."""
-    model_parallel = tensor_model_parallel_size * pipeline_model_parallel_size
-    if processes % model_parallel:
-        raise UserError(
-            f"parallel: tensor_model_parallel_size={tensor_model_parallel_size} x pipeline_model_parallel_size="
-            f"{pipeline_model_parallel_size} = {model_parallel} does not divide the {processes} process(es) started; "
-            f"launch with torchrun --nproc-per-node a multiple of {model_parallel}"
-        )

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_dcpo.errors import one_line
-from megatron_dcpo.runtime.device import backend, check_world_size, current_device, has_cuda, set_threads
+from megatron_dcpo.errors import check_world_size, one_line
+from megatron_dcpo.runtime.device import backend, current_device, has_cuda, set_threads
 from megatron_dcpo.runtime.megatron_on_cpu import ensure
 
 ensure()

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dcpo.config import Config
-from megatron_dcpo.errors import UserError
-from megatron_dcpo.runtime.device import capabilities, check_world_size
+from megatron_dcpo.errors import UserError, check_world_size
+from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.weights.architecture import Architecture, read_architecture
 from megatron_dcpo.weights.planner import Layout, check_layout, check_recomputation
 from megatron_dcpo.weights.table import number_of_parameters

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron_dcpo.config import ModelConfig, ParallelConfig
+    from torch import Tensor
 
-import torch
-from torch import Tensor
+    from megatron_dcpo.config import ModelConfig, ParallelConfig
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.weights.architecture import Architecture
@@ -215,7 +214,6 @@ class WeightSlice:
     start: int
     values: Tensor
 
-    @torch.no_grad()
     def write_into(self, tensor: Tensor) -> None:
         """Copy the slice to its place in the full ``tensor``."""
-        tensor.narrow(self.dim, self.start, self.values.shape[self.dim]).copy_(self.values)
+        tensor.detach().narrow(self.dim, self.start, self.values.shape[self.dim]).copy_(self.values.detach())

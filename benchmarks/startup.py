@@ -1,0 +1,88 @@
+"""Start-up: a training's first step against the imports it cannot do without, light verbs against argparse and yaml.
+
+    python benchmarks/run.py startup
+
+Processor time of the process from its start; the judge's worker processes are other ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from measurement import ENVIRONMENT, REPOSITORY, Measurement
+
+QUICKSTART = "examples/quickstart"
+STARTED = "float(open('/proc/self/stat').read().rpartition(')')[2].split()[19]) / os.sysconf('SC_CLK_TCK')"
+NOW = f"[time.process_time(), time.clock_gettime(time.CLOCK_BOOTTIME) - {STARTED}]"
+CLOCK = f"import json, os, time; print(json.dumps({NOW}), flush=True)"
+IMPORTS = "import torch, megatron.core, transformers"
+# the import of what a light verb needs even so
+NEEDED = "import argparse, yaml, numpy, pydantic, omegaconf, rich.console, rich.table"
+LIGHT = "import argparse, yaml"
+FIRST_STEP = f"""
+from megatron_dcpo.training import recorder
+def log(*_):
+    {CLOCK}
+    os._exit(0)
+recorder.Recorder.log = log
+"""
+DCPO = "import sys\nfrom megatron_dcpo.cli import main\n"
+VERBS = {
+    "help": ["--help"],
+    "train --help": ["train", "--help"],
+    "launch --help": ["launch", "--help"],
+    "plan": ["plan", "--config", f"{QUICKSTART}/dcpo.yaml", "--gpus", "8"],
+    "train, no such file": ["train", "--config", "nowhere.yaml"],
+}
+
+
+def seconds(code: str, arguments: list[str]) -> tuple[float, float]:
+    """Processor and wall time of ``code`` from the start of its process to where it prints :data:`CLOCK`."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=REPOSITORY,
+        env=os.environ | ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    found = [line for line in done.stdout.splitlines() if line.startswith("[")]
+    if not found:
+        raise RuntimeError(f"{arguments}: {done.stderr[-2000:]}")
+    cpu, wall = json.loads(found[-1])
+    return cpu, wall
+
+
+def compared(name: str, goal: float, ours: tuple[str, list[str]], other: str, rounds: int) -> Iterator[Measurement]:
+    """In turns; the first round fills the page cache."""
+    rows = [(seconds(*ours), seconds(f"{other}\n{CLOCK}", [])) for _ in range(rounds + 1)][1:]
+    raw = {side: [list(row[i]) for row in rows] for i, side in enumerate(("ours (cpu, wall)", "other (cpu, wall)"))}
+    a, b = (min(row[i][0] for row in rows) for i in (0, 1))
+    wall = statistics.median(row[0][1] for row in rows) / statistics.median(row[1][1] for row in rows)
+    reason = f"wall time, medians: ratio {wall:.2f}"
+    unit = f"s (processor time, min of {rounds})"
+    yield Measurement(f"startup/{name}", a, b, unit, f'python -c "{other}"', goal=goal, reason=reason, raw=raw)
+
+
+def measurements() -> Iterator[Measurement]:
+    verb = f"{DCPO}try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n{CLOCK}"
+    for name, arguments in VERBS.items():
+        yield from compared(name, 3.0, (verb, arguments), LIGHT, 9)
+        if name not in ("help", "train --help", "launch --help"):
+            yield from compared(f"{name}, against its libraries", 1.3, (verb, arguments), NEEDED, 5)
+    with tempfile.TemporaryDirectory() as scratch:
+        small = ["data.prompts_per_step=4", "rollout.group_size=4", "training.steps=2", "logging.tensorboard=false"]
+        training = ["train", "--config", f"{QUICKSTART}/dcpo.yaml", f"run_dir={Path(scratch, 'run')}", *small]
+        yield from compared("first step", 1.3, (FIRST_STEP + DCPO + "main(sys.argv[1:])", training), IMPORTS, 5)
+
+
+if __name__ == "__main__":
+    for measurement in measurements():
+        print(measurement.line("python benchmarks/run.py startup"))
