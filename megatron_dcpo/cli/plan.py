@@ -40,6 +40,16 @@ def add_parser(subparsers: Any) -> None:
         metavar="N",
         help="mean response length (default: the longest)",
     )
+    parser.add_argument("--simulate", action="store_true", help="a step event by event: what waits for what")
+    parser.add_argument(
+        "--lengths", metavar="FILE", help="response lengths to draw from, with --simulate (default: log-normal)"
+    )
+    parser.add_argument(
+        "--judge-seconds", type=_positive, default=0.05, metavar="X", help="to judge a response (default 0.05)"
+    )
+    parser.add_argument(
+        "--judges-per-node", type=positive_int, default=16, metavar="N", help="responses judged at a time (default 16)"
+    )
     parser.add_argument("--reshard", action="store_true", help="only the copy plan of a weight synchronisation")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.set_defaults(run=run)
@@ -72,7 +82,19 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--reserve-gb {args.reserve_gb:g} is outside 0 ... --gpu-memory-gb {args.gpu_memory_gb:g}")
     machine = Machine(args.gpus, args.gpu_memory_gb, args.reserve_gb, args.response_tokens)
     rates = Rates(args.peak_tflops, args.mfu, args.hbm_gbps, args.nvlink_gbps, args.link_gbps, args.gpus_per_node)
-    plan = make_plan(load_config(args.config, args.overrides), machine, rates)
+    config = load_config(args.config, args.overrides)
+    if args.simulate:
+        from megatron_dcpo.planning.simulate import Environment, read_lengths, scenario_facts, scenario_lines, scenarios
+
+        environment = Environment(args.judge_seconds, args.judges_per_node)
+        found = scenarios(config, machine, rates, environment, read_lengths(args.lengths) if args.lengths else ())
+        print(
+            json.dumps(scenario_facts(found))
+            if args.json
+            else "\n".join(scenario_lines(found, rates, environment, args.lengths))
+        )
+        return 0
+    plan = make_plan(config, machine, rates)
     if args.json:
         print(json.dumps(as_dict(plan)))
     else:

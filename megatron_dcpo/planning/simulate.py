@@ -1,0 +1,315 @@
+"""``dcpo plan --simulate``: a step event by event, from the planner's rates and a distribution of response lengths.
+
+Engines decode with continuous batching, judges take each response when it is finished, training waits for the last
+verdict, then weights are transferred and, every so often, a checkpoint is begun. Pure; random only through the seed.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_dcpo.config import Config
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.planning.plan import GB, Machine, Plan, make_plan
+from megatron_dcpo.planning.traffic import Rates, sequence_flops
+
+SPREAD = 0.7  # sigma of the default log-normal lengths
+STEPS = 6  # simulated; the first is left out: partial rollouts begin with nothing carried
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What things take, seconds. A decoding step of n sequences takes ``read + n (token + kv * context)``, admission
+    ``prompt`` per response; an update ``train + train_token * tokens``; ``save`` is a step's share of a checkpoint."""
+
+    engines: int
+    slots: int
+    read: float
+    token: float
+    kv: float
+    prompt: float
+    prompt_tokens: int
+    judge: float
+    judges: int
+    train: float
+    train_token: float
+    transfer: float
+    save: float
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What is neither in the configuration nor in the planner's rates."""
+
+    judge_seconds: float = 0.05
+    judges_per_node: int = 16
+    copy_gbps: float = 20.0  # of a checkpoint into the host's memory, per GPU
+    seed: int = 0
+
+
+@dataclass
+class Step:
+    """One step, seconds; ``rollout`` until the last response, ``judging`` what is left then. ``engine_busy`` is the sum
+    over engines, ``judge_busy`` over judges; ``slot_steps`` counts decoding positions, used and unused."""
+
+    rollout: float = 0.0
+    judging: float = 0.0
+    training: float = 0.0
+    transfer: float = 0.0
+    save: float = 0.0
+    engine_busy: float = 0.0
+    judge_busy: float = 0.0
+    generated: int = 0
+    trained: int = 0
+    carried: int = 0
+    slot_steps: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.rollout + self.judging + self.training + self.transfer + self.save
+
+
+@dataclass
+class _Engine:
+    """Continuous batching: all running sequences advance together. ``at``: tokens decoded since the beginning, of which a
+    sequence ends at its own count; ``clock``: seconds of this step, ``due`` when the next sequence ends."""
+
+    costs: Costs
+    waiting: deque[tuple[int, int]] = field(default_factory=deque)  # length, done already
+    running: list[tuple[float, int, float]] = field(default_factory=list)  # ends at, length, virtual start
+    at: float = 0.0
+    clock: float = 0.0
+    due: float = math.inf
+
+    def refill(self, draw: Iterator[int] | None) -> float:
+        """Fill the slots, with new responses where ``draw`` has them; returns ``due``."""
+        costs, new = self.costs, 0
+        while draw is not None and len(self.waiting) + len(self.running) < costs.slots:
+            self.waiting.append((next(draw), 0))
+        while self.waiting and len(self.running) < costs.slots:
+            length, done = self.waiting.popleft()
+            heapq.heappush(self.running, (self.at + length - done, length, self.at - done))
+            new += 1
+        self.due = math.inf
+        if self.running:
+            n, ahead = len(self.running), self.running[0][0] - self.at
+            context = costs.prompt_tokens + self.at - sum(start for _, _, start in self.running) / n + ahead / 2
+            self.due = self.clock + new * costs.prompt + ahead * (costs.read + n * (costs.token + costs.kv * context))
+
+        return self.due
+
+    def finish_one(self, step: Step) -> int:
+        """Go to the next end; the length of what ended."""
+        self._decode(self.running[0][0] - self.at, step)
+        self.clock = self.due
+        return heapq.heappop(self.running)[1]
+
+    def stop(self, step: Step) -> None:
+        """At the end of the rollout, between two ends: what runs goes back to ``waiting`` with its tokens."""
+        if self.running:
+            share = (step.rollout - self.clock) / (self.due - self.clock) if self.due > self.clock else 0.0
+            self._decode(math.floor((self.running[0][0] - self.at) * share), step)
+        parts = [(length, round(self.at - start)) for _, length, start in sorted(self.running)]
+        step.carried += sum(done for _, done in parts)
+        self.waiting.extendleft(reversed(parts))
+        self.running, self.clock, self.due = [], 0.0, math.inf
+
+    def _decode(self, tokens: float, step: Step) -> None:
+        self.at += tokens
+        step.generated += round(len(self.running) * tokens)
+        step.slot_steps += self.costs.slots * tokens
+
+
+def simulate(costs: Costs, draw: Iterator[int], responses: int, steps: int, partial: bool = False) -> list[Step]:
+    """``steps`` steps of ``responses`` responses, dealt in turn to the engines; lengths from ``draw``.
+
+    ``partial``: engines never run dry; a rollout ends with its last wanted response, and what is unfinished is carried.
+    """
+    engines = [_Engine(costs) for _ in range(costs.engines)]
+    found, carried = [], 0
+    for _ in range(steps):
+        step = Step()
+        if not partial:
+            for index in range(responses):
+                engines[index % costs.engines].waiting.append((next(draw), 0))
+        judges, busy = [0.0] * costs.judges, [0.0] * costs.engines
+        queue = [(engine.refill(draw if partial else None), index) for index, engine in enumerate(engines)]
+        heapq.heapify(queue)
+        for _ in range(responses):
+            step.rollout, index = heapq.heappop(queue)
+            step.trained += engines[index].finish_one(step)
+            busy[index] = step.rollout
+            heapq.heappush(judges, max(step.rollout, heapq.heappop(judges)) + costs.judge)
+            heapq.heappush(queue, (engines[index].refill(draw if partial else None), index))
+        for index, engine in enumerate(engines):
+            busy[index] = step.rollout if engine.running else busy[index]
+            engine.stop(step)
+        step.engine_busy, step.judge_busy = sum(busy), costs.judge * responses
+        step.judging = max(0.0, max(judges) - step.rollout)
+        tokens = step.trained + responses * costs.prompt_tokens
+        step.training, step.transfer, step.save = costs.train + costs.train_token * tokens, costs.transfer, costs.save
+        assert step.generated + carried == step.trained + step.carried, "tokens are neither lost nor made"
+        carried = step.carried
+        found.append(step)
+    return found
+
+
+def costs_of(plan: Plan, environment: Environment, rollout_gpus: int | None = None) -> Costs:
+    """The planner's rates as costs. ``rollout_gpus``: more of them for the rollout alone."""
+    engine, rates, config, arch = plan.engine, plan.rates, plan.config, plan.arch
+    size, gpus = engine.tensor_model_parallel_size, plan.machine.gpus
+    hbm, per_second = rates.hbm_gbps * 1e9, size * rates.peak_tflops * 1e12 * rates.mfu
+    prompt, seconds = config.data.max_prompt_length, plan.seconds
+    training = seconds.forward + seconds.update + seconds.tensor_parallel + seconds.pipeline
+    interval = config.training.save_interval
+    return Costs(
+        engines=(rollout_gpus or gpus) // size,
+        slots=max(1, engine.concurrent),
+        read=engine.weights / hbm,
+        token=sequence_flops(arch, plan.layout, 1, prompt) / per_second,
+        kv=engine.kv_per_token / hbm,
+        prompt=sequence_flops(arch, plan.layout, prompt, prompt) / per_second / config.rollout.group_size,
+        prompt_tokens=prompt,
+        judge=environment.judge_seconds,
+        judges=environment.judges_per_node * -(-gpus // rates.gpus_per_node),
+        train=seconds.data_parallel,
+        train_token=training / plan.work.tokens,
+        transfer=seconds.resharding,
+        save=max(stage.saved for stage in plan.stages) / GB / environment.copy_gbps / interval if interval else 0.0,
+    )
+
+
+def read_lengths(path: str) -> list[int]:
+    """Whole numbers, one per line or separated by spaces. Raises :class:`UserError`."""
+    try:
+        lengths = [int(word) for word in Path(path).read_text().split()]
+    except (OSError, ValueError) as error:
+        raise UserError(f"--lengths {path}: {error}; it holds response lengths in tokens, whole numbers") from None
+    if not lengths or min(lengths) < 1:
+        raise UserError(f"--lengths {path}: needs at least one length, and none below 1")
+    return lengths
+
+
+def length_stream(lengths: Sequence[int], mean: int, most: int, seed: int) -> Iterator[int]:
+    """Draws from ``lengths``, or from a log-normal of that ``mean``; at least 1, at most ``most``."""
+    rng = np.random.default_rng(seed)
+    while True:
+        spread = math.log(mean) - SPREAD**2 / 2, SPREAD
+        drawn = rng.choice(lengths, 4096) if lengths else rng.lognormal(*spread, 4096)
+        yield from (int(length) for length in np.clip(np.rint(drawn), 1, most))
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What was simulated, and its steps after the first."""
+
+    name: str
+    costs: Costs
+    responses: int
+    steps: tuple[Step, ...]
+
+    def mean(self, part: str) -> float:
+        return float(np.mean([getattr(step, part) for step in self.steps]))
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """How busy each resource is, of the whole step: at most 1. ``slots``: of the rollout's decoding positions."""
+        total = self.mean("seconds")
+        return {
+            "engines": self.mean("engine_busy") / self.costs.engines / total,
+            "slots": self.mean("generated") / max(1.0, self.mean("slot_steps")),
+            "judges": self.mean("judge_busy") / self.costs.judges / total,
+            "trainers": self.mean("training") / total,
+        }
+
+
+def scenarios(
+    config: Config, machine: Machine, rates: Rates, environment: Environment, lengths: Sequence[int] = ()
+) -> list[Scenario]:
+    """As configured; with partial rollouts; with twice the GPUs for the rollout; in the fastest other layout that fits."""
+    most = config.rollout.max_response_length
+    mean = round(float(np.mean(np.minimum(lengths, most)))) if lengths else machine.response_tokens or -(-most // 3)
+    machine = replace(machine, response_tokens=min(max(1, mean), most))
+    responses = config.data.prompts_per_step * config.rollout.group_size
+    plan = make_plan(config, machine, rates)
+
+    def run(name: str, costs: Costs, partial: bool = False) -> Scenario:
+        draw = length_stream(lengths, machine.response_tokens, most, environment.seed)
+        return Scenario(name, costs, responses, tuple(simulate(costs, draw, responses, STEPS, partial)[1:]))
+
+    found = [run("as configured", costs_of(plan, environment))]
+    found.append(run("partial rollouts", costs_of(plan, environment), partial=True))
+    found.append(run("twice the GPUs for the rollout", costs_of(plan, environment, 2 * machine.gpus)))
+    others = [run(name, costs_of(other, environment)) for name, other in _other_layouts(config, machine, rates)]
+    return found + sorted(others, key=lambda scenario: scenario.mean("seconds"))[:1]
+
+
+def _other_layouts(config: Config, machine: Machine, rates: Rates) -> Iterator[tuple[str, Plan]]:
+    parallel = config.parallel
+    now = (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
+    for tp in (1, 2, 4, 8):
+        for pp in (1, 2, 4, 8):
+            sizes: dict[str, Any] = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
+            sizes |= {"virtual_pipeline_model_parallel_size": 1, "sequence_parallel": tp > 1}
+            try:
+                other = replace(config, parallel=replace(parallel, **sizes))
+                plan = make_plan(other, machine, rates)
+            except UserError:
+                continue
+            if (tp, pp) != now and plan.fits:
+                yield f"TP {tp} x PP {pp}", plan
+
+
+def waits(scenario: Scenario) -> dict[str, float]:
+    """Which resource waits for which, seconds of a step."""
+    idle = scenario.mean("rollout") - scenario.mean("engine_busy") / scenario.costs.engines
+    return {
+        "engines wait for the longest responses": idle,
+        "engines wait for the training": scenario.mean("training"),
+        "trainers wait for the rollout": scenario.mean("rollout"),
+        "all wait for the last verdicts": scenario.mean("judging"),
+        "all wait for the weight transfer": scenario.mean("transfer"),
+        "all wait for checkpoints": scenario.mean("save"),
+    }
+
+
+PARTS = ("seconds", "rollout", "judging", "training", "transfer", "save")
+
+
+def scenario_facts(found: Sequence[Scenario]) -> list[dict[str, Any]]:
+    """Plain data: seconds of a step and its parts, shares of resources, waits, tokens."""
+    return [
+        {"scenario": one.name, **{part: one.mean(part) for part in PARTS}, "busy": one.shares, "waits": waits(one),
+         "tokens": one.mean("trained"), "engines": one.costs.engines, "slots": one.costs.slots}
+        for one in found
+    ]  # fmt: skip
+
+
+def scenario_lines(found: Sequence[Scenario], rates: Rates, environment: Environment, lengths: str | None) -> list[str]:
+    """A table of the scenarios, what waits in the first, the assumptions."""
+    lines = [f"{'seconds of a step':32}" + "".join(f"{part:>10}" for part in ("total", *PARTS[1:]))
+             + "   busy: engines, their slots, judges, trainers"]  # fmt: skip
+    for one in found:
+        numbers = "".join(f"{one.mean(part):10.2f}" for part in PARTS)
+        lines.append(f"{one.name:32}{numbers}   " + " ".join(f"{share:6.0%}" for share in one.shares.values()))
+    ordered = sorted(waits(found[0]).items(), key=lambda item: -item[1])
+    lines.append("As configured: " + "; ".join(f"{what} {seconds:.2f} s" for what, seconds in ordered))
+    costs = found[0].costs
+    drawn = f"lengths drawn from {lengths}" if lengths else f"log-normal lengths, sigma {SPREAD:g}"
+    mean = found[0].mean("trained") / found[0].responses
+    lines.append(
+        f"Assumed: {drawn}, mean {mean:.0f} tokens; {costs.engines} engines of {costs.slots} sequences, responses dealt in "
+        f"turn; {rates.peak_tflops:g} TFLOP/s at {rates.mfu:.0%} and {rates.hbm_gbps:g} GB/s per GPU; "
+        f"{environment.judge_seconds:g} s per verdict, {costs.judges} at a time, while the rest is generated; checkpoints "
+        f"block for a copy at {environment.copy_gbps:g} GB/s; engines and trainers take turns on the same GPUs; partial "
+        "rollouts carry what is unfinished, however old."
+    )
+    return lines
