@@ -17,7 +17,7 @@ from pydantic.dataclasses import dataclass
 from yaml import YAMLError
 
 from megatron_dcpo.errors import UserError, nearest, one_line, validation_message
-from megatron_dcpo.objectives import resolve
+from megatron_dcpo.objectives import METHODS, resolve
 from megatron_dcpo.objectives.options import ObjectiveConfig, option_names
 from megatron_dcpo.sandbox.local import CodeLimits
 from megatron_dcpo.types import CONFIDENCE_TAG
@@ -85,7 +85,8 @@ class RolloutConfig:
     server of its own at ``endpoint``. ``tensor_model_parallel_size``: ranks per engine, whatever the training has.
     ``max_num_seqs`` responses are sampled at once. Sizes 0 are left to vLLM (``max_model_len`` 0: prompt and response).
     ``bucket_bytes`` bounds the extra memory of a weight synchronisation. ``logprob_diff_alarm``: largest
-    |engine - trainer| log-prob of a step allowed (0: any).
+    |engine - trainer| log-prob of a step allowed (0: any). ``filter_groups``: groups that train neither block are replaced
+    by the next prompts, in at most ``max_refills`` rounds; each draws ``oversample`` times as many as are missing.
     """
 
     engine: Literal["auto", "vllm", "transformers", "server"] = "auto"
@@ -106,6 +107,9 @@ class RolloutConfig:
     max_response_length: Positive = 3000
     max_num_seqs: Positive = 512
     dtype: Literal["fp32", "bf16", "same"] = "same"
+    filter_groups: bool = False
+    oversample: Annotated[float, Field(ge=1, le=16)] = 1.0
+    max_refills: NonNegative = 4
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -352,5 +356,14 @@ def _check_rollout(rollout: RolloutConfig, objective: ObjectiveConfig, source: s
         )
     if rollout.tensor_model_parallel_size > 1 and rollout.engine in ("transformers", "server"):
         raise UserError(f"{source}: rollout.tensor_model_parallel_size > 1 needs rollout.engine=vllm (or auto)")
+    if rollout.oversample > 1 and not rollout.filter_groups:
+        raise UserError(
+            f"{source}: rollout.oversample={rollout.oversample:g} has no effect without rollout.filter_groups"
+        )
+    if rollout.filter_groups and METHODS[objective.name].needs_old_logprobs:
+        raise UserError(
+            f"{source}: rollout.filter_groups does not go with objective.name={objective.name}, whose loss trains on every "
+            "group; remove it"
+        )
     if (rollout.engine == "server") != bool(rollout.endpoint):
         raise UserError(f"{source}: rollout.engine=server and rollout.endpoint=URL go together; set both or neither")

@@ -1,9 +1,8 @@
 """What a checkpoint holds, and putting it back. Megatron's layout: ``iter_0000120/`` in its ``torch_dist`` format.
 
 Model, optimizer and schedule are Megatron's own state, resumable at another parallel layout. Beside them stands
-``run``: seed, random generators, data cursor, reward state and engine version. The trainer's data order and sampling are
-functions of seed and step, so the cursor serves to check that the data are the same, and the generators to
-continue everything else that draws from them.
+``run``: seed, random generators, data cursor, reward state and engine version. The order of the data is a function of the
+seed, sampling one of seed and step: the cursor says where to go on, the generators continue what else draws from them.
 """
 
 from __future__ import annotations

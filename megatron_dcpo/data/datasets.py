@@ -136,16 +136,14 @@ def message_prompts(
     ]
 
 
-def prompts_of_step(
-    prompts: Sequence[Prompt], step: int, prompts_per_step: int, *, seed: int, shuffle: bool
-) -> list[Prompt]:
-    """The ``prompts_per_step`` prompts of 1-based ``step``: epoch after epoch, each in its own order when ``shuffle``.
+def draw_prompts(prompts: Sequence[Prompt], first: int, count: int, *, seed: int, shuffle: bool) -> list[Prompt]:
+    """``count`` prompts from the ``first`` (0-based) on: epoch after epoch, each in its own order when ``shuffle``.
 
-    A function of seed and step alone, so that resuming needs no cursor. The epoch is appended to ``prompt_id``, so that
-    a prompt met twice in one step forms two groups.
+    A function of seed and position alone, so that resuming needs no generator. The epoch is appended to ``prompt_id``, so
+    that a prompt met twice in one step forms two groups.
     """
     chosen = []
-    for position in range((step - 1) * prompts_per_step, step * prompts_per_step):
+    for position in range(first, first + count):
         epoch, index = divmod(position, len(prompts))
         prompt = prompts[int(_order(len(prompts), epoch, seed)[index]) if shuffle else index]
         chosen.append(replace(prompt, prompt_id=f"{prompt.prompt_id}@{epoch}"))

@@ -164,6 +164,19 @@ class Objective:
             weights.append(weight[blocks] / denominator * float(trained))
         return weights
 
+    def trains(self, judgements: Sequence[Judgement], decimals: Sequence[Sequence[DecimalToken]] | None = None) -> bool:
+        """Whether a group has a gradient in either block: an advantage other than 0 on a token with a weight, or digits
+        that are trained all at once. KL and entropy terms do not count: they would be in every group.
+
+        Raises ValueError for a method whose score needs the old log-probs.
+        """
+        scored = self.score(judgements, None, decimals)
+        weights = self.token_weights(scored, self.counts(scored))
+        return any(
+            np.any(weight * tokens.advantages) or any(weight[digit.position] for digit in digits)
+            for weight, tokens, digits in zip(weights, scored.tokens, scored.digits, strict=True)
+        )
+
     def token_loss(self, batch: TokenBatch) -> tuple[Tensor, Stats]:
         """Per-token contributions [n] and summable per-block statistics of one micro-batch of whole sequences."""
         return self.method.token_loss(batch, self.options)

@@ -49,7 +49,7 @@ def _train(run: TrainingRun) -> None:
                 with timers("reshard"):
                     run.offload.offload()
                     traffic = synchronise_engine(run, version=step)
-                recorder.log(step, samples, statistics, timers, traffic)
+                recorder.log(step, samples, statistics, timers, traffic | run.progress.rollout)
             with timers("save"):  # announced when its records are written
                 finish_save(run, step)
             stop_if_asked(run, done=step)

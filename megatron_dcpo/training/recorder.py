@@ -85,7 +85,7 @@ class Recorder:
         timers: Timers,
         traffic: Mapping[str, float] | None = None,
     ) -> None:
-        """Record one step and clear the timers. Collective. ``traffic``: what the weight synchronisation behind it counted.
+        """Record one step and clear the timers. Collective. ``traffic``: what rollout and weight synchronisation counted.
 
         Raises :class:`UserError` on every rank when the disk refuses, after the checkpoint on its way is complete.
         """

@@ -104,7 +104,7 @@ def _run_state(run: TrainingRun, step: int) -> dict[str, Any]:
     return {
         "seed": run.config.seed,
         "data": {
-            "consumed_prompts": step * run.config.data.prompts_per_step,
+            "consumed_prompts": step * run.config.data.prompts_per_step + run.progress.extra_prompts,
             "prompts_per_step": run.config.data.prompts_per_step,
             "shuffle": run.config.data.shuffle,
             "fingerprint": run.data_fingerprint,
@@ -115,7 +115,8 @@ def _run_state(run: TrainingRun, step: int) -> dict[str, Any]:
 
 
 def _check_same_run(run: TrainingRun, saved: dict[str, Any]) -> None:
-    """Seed and data must be those of the checkpoint: otherwise the run would be another one from here on."""
+    """Seed and data must be those of the checkpoint: otherwise the run would be another one from here on. The prompts go
+    on behind the last one consumed."""
     now = _run_state(run, saved["iteration"])
     for name, found, kept in (
         ("seed", now["seed"], saved["seed"]),
@@ -129,7 +130,8 @@ def _check_same_run(run: TrainingRun, saved: dict[str, Any]) -> None:
             "formatted differently); restore them to resume, or start another run_dir"
         )
     cursor, version = saved["data"]["consumed_prompts"], saved["engine"]["weights_version"]
-    if (cursor, version) != (now["data"]["consumed_prompts"], saved["iteration"]):
+    run.progress.extra_prompts = int(cursor) - now["data"]["consumed_prompts"]
+    if run.progress.extra_prompts < 0 or version != saved["iteration"]:
         raise UserError(
             f"the checkpoint of step {saved['iteration']} in {run.directory} contradicts itself: {cursor} prompts "
             f"consumed, engine at version {version}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,10 +35,16 @@ from megatron_dcpo.types import Judgement, Prompt, Response
 
 @dataclass
 class RunState:
-    """What changes while a run goes on, beside model and optimizer."""
+    """What changes while a run goes on, beside model and optimizer.
+
+    ``extra_prompts``: consumed so far beyond ``prompts_per_step`` a step, by ``rollout.filter_groups``; ``rollout``: what
+    that counted in the last rollout.
+    """
 
     saved_step: int = 0
     nonfinite_in_a_row: int = 0
+    extra_prompts: int = 0
+    rollout: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

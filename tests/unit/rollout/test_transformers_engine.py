@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_dcpo.data.datasets import prompts_of_step
+from megatron_dcpo.data.datasets import draw_prompts
 from megatron_dcpo.rollout import SamplingConfig, TransformersEngine
 from megatron_dcpo.rollout.engine import uniforms
 from megatron_dcpo.rollout.transformers_engine import sample_token
@@ -82,12 +82,12 @@ def test_uniforms_are_counted():
     assert ((a >= 0) & (a < 1)).all()
 
 
-def test_prompt_stream_is_a_function_of_seed_and_step():
+def test_prompt_stream_is_a_function_of_seed_and_position():
     data = prompts(10)
-    steps = [prompts_of_step(data, step, 4, seed=1, shuffle=True) for step in range(1, 6)]
+    steps = [draw_prompts(data, first, 4, seed=1, shuffle=True) for first in range(0, 20, 4)]
     flat = [p.prompt_id for step in steps for p in step]
     assert sorted(flat[:10]) == sorted(f"p{i}@0" for i in range(10)), "an epoch has every prompt once"
     assert sorted(flat[10:]) == sorted(f"p{i}@1" for i in range(10))
     assert len(set(flat)) == 20, "a prompt met again is another group"
-    assert [p.prompt_id for p in prompts_of_step(data, 3, 4, seed=1, shuffle=True)] == flat[8:12]
-    assert [p.prompt_id for p in prompts_of_step(data, 1, 4, seed=1, shuffle=False)] == ["p0@0", "p1@0", "p2@0", "p3@0"]
+    assert [p.prompt_id for p in draw_prompts(data, 7, 9, seed=1, shuffle=True)] == flat[7:16]
+    assert [p.prompt_id for p in draw_prompts(data, 0, 4, seed=1, shuffle=False)] == ["p0@0", "p1@0", "p2@0", "p3@0"]
