@@ -42,6 +42,9 @@ def _compared(name: str, ranks: list[dict[str, Any]]) -> Iterator[Measurement]:
     raw = {"ranks": ranks}
     other = "a copy of what the rank writes"
     yield Measurement(f"{name}, blocked", *seconds, unit, other, 1.2, same=same, reason=reason, raw=raw)
+    seconds = [max(min(rank[key]) for rank in ranks) for key in ("busy", "busy_cloning")]
+    unit = f"s (processor time of the loop's thread, of the slowest rank, min of {ROUNDS})"
+    yield Measurement(f"{name}, blocked, processor time", *seconds, unit, other, 1.2, same=same)
     most = max(rank["written"] for rank in ranks)
     share, fair = f"{name}, largest share", total / len(ranks)
     yield Measurement(share, most, fair, "bytes written by the rank that writes most", "an even share", 1.1, same=same)
@@ -87,14 +90,17 @@ def worker(options: dict[str, Any]) -> None:
     blocked: list[float] = []
     planned: list[float] = []
     cloned: list[float] = []
+    busy: list[float] = []
+    busy_cloning: list[float] = []
 
     def save() -> None:
         barrier()
-        begin = time.perf_counter()
+        begin, cpu = time.perf_counter(), time.thread_time()
         state = checkpoint_state(policy, optimizer, scheduler, next(numbers), run)
         planned.append(time.perf_counter() - begin)
         saver.begin(state["run"]["iteration"], state)
         blocked.append(time.perf_counter() - begin)
+        busy.append(time.thread_time() - cpu)
         assert saver._pending is not None
         buckets = saver._pending.writer.write_buckets
         own[:] = [tensor for _, _, (_, tensors) in buckets for _, tensor in tensors] or own
@@ -103,14 +109,16 @@ def worker(options: dict[str, Any]) -> None:
     def clone() -> int:
         """All of it at a time, in memory that is new, as a save needs it."""
         barrier()
-        begin = time.perf_counter()
+        begin, cpu = time.perf_counter(), time.thread_time()
         copies = [tensor.clone() for tensor in own]
         cloned.append(time.perf_counter() - begin)
+        busy_cloning.append(time.thread_time() - cpu)
         return len(copies)
 
     save()
     blocked.clear()
     planned.clear()
+    busy.clear()
     in_turns(ROUNDS, warm_up=0, save=save, clone=clone)
     before = [p.detach().clone() for gpt in policy.gpt for p in gpt.parameters()]
     before += [
@@ -127,7 +135,7 @@ def worker(options: dict[str, Any]) -> None:
     files = iteration_dir(out / "checkpoints", latest).glob(f"__{topology.rank}_*")
     result = {
         "same": all(torch.equal(a, b) for a, b in zip(before, after, strict=True)),
-        "blocked": blocked, "planned": planned, "clone": cloned, "read": read,
+        "blocked": blocked, "planned": planned, "clone": cloned, "read": read, "busy": busy, "busy_cloning": busy_cloning,
         "written": sum(file.stat().st_size for file in files),
     }  # fmt: skip
     (out / f"rank{os.environ['RANK']}.json").write_text(json.dumps(result))

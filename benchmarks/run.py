@@ -41,14 +41,15 @@ def main(argv: Sequence[str] | None = None, folder: Path = FOLDER) -> int:
     if args.list:
         print("\n".join(known))
         return 0
-    lines, failed = [], False
+    failed = False
     for name in args.names or known:
+        lines = []
         for line in measure(known[name]):
             failed |= not line["same"]
             line |= {"benchmark": name, "commit": _commit(), "load": round(os.getloadavg()[0], 1)}
             lines.append(line)
             print(json.dumps({k: v for k, v in line.items() if k != "raw"}) if args.json else _text(line), flush=True)
-    write_results(folder / "RESULTS.md", lines)
+        write_results(folder / "RESULTS.md", lines)
     return int(failed)
 
 

@@ -33,7 +33,9 @@ from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.runtime.distributed import all_gather_objects, barrier, broadcast_object, max_over_ranks
 from megatron_dcpo.runtime.files import write_atomically
 
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config  # isort: skip
+from megatron.core.dist_checkpointing import ShardedTensor  # isort: skip
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.exchange_utils import determine_main_replica_uniform_distribution
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -133,7 +135,7 @@ class Saver:
             shares = determine_main_replica_uniform_distribution(sharded, self.replicas)
             distribute_main_replicas_with_precomputed_distribution(sharded, self.replicas, shares)
         writer, metadata = _Planner("torch_dist", 1).async_save(sharded, temporary)
-        writer.write_buckets = _snapshot(writer.write_buckets, clone=self.background)
+        writer.write_buckets = _snapshot(writer.write_buckets, _storages(sharded) if self.background else set())
         return Pending(iteration, temporary, self.rank, writer, metadata, copy.deepcopy(common))
 
     def _complete(self, pending: Pending, written: list[tuple[Any, list[Any], dict[str, Any]]]) -> None:
@@ -191,11 +193,20 @@ class _Planner(TorchDistSaveShardedStrategy):
         return writer, save_state_dict_ret[1]
 
 
-def _snapshot(buckets: list[Any] | None, clone: bool) -> list[Any]:
-    """The tensors to write, on the CPU; ``clone``: none of them shared with the training state."""
+def _storages(sharded: Any) -> set[int]:
+    """Where the values of a sharded state lie."""
+    tensors = (
+        part.data for part in nested_values(sharded) if isinstance(part, ShardedTensor) and part.data is not None
+    )
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+def _snapshot(buckets: list[Any] | None, shared: set[int]) -> list[Any]:
+    """The tensors to write, on the CPU, none of them in a ``shared`` storage. Megatron has copied views of one already."""
     staged = []
     for path, key, (data, tensors) in buckets or []:
-        on_host = [(item, t.cpu() if t.device.type != "cpu" else t.clone() if clone else t) for item, t in tensors]
+        on_host = [(item, t.clone() if t.untyped_storage().data_ptr() in shared else t) for item, t in
+                   ((item, t.cpu()) for item, t in tensors)]  # fmt: skip
         staged.append((path, key, (data, on_host)))
     return staged
 
