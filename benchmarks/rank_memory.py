@@ -73,7 +73,7 @@ def measured_activations(policy, samples, splits, packing: bool) -> int:
 
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
     with patch.object(schedules, "forward_step", forward), patch.object(schedules, "backward_step", backward), hooks:
-        accumulate_gradients(policy, samples, splits, loss, temperature=1.0, packing=packing)
+        accumulate_gradients(policy, samples, splits, loss, temperature=1.0, packing=packing, separable=True)
     return saved["bytes"]
 
 
@@ -81,7 +81,7 @@ def measured_peak(policy, samples, splits, packing: bool) -> tuple[int, int]:
     """Most bytes that one forward-backward has allocated at a time, as torch's CPU allocator counts them, and how many of
     them may have been free already: gloo's threads release what they sent, and the profiler does not see it."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        accumulate_gradients(policy, samples, splits, loss, temperature=1.0, packing=packing)
+        accumulate_gradients(policy, samples, splits, loss, temperature=1.0, packing=packing, separable=True)
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     live = list(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
     return max(live), max(0, live[-1])
@@ -131,7 +131,7 @@ def measure(options: dict[str, Any]) -> list[dict[str, Any]]:
             measured = measured_activations(policy, samples, splits, packing)
             result["activations"] = {"predicted": saved_bytes(*at), "measured": measured}
         else:
-            accumulate_gradients(policy, samples, splits, loss, temperature=1.0, packing=packing)
+            accumulate_gradients(policy, samples, splits, loss, temperature=1.0, packing=packing, separable=True)
         optimizer.step()
         result["measured"] = measured_state(policy, optimizer)
         results.append(result)

@@ -73,4 +73,5 @@ METHOD = Method(
     defaults,
     options=COMMON | {"beta", "one_minus_c_clamp", "eps"},
     needs_old_logprobs=True,
+    separable=False,
 )

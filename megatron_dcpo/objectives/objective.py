@@ -37,6 +37,7 @@ class Method:
 
     ``options``: the names that it reads; another one is refused when it is set. ``defaults``: its own values of options,
     which win over the preset's. ``needs_old_logprobs``: the score reads the log-probs of the policy that sampled.
+    ``separable``: a token's loss depends on the policy's outputs at that token alone.
     """
 
     score: ScoreMiniBatch
@@ -44,6 +45,7 @@ class Method:
     defaults: Callable[[ObjectiveConfig], Mapping[str, Any]] = no_defaults
     options: frozenset[str] = COMMON | CLIPPED_LOSS
     needs_old_logprobs: bool = False
+    separable: bool = True
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,11 @@ class Objective:
     def trains_all_digits(self) -> bool:
         """Whether :meth:`score` makes use of ``decimals``."""
         return self.options.confidence_gradient == "digits" and "confidence_gradient" in self.method.options
+
+    @property
+    def separable(self) -> bool:
+        """Whether :meth:`token_loss` may be called on some of a micro-batch's tokens: the loss is a plain sum over them."""
+        return self.method.separable and self.options.tis_level != "sequence"
 
     def score(
         self,

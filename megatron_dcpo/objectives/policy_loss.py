@@ -28,7 +28,8 @@ class TokenBatch:
 
     ``logprobs`` requires grad; ``old_logprobs`` by the policy that starts the update, ``engine_logprobs`` by the
     engine that sampled, ``ref_logprobs`` by the frozen reference; ``entropy`` of the policy at each token.
-    ``weights`` from ``Objective.token_weights``; ``sequence_ids`` int64 in [0, S); ``correct`` [S] is R.
+    ``weights`` from ``Objective.token_weights``; ``sequence_ids`` int64 in [0, S); ``correct`` [S] is R. Without
+    ``with_statistics`` the loss alone is computed.
     """
 
     logprobs: Tensor
@@ -42,6 +43,7 @@ class TokenBatch:
     ref_logprobs: Tensor | None = None
     entropy: Tensor | None = None
     correct: Tensor | None = None
+    with_statistics: bool = True
 
 
 def clipped_policy_loss(batch: TokenBatch, options: ObjectiveConfig) -> tuple[Tensor, Stats]:
@@ -130,6 +132,8 @@ def per_block(values: Blocks, batch: TokenBatch, like: Tensor) -> Tensor:
 
 def by_block(name: str, values: Tensor, batch: TokenBatch) -> Stats:
     """Sum of ``values`` over each block as ``name/block``; detached, so that sums over batches are plain additions."""
+    if not batch.with_statistics:
+        return {}
     values = values.detach()
     return {f"{name}/{block}": values[batch.block_ids == index].sum() for block, index in BLOCKS.items()}
 

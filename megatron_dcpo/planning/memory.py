@@ -24,6 +24,7 @@ from megatron_dcpo.weights.planner import Coordinates, Layout, interleavings, pa
 from megatron_dcpo.weights.table import hf_shapes
 
 PARAMETER_ALIGNMENT, BUCKET_ALIGNMENT = 64, 128  # numbers; the distributed optimizer's buffers
+LOGITS_AT_ONCE = 1 << 26  # of a chunk on a GPU: policy/output_layer.py, which this room does not import
 # Tied, on the first and the last pipeline stage: a bucket of its own.
 _SHARED = ("embedding.word_embeddings.weight", "output_layer.weight")
 
@@ -149,8 +150,8 @@ class Widths:
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes at the peak of one rank: ``layers`` kept for the backward pass by all micro-batches in flight, ``logits``
-    on the last stage with their gradients, ``working``: the largest transient of one layer's backward pass."""
+    """Bytes at the peak of one rank: ``layers`` kept for the backward pass by all micro-batches in flight, ``logits``:
+    the output layer's, on the last stage, ``working``: the largest transient of one layer's backward pass."""
 
     layers: int
     logits: int
@@ -252,11 +253,9 @@ def _transformer_engine(arch: Architecture, w: Widths) -> float:
 
 
 def head_bytes(arch: Architecture, layout: Layout, config: Config) -> float:
-    """Bytes per token that the final norm and the output layer keep, the logits not counted."""
+    """Bytes per token that the final norm keeps."""
     w = widths(arch, layout, config)
-    return (2 if layout.transformer_engine else 1) * w.bytes * w.hidden + (
-        (4 + w.bytes) * w.hidden + 4 if not layout.transformer_engine else 4
-    )
+    return (w.bytes if layout.transformer_engine else 4 + w.bytes) * w.hidden + 4
 
 
 def in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
@@ -269,7 +268,7 @@ def in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
 
 
 def kept_per_token(arch: Architecture, layout: Layout, config: Config, stage: int, flying: float) -> float:
-    """Bytes per token that a rank of pipeline ``stage`` keeps of ``flying`` micro-batches, the logits not counted."""
+    """Bytes per token that a rank of pipeline ``stage`` keeps of ``flying`` micro-batches"""
     pp, vp = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
     w, recompute = widths(arch, layout, config), config.parallel.recompute_granularity
     kept = flying * stage_layers_bytes(arch, layout, config)
@@ -280,6 +279,8 @@ def kept_per_token(arch: Architecture, layout: Layout, config: Config, stage: in
         copied = not layout.transformer_engine and w.bytes == 2 and recompute != "full"
         kept += between * (vp - (stage == pp - 1))
         kept += between * (vp - (stage == 0)) * copied
+    if vp > 1:  # transfers overlap: one tensor has arrived ahead, one is still on its way out
+        kept += 2 * w.bytes * w.hidden
     if stage == pp - 1:
         kept += head_bytes(arch, layout, config)
     return kept
@@ -289,10 +290,10 @@ def saved_bytes(
     arch: Architecture, layout: Layout, config: Config, stage: int, tokens: int, responses: int, micro_batches: int
 ) -> int:
     """What a measurement sees on a rank of ``stage`` when its first backward pass begins: saved tensors, tensors between
-    the stages, the logits of one micro-batch. ``responses``: its response tokens."""
+    the stages, the gradient of one micro-batch's response rows. ``responses``: its response tokens."""
     w, flying = widths(arch, layout, config), in_flight(layout, stage, micro_batches)
     per_token = kept_per_token(arch, layout, config, stage, flying) + 8 + 4 * w.head_dim  # ids, angles
-    scored = responses * (4 * w.vocab + 25) if stage == layout.pipeline_model_parallel_size - 1 else 0
+    scored = responses * (w.bytes * arch.hidden_size + 8) if stage == layout.pipeline_model_parallel_size - 1 else 0
     return int(tokens * per_token) + scored
 
 
@@ -312,20 +313,14 @@ def stage_activations(
         working += int(tokens * _mlp(w, layout.transformer_engine))
     return Activations(
         layers=int(tokens * kept_per_token(arch, layout, config, stage, flying)),
-        logits=logits_bytes(w.vocab, tokens, responses) if last else 0,
+        logits=output_layer_bytes(w, arch.hidden_size, tokens, responses) if last else 0,
         working=int(working),
         in_flight=flying,
     )
 
 
-def logits_bytes(vocab: int, tokens: int, responses: int) -> int:
-    """The logits of a micro-batch at their peak, fp32.
-
-    The largest of: all rows, the selected ones and two chunks of them (``policy/logprobs.py``'s forward pass); the
-    selected rows, their gradient and three chunks (its backward pass); the gradients of the selected rows and of all, and
-    their sum with the gradient of the term that keeps a micro-batch without response tokens attached to the graph.
-    """
-    chunk = min(1 << 26, vocab * responses)
-    forward = vocab * (tokens + responses) + 2 * chunk
-    backward = 2 * vocab * responses + 3 * chunk
-    return 4 * max(forward, backward, vocab * (responses + 2 * tokens))
+def output_layer_bytes(w: Widths, hidden: int, tokens: int, responses: int) -> int:
+    """What the output layer works with at its peak (``policy/output_layer.py``): a chunk's logits in fp32 and once more in
+    the model's type (or an eighth of them), the hidden states of all rows, those of the response rows and their gradient."""
+    chunk = min(LOGITS_AT_ONCE, w.vocab * responses)
+    return int(chunk * (4 + (2 if w.bytes == 2 else 0.5)) + w.bytes * hidden * (tokens + 2 * responses))

@@ -313,6 +313,18 @@ def advice(plan: Plan) -> list[str]:
     return changes
 
 
+def less_recomputation(plan: Plan) -> tuple[str, Plan] | None:
+    """The first of the faster ways to recompute that fits as well: its name, and the plan with it."""
+    granularity = plan.config.parallel.recompute_granularity
+    faster = {"full": ("none", "selective"), "selective": ("none",), "none": ()}[granularity]
+    for other in faster if plan.fits else ():
+        parallel = replace(plan.config.parallel, recompute_granularity=other)
+        changed = make_plan(replace(plan.config, parallel=parallel), plan.machine, plan.rates)
+        if changed.fits:
+            return other, changed
+    return None
+
+
 def _engine_advice(plan: Plan, limit: float) -> list[str]:
     engine, rollout = plan.engine, plan.config.rollout
     room = limit - (plan.rollout_bytes - engine.kv_cache - engine.sampling)

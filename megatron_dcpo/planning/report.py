@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.planning.plan import GB, Plan, advice
+from megatron_dcpo.planning.plan import GB, Plan, advice, less_recomputation
 from megatron_dcpo.weights.table import number_of_parameters
 
 
@@ -41,6 +41,12 @@ def print_plan(plan: Plan) -> None:
     limit = f"{plan.machine.gpu_memory_gb:g} GB"
     if plan.fits:
         console.print(f"fits: {_gb(plan.peak)} GB of {limit}")
+        if faster := less_recomputation(plan):
+            name, other = faster
+            console.print(
+                f"parallel.recompute_granularity={name} would fit as well: training {_gb(other.largest.total)} GB, "
+                f"update {other.seconds.update:.0f} s instead of {plan.seconds.update:.0f} s"
+            )
     else:
         console.print(f"does not fit: {_gb(plan.peak)} GB of {limit}. What to change: " + "; ".join(advice(plan)))
 
@@ -62,7 +68,7 @@ def _memory(plan: Plan) -> Table:
         ("reference policy, for its pass", stage.reference, 0, 0),
         (f"activations of {acts.in_flight:g} micro-batch(es)", acts.layers, 0, 0),
         *(
-            [("logits and their gradients", acts.logits, 0, 0)]
+            [("output layer, a chunk of logits", acts.logits, 0, 0)]
             if acts.logits >= acts.working
             else [("largest backward transient of a layer", acts.working, 0, 0)]
         ),

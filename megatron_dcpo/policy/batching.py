@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -59,7 +59,8 @@ class Candidates:
 class MicroBatch:
     """``tokens``, ``position_ids``: int64 [b, s], or [1, t] when packed. ``rows``: int64 [N], flat index of the logits
     that score each response token; ``targets``: int64 [N], those tokens; ``sequence_ids``: int64 [N], 0-based sample of
-    each within the micro-batch; ``samples``: the samples, in that order."""
+    each within the micro-batch; ``samples``: the samples, in that order; ``columns``: what else the loss reads of each
+    response token, [N] each, None where no sample has it. ``part``: a few response tokens of a micro-batch."""
 
     tokens: Tensor
     position_ids: Tensor
@@ -68,6 +69,32 @@ class MicroBatch:
     sequence_ids: Tensor
     samples: tuple[Any, ...]
     packed_seq_params: PackedSeqParams | None
+    candidates: Candidates | None = None
+    columns: Mapping[str, Tensor | None] = field(default_factory=dict)
+    is_part: bool = False
+
+    def part(self, rows: slice, inside: slice) -> MicroBatch:
+        """The response tokens ``rows``, with the ``inside`` ones of the candidates."""
+        candidates = self.candidates
+        if candidates is not None:
+            offset = candidates.rows[inside] - rows.start
+            candidates = Candidates(offset, candidates.token_ids[inside], candidates.values[inside])
+        return dataclasses.replace(
+            self,
+            rows=self.rows[rows],
+            targets=self.targets[rows],
+            sequence_ids=self.sequence_ids[rows],
+            candidates=candidates,
+            columns={name: None if values is None else values[rows] for name, values in self.columns.items()},
+            is_part=True,
+        )
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """What a loss reads beside the policy's outputs: :class:`MicroBatch`'s ``columns`` and ``candidates``."""
+
+    columns: Mapping[str, Tensor | None] = field(default_factory=dict)
     candidates: Candidates | None = None
 
 
@@ -155,12 +182,12 @@ def collate(
     packing: bool,
     multiple_of: int = 1,
     uniform: bool = False,
-    candidates: Callable[[Sequence[Any]], Candidates | None] | None = None,
+    inputs: Callable[[Sequence[Any]], LossInputs] | None = None,
 ) -> Iterator[MicroBatch]:
     """Build the micro-batches one at a time. ``multiple_of``: row length multiple (TP size under sequence parallel).
 
-    ``uniform`` gives all of them one shape: Megatron's interleaved schedule mixes up shapes that differ. ``candidates``:
-    from the samples of a micro-batch, the other tokens whose log-probs its loss asks for.
+    ``uniform`` gives all of them one shape: Megatron's interleaved schedule mixes up shapes that differ. ``inputs``: from
+    the samples of a micro-batch, what its loss reads of them.
     """
     nothing = Sample(np.zeros(1, np.int64), np.zeros(0, np.int64))
     members = [tuple(samples[i] for i in split) for split in splits]
@@ -171,8 +198,8 @@ def collate(
         rows, width = largest if uniform else size
         width = -(-width // multiple_of) * multiple_of
         micro_batch = _packed(batch, width) if packing else _padded(batch, rows, width)
-        others = candidates(own) if candidates is not None else None
-        yield dataclasses.replace(micro_batch, samples=own, candidates=others)
+        read = inputs(own) if inputs is not None else LossInputs()
+        yield dataclasses.replace(micro_batch, samples=own, candidates=read.candidates, columns=read.columns)
 
 
 def _padded_size(samples: Sequence[TokenSequence]) -> tuple[int, int]:

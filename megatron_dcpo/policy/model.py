@@ -164,8 +164,15 @@ def _build_chunk(arch: Architecture, layout: Layout, config: TransformerConfig, 
     # Megatron knows Llama-3.1's scaling by its factor alone; the checkpoint's other numbers matter as much.
     gpt.rotary_pos_emb.inv_freq = rotary_inverse_frequencies(arch).to(current_device())
     gpt.model_type = ModelType.encoder_or_decoder
+    if gpt.post_process:  # logits are made of the response rows alone: policy/output_layer.py
+        gpt.output_layer.forward = _hidden_states
     _mark_tensor_parallel(gpt, sharded_dimensions(arch, layout, at))
     return gpt
+
+
+def _hidden_states(hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
+    """In the place of the output layer's product: [s, b, h] as they are."""
+    return hidden, None
 
 
 def _mark_tensor_parallel(gpt: GPTModel, dimensions: dict[str, int | None]) -> None:

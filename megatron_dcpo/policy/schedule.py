@@ -9,7 +9,6 @@ multiplies the other two back (``forward_step_calc_loss`` in ``megatron/core/pip
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,24 +17,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dcpo.policy.batching import Candidates, MicroBatch, TokenSequence, collate, sequence_length
-from megatron_dcpo.policy.logprobs import candidate_logprobs, vocab_parallel_logprobs
+from megatron_dcpo.policy.batching import LossInputs, MicroBatch, TokenSequence, collate, sequence_length
 from megatron_dcpo.policy.model import Policy
+from megatron_dcpo.policy.output_layer import OutputLayer, Queries, TokenOutputs, fused_loss, token_outputs
 
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 
-
-@dataclass(frozen=True)
-class TokenOutputs:
-    """What the policy says of the N response tokens of a micro-batch: ``logprobs`` [N], ``entropy`` [N], and
-    ``candidate_logprobs`` [m, K] where the micro-batch has ``candidates``. Natural log, fp32, differentiable."""
-
-    logprobs: Tensor
-    entropy: Tensor
-    candidate_logprobs: Tensor | None = None
-
-
-# -> (sum of weighted token losses, statistics that add up)
+# -> (sum of weighted token losses, statistics that add up; of a part of a micro-batch nobody reads them)
 LossFunction = Callable[[MicroBatch, TokenOutputs], tuple[Tensor, dict[str, float]]]
 
 
@@ -47,29 +39,31 @@ def accumulate_gradients(
     *,
     temperature: float,
     packing: bool,
-    candidates: Callable[[Sequence[Any]], Candidates | None] | None = None,
+    inputs: Callable[[Sequence[Any]], LossInputs] | None = None,
+    separable: bool = False,
 ) -> list[dict[str, float]]:
     """One forward-backward over all micro-batches: gradients are left in the DDP buffers, reduced over ranks.
 
-    ``candidates``: as :func:`collate` takes it. Returns the statistics of each micro-batch on the last pipeline stage,
-    nothing on the others.
+    ``inputs``: as :func:`collate` takes it. ``separable``: the loss is a sum over tokens, each read with its own outputs
+    alone; it is then called on parts of a micro-batch as well, and the output layer is passed once, not twice. Returns the
+    statistics of each micro-batch on the last pipeline stage, nothing on the others.
     """
-    scale = len(splits) * policy.topology.dp_size
+    upstream = policy.topology.dp_size  # what is left of the factor below when the schedule has divided
+    scale = len(splits) * upstream
 
-    def loss_closure(batch: MicroBatch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, float]]:
-        selected = logits.reshape(-1, logits.shape[-1]).index_select(0, batch.rows)
-        logprobs, entropy = _response_logprobs(policy, batch, selected, temperature, True)
-        others = None
-        if batch.candidates is not None:
-            rows, ids, group = batch.candidates.rows, batch.candidates.token_ids, policy.topology.tp_group
-            others = candidate_logprobs(
-                selected, batch.targets, logprobs, rows, ids, temperature=temperature, group=group
-            )
-        loss, stats = loss_function(batch, TokenOutputs(logprobs, entropy, others))
-        # The empty product keeps a micro-batch without response tokens attached to the graph.
-        return loss * scale + logits.sum() * 0.0, torch.ones((), dtype=torch.int, device=logits.device), stats
+    def loss_closure(batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, float]]:
+        layer, hidden, queries = _output_layer(policy, batch, output, temperature)
+        if separable:
+            part = lambda rows, inside, outputs: loss_function(batch.part(rows, inside), outputs)[0]  # noqa: E731
+            loss, outputs = fused_loss(layer, hidden, queries, part, upstream)
+            with torch.no_grad():
+                _, stats = loss_function(batch, outputs)
+        else:
+            outputs = token_outputs(layer, hidden, queries)
+            loss, stats = loss_function(batch, outputs)
+        return loss * scale, torch.ones((), dtype=torch.int, device=output.device), stats
 
-    return _run(policy, samples, splits, loss_closure, packing, forward_only=False, candidates=candidates)
+    return _run(policy, samples, splits, loss_closure, packing, forward_only=False, inputs=inputs)
 
 
 @torch.no_grad()
@@ -83,9 +77,8 @@ def compute_logprobs(
 ) -> list[np.ndarray]:
     """Log-probs float32 [T_i] of every sample's response tokens, on every rank of the replica."""
 
-    def collect(batch: MicroBatch, logits: Tensor, non_loss_data: bool = True) -> list[np.ndarray]:
-        selected = logits.reshape(-1, logits.shape[-1]).index_select(0, batch.rows)
-        logprobs, _ = _response_logprobs(policy, batch, selected, temperature, False)
+    def collect(batch: MicroBatch, output: Tensor, non_loss_data: bool = True) -> list[np.ndarray]:
+        logprobs = token_outputs(*_output_layer(policy, batch, output, temperature)).logprobs
         counts = [len(sample.response_ids) for sample in batch.samples]
         return [piece.cpu().numpy() for piece in logprobs.split(counts)]
 
@@ -115,16 +108,14 @@ def _run(
     closure: Callable[..., Any],
     packing: bool,
     forward_only: bool,
-    candidates: Callable[[Sequence[Any]], Candidates | None] | None = None,
+    inputs: Callable[[Sequence[Any]], LossInputs] | None = None,
 ) -> list[Any]:
     multiple = policy.topology.tp_size if policy.config.sequence_parallel else 1
-    shapes = partial(
-        collate, packing=packing, multiple_of=multiple, uniform=len(policy.chunks) > 1, candidates=candidates
-    )
+    shapes = partial(collate, packing=packing, multiple_of=multiple, uniform=len(policy.chunks) > 1, inputs=inputs)
     batches = [shapes(samples, splits) for _ in policy.chunks]
     longest = max(map(sequence_length, samples), default=1)
     return get_forward_backward_func()(
-        forward_step_func=partial(_forward_step, closure),
+        forward_step_func=partial(_forward_step, closure, {"fp32_output": False} if policy.config.bf16 else {}),
         data_iterator=batches if len(batches) > 1 else batches[0],
         model=list(policy.chunks),
         num_microbatches=len(splits),
@@ -135,21 +126,30 @@ def _run(
     )
 
 
-def _forward_step(closure: Callable[..., Any], batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Any]:
+def _forward_step(
+    closure: Callable[..., Any], options: dict[str, Any], batches: Iterator[MicroBatch], model: Any
+) -> tuple[Tensor, Any]:
     batch = next(batches)
-    output = model(batch.tokens, batch.position_ids, None, packed_seq_params=batch.packed_seq_params)
+    output = model(batch.tokens, batch.position_ids, None, packed_seq_params=batch.packed_seq_params, **options)
     return output, partial(closure, batch)
 
 
-def _response_logprobs(
-    policy: Policy, batch: MicroBatch, selected: Tensor, temperature: float, with_entropy: bool
-) -> tuple[Tensor, Tensor]:
-    """Logits [N, padded_vocab / tp] that score the response tokens -> their log-probs and entropy [N]."""
-    return vocab_parallel_logprobs(
-        selected,
-        batch.targets,
-        vocab_size=policy.arch.vocab_size,
-        temperature=temperature,
-        with_entropy=with_entropy,
-        group=policy.topology.tp_group,
-    )
+def _output_layer(
+    policy: Policy, batch: MicroBatch, output: Tensor, temperature: float
+) -> tuple[OutputLayer, Tensor, Queries]:
+    """The output layer, and for it the hidden states [N, h] that score the response tokens.
+
+    ``output``: the last stage's hidden states [b, s, h], [b, s / tp, h] under sequence parallelism. Each tensor-parallel
+    rank has the gradient of its own part of the vocabulary; their sum is taken on the way back.
+    """
+    gpt, group = policy.gpt[-1], policy.topology.tp_group
+    if policy.config.sequence_parallel:
+        output = gather_from_sequence_parallel_region(output.transpose(0, 1), group=group).transpose(0, 1)
+    hidden = output.reshape(-1, output.shape[-1]).index_select(0, batch.rows)
+    if not policy.config.sequence_parallel:
+        hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
+    weight = gpt.shared_embedding_or_output_weight() if policy.arch.tied_embeddings else gpt.output_layer.weight
+    others = batch.candidates
+    queries = Queries.of(batch.targets, *((others.rows, others.token_ids) if others is not None else ()))
+    overlapped = policy.config.no_sync_func is not None
+    return OutputLayer.of(weight, policy.arch.vocab_size, temperature, group, overlapped), hidden, queries

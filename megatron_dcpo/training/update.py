@@ -23,11 +23,19 @@ from torch import Tensor
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.objectives import Objective, Scored, TokenBatch
 from megatron_dcpo.objectives.expected_digits import DecimalToken, DigitBatch, DigitVocabulary
-from megatron_dcpo.policy.batching import Candidates, MicroBatch, assign_to_ranks, sequence_length, split_micro_batches
+from megatron_dcpo.policy.batching import (
+    Candidates,
+    LossInputs,
+    MicroBatch,
+    assign_to_ranks,
+    sequence_length,
+    split_micro_batches,
+)
 from megatron_dcpo.policy.gradient_probe import probe_block_gradients
 from megatron_dcpo.policy.model import Policy
 from megatron_dcpo.policy.optimizer import gather_parameters, gradient_norm, zero_gradients
-from megatron_dcpo.policy.schedule import TokenOutputs, accumulate_gradients, compute_logprobs
+from megatron_dcpo.policy.output_layer import TokenOutputs
+from megatron_dcpo.policy.schedule import accumulate_gradients, compute_logprobs
 from megatron_dcpo.runtime.device import current_device
 from megatron_dcpo.runtime.distributed import all_gather_objects, max_over_ranks
 from megatron_dcpo.training.run import TrainingRun
@@ -209,7 +217,8 @@ def accumulate(run: TrainingRun, mini_batch: MiniBatch, block: str | None = None
         mini_batch.local_samples,
         mini_batch.micro_batches,
         partial(micro_batch_loss, run.objective, block),
-        candidates=partial(digit_candidates, run.digits),
+        inputs=partial(loss_inputs, run.digits),
+        separable=run.objective.separable,
         **_forward_options(run),
     )
 
@@ -217,38 +226,51 @@ def accumulate(run: TrainingRun, mini_batch: MiniBatch, block: str | None = None
 def micro_batch_loss(
     objective: Objective, block: str | None, batch: MicroBatch, outputs: TokenOutputs
 ) -> tuple[Tensor, dict[str, float]]:
-    """Sum of the weighted token losses of a micro-batch (of one ``block`` when the probe asks), and its statistics."""
+    """Sum of the weighted token losses of a micro-batch or a part of it (of one ``block`` when the probe asks), and the
+    statistics of a whole one."""
     tokens = token_batch(batch, outputs)
     losses, stats = objective.token_loss(tokens)
     if block is not None:
         losses = losses * (tokens.block_ids == BLOCKS[block])
     loss = losses.sum()
+    if batch.is_part:
+        return loss, {}
     return loss, {"loss": float(loss.detach()), **{k: float(v) for k, v in stats.items()}, **_mismatch(tokens)}
 
 
 def token_batch(batch: MicroBatch, outputs: TokenOutputs) -> TokenBatch:
-    """The per-token arrays of a micro-batch's samples, in the order of its rows, beside the policy's outputs."""
-    samples: tuple[TrainingSample, ...] = batch.samples
-    tokens = [sample.tokens for sample in samples if sample.tokens is not None]
-    if len(tokens) < len(samples):
-        raise ValueError("the mini-batch has samples without advantages: score() comes before the update")
-    old = _flat([sample.old_logprobs for sample in samples])
+    """The columns of a micro-batch beside the policy's outputs."""
+    columns = dict(batch.columns)
     digits = None
-    if batch.candidates is not None and outputs.candidate_logprobs is not None:
+    if batch.candidates is not None:
         digits = DigitBatch(batch.candidates.rows, outputs.candidate_logprobs, batch.candidates.values)
+    old = columns.pop("old_logprobs")
     return TokenBatch(
         logprobs=outputs.logprobs,
         old_logprobs=outputs.logprobs.detach() if old is None else old,
-        advantages=_flat([t.advantages for t in tokens]),
-        block_ids=_flat([t.block_ids for t in tokens], torch.int64),
-        weights=_flat([sample.weights for sample in samples]),
         sequence_ids=batch.sequence_ids,
         digits=digits,
-        engine_logprobs=_flat([sample.response.logprobs for sample in samples]),
-        ref_logprobs=_flat([sample.ref_logprobs for sample in samples]),
         entropy=outputs.entropy,
-        correct=_flat([np.array([sample.R]) for sample in samples]),
+        correct=None if batch.is_part else _flat([np.array([sample.R]) for sample in batch.samples]),
+        with_statistics=not batch.is_part,
+        **columns,
     )
+
+
+def loss_inputs(vocabulary: DigitVocabulary, samples: Sequence[TrainingSample]) -> LossInputs:
+    """The per-token arrays of a micro-batch's samples, in the order of its rows, and the digits trained all at once."""
+    tokens = [sample.tokens for sample in samples if sample.tokens is not None]
+    if len(tokens) < len(samples):
+        raise ValueError("the mini-batch has samples without advantages: score() comes before the update")
+    columns = {
+        "old_logprobs": _flat([sample.old_logprobs for sample in samples]),
+        "advantages": _flat([t.advantages for t in tokens]),
+        "block_ids": _flat([t.block_ids for t in tokens], torch.int64),
+        "weights": _flat([sample.weights for sample in samples]),
+        "engine_logprobs": _flat([sample.response.logprobs for sample in samples]),
+        "ref_logprobs": _flat([sample.ref_logprobs for sample in samples]),
+    }
+    return LossInputs(columns, digit_candidates(vocabulary, samples))
 
 
 def _flat(rows: Sequence[Any], dtype: torch.dtype = torch.float32) -> Any:

@@ -107,7 +107,7 @@ def same_probe(found, expected, rtol):
         assert list(found[metric]) == list(expected[metric])
         for group, comparison in expected[metric].items():
             for key, value in comparison.items():
-                assert found[metric][group][key] == pytest.approx(value, rel=rtol, abs=1e-5), f"{metric} {group} {key}"
+                assert found[metric][group][key] == pytest.approx(value, rel=rtol, abs=rtol), f"{metric} {group} {key}"
         assert expected[metric]["all"]["norm_a"] > 0
 
 

@@ -62,7 +62,7 @@ class Trainer:
         """One optimizer step; the norm of its gradient."""
         splits = micro_batches(samples, micro_batch_size)
         zero_gradients(self.policy, self.optimizer)
-        accumulate_gradients(self.policy, samples, splits, loss, temperature=1.0, packing=False)
+        accumulate_gradients(self.policy, samples, splits, loss, temperature=1.0, packing=False, separable=True)
         _, norm, _ = self.optimizer.step()
         self.scheduler.step(1)
         return float(norm)

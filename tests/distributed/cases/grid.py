@@ -30,9 +30,10 @@ def measure(setting, options, topology) -> list[float]:
         return value, {"loss": float(value.detach())}
 
     measured = []
-    for _ in range(2):
+    for separable in (True, False):  # the output layer in one pass, then in two
         zero_gradients(policy, optimizer)
-        parts = accumulate_gradients(policy, mine, splits, loss, temperature=1.0, packing=parallel.sequence_packing)
+        options_of_pass = {"temperature": 1.0, "packing": parallel.sequence_packing, "separable": separable}
+        parts = accumulate_gradients(policy, mine, splits, loss, **options_of_pass)
         once = topology.is_last_stage and topology.tp_rank == 0
         everyone = all_gather_objects(parts if once else [])
         measured += [sum(part["loss"] for rank in everyone for part in rank), gradient_norm(optimizer)]

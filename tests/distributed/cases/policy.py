@@ -84,7 +84,9 @@ def run(options: dict[str, Any]) -> Any:
             collected = parts[0] + parts[1]
             probes.append(dataclasses.asdict(probe))
         else:
-            collected = accumulate_gradients(policy, mine, splits, loss, temperature=1.0, packing=packing)
+            collected = accumulate_gradients(
+                policy, mine, splits, loss, temperature=1.0, packing=packing, separable=True
+            )
         _, norm, _ = optimizer.step()
         scheduler.step(1)
         losses.append(everywhere(collected))

@@ -1,0 +1,353 @@
+"""The output layer: from hidden states to log-probs, entropies and the loss's gradient. [tokens, vocabulary] never exists.
+
+With z the temperature-scaled logits, split over tensor-parallel ranks along the vocabulary:
+
+    logsumexp(z) = m + log sum_ranks sum_local exp(z - m),  m = max over ranks
+    log p(y)     = z_y - logsumexp(z)
+    H            = logsumexp(z) - sum_v p_v z_v
+
+The rows come in chunks, whose logits share one fp32 buffer; two all-reduces of a few numbers per row. A loss that is a sum
+over tokens gets its gradient while the chunk's exp(z - m) is in the buffer (:func:`fused_loss`: three products with the
+weight); any other needs all log-probs first, and its backward pass makes the logits anew (:func:`token_outputs`: four). The
+weight's gradient is added to Megatron's fp32 buffer where there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_dcpo.runtime.device import capabilities
+
+CHUNK_ELEMENTS = 1 << 25
+BLOCK_ELEMENTS = 1 << 19  # of which a CPU works on so many at a time, which stay in its cache; a GPU on an eighth
+PRODUCT_ELEMENTS = 1 << 25  # of the weight's gradient, where a product has another type than the sum
+
+PartLoss = Callable[[slice, slice, "TokenOutputs"], Tensor]
+
+
+@dataclass(frozen=True)
+class OutputLayer:
+    """This rank's rows of the output layer. ``weight`` [padded_vocab / tp, h]; the first ``width`` rows are tokens, from id
+    ``start``; padding never enters the partition function. ``group``: the tensor-parallel ranks, ``None`` for one.
+    ``overlapped``: DDP reduces gradients while the backward pass goes on, and its hook wants to see one."""
+
+    weight: Tensor
+    start: int
+    width: int
+    temperature: float
+    group: dist.ProcessGroup | None
+    overlapped: bool
+
+    @classmethod
+    def of(
+        cls,
+        weight: Tensor,
+        vocab_size: int,
+        temperature: float = 1.0,
+        group: dist.ProcessGroup | None = None,
+        overlapped: bool = False,
+    ) -> OutputLayer:
+        start = (group.rank() if group is not None else 0) * len(weight)
+        width = max(0, min(len(weight), vocab_size - start))
+        return cls(weight, start, width, temperature, group, overlapped)
+
+    @property
+    def tokens(self) -> Tensor:
+        """[width, h] without padding; a rank of padding alone has one row, of which nothing is asked."""
+        return self.weight.detach()[: max(self.width, 1)]
+
+    def columns(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Where ``ids`` stand among this rank's tokens, and whether they do (0 and False elsewhere)."""
+        local = ids - self.start
+        here = (ids >= 0) & (local >= 0) & (local < self.width)
+        return torch.where(here, local, 0), here
+
+    def all_reduce(self, x: Tensor, op: Any) -> None:
+        if self.group is not None and self.group.size() > 1:
+            dist.all_reduce(x, op=op, group=self.group)
+
+
+@dataclass(frozen=True)
+class Queries:
+    """What is asked of N rows: the log-probs of ``targets`` int64 [N], and in the rows ``rows`` int64 [m], ascending, those
+    of other tokens, ``token_ids`` int64 [m, K] (-1: none)."""
+
+    targets: Tensor
+    rows: Tensor
+    token_ids: Tensor
+
+    @classmethod
+    def of(cls, targets: Tensor, rows: Tensor | None = None, token_ids: Tensor | None = None) -> Queries:
+        nothing = targets[:0]
+        return cls(
+            targets, nothing if rows is None else rows, nothing[:, None] if token_ids is None else token_ids
+        )
+
+
+@dataclass(frozen=True)
+class TokenOutputs:
+    """What the policy says of N response tokens, natural log, fp32: ``logprobs`` [N], ``entropy`` [N], and
+    ``candidate_logprobs`` [m, K] of the other tokens asked for, -inf where there is none."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    candidate_logprobs: Tensor
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Rows ``rows``, and of the queries' m those ``inside``. ``p`` [n, width]: exp(z - maximum) in the shared buffer."""
+
+    rows: slice
+    inside: slice
+    p: Tensor
+    target: tuple[Tensor, Tensor]
+    other_rows: Tensor
+    others: tuple[Tensor, Tensor]
+
+    def ask(self) -> tuple[Tensor, Tensor]:
+        """The buffer at the targets [n] and at the other tokens [m, K], 0 where they are another rank's."""
+        (target, here), (others, others_here) = self.target, self.others
+        at_target = self.p.gather(-1, target[:, None])[:, 0]
+        return here * at_target, others_here * self.p[self.other_rows[:, None], others]
+
+    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """A few rows of the buffer at a time, and as much to write to."""
+        count, width = self.p.shape
+        size = -(-count // 8) if capabilities().separate_memory else min(count, max(1, BLOCK_ELEMENTS // width))
+        scratch = torch.empty_like(self.p[:size])
+        for start in range(0, count, size):
+            stop = min(start + size, count)
+            yield slice(start, stop), scratch[: stop - start]
+
+
+def chunk_elements() -> int:
+    """Most logits of a chunk. A GPU's products want more rows, or reading and writing the weight's gradient takes longer."""
+    return CHUNK_ELEMENTS << (2 * capabilities().separate_memory)
+
+
+def token_outputs(layer: OutputLayer, hidden: Tensor, queries: Queries) -> TokenOutputs:
+    """The outputs of the rows ``hidden`` [N, h]; differentiable in them and in the layer's weight. Collective."""
+    return TokenOutputs(*_TokenOutputs.apply(hidden, layer.weight, layer, queries))
+
+
+def fused_loss(
+    layer: OutputLayer, hidden: Tensor, queries: Queries, loss: PartLoss, upstream: float = 1.0
+) -> tuple[Tensor, TokenOutputs]:
+    """Sum over the chunks of ``loss(rows, inside, outputs)``: of those rows, and those of the queries' m. Collective.
+
+    Differentiable in ``hidden`` [N, h] and the layer's weight; the outputs, which it returns as well, are not.
+    ``upstream``: the gradient that the backward pass will bring for the sum. A weight with a ``main_grad`` gets its gradient
+    added there at once, with that factor.
+    """
+    total, *outputs = _FusedLoss.apply(hidden, layer.weight, layer, queries, loss, upstream)
+    return total, TokenOutputs(*outputs)
+
+
+class _TokenOutputs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, layer: OutputLayer, queries: Queries
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        found = _Found.empty(queries)
+        for chunk in _chunks(layer, hidden, queries):
+            found.put(chunk, *_forward(layer, chunk, queries))
+        ctx.layer, ctx.queries = layer, queries
+        ctx.save_for_backward(hidden, found.logsumexp, found.entropy)
+        ctx.set_materialize_grads(False)
+        return found.logprobs, found.entropy, found.candidate_logprobs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        layer: OutputLayer = ctx.layer
+        hidden, logsumexp, entropy = ctx.saved_tensors
+        gradient = _Gradient.of(layer.weight, hidden)
+        for chunk in _chunks(layer, hidden, ctx.queries):
+            rows = chunk.rows
+            for block, _ in chunk.blocks():
+                chunk.p[block].sub_(logsumexp[rows][block, None]).exp_()
+            parts = [g if g is None else g[at] for g, at in zip(grads, (rows, rows, chunk.inside), strict=True)]
+            _to_logit_gradient(layer, chunk, torch.ones_like(logsumexp[rows]), entropy[rows], parts)
+            gradient.add(layer, chunk, hidden[rows])
+        return gradient.hidden, gradient.for_weight(layer), None, None
+
+
+class _FusedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        layer: OutputLayer,
+        queries: Queries,
+        loss: PartLoss,
+        upstream: float,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        found, gradient = _Found.empty(queries), _Gradient.of(weight, hidden)
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        for chunk in _chunks(layer, hidden, queries):
+            outputs, sums, logsumexp = _forward(layer, chunk, queries)
+            found.put(chunk, outputs, sums, logsumexp)
+            with torch.enable_grad():
+                leaves = [x.requires_grad_() for x in (outputs.logprobs, outputs.entropy, outputs.candidate_logprobs)]
+                part = loss(chunk.rows, chunk.inside, outputs)
+                grads = torch.autograd.grad(part * upstream, leaves, allow_unused=True)
+            total += part.detach()
+            _to_logit_gradient(layer, chunk, sums, outputs.entropy.detach(), grads)
+            gradient.add(layer, chunk, hidden[chunk.rows])
+        ctx.weight, ctx.weight_gradient, ctx.upstream = weight, gradient.for_weight(layer), upstream
+        ctx.save_for_backward(gradient.hidden)
+        outputs_of_all = found.logprobs, found.entropy, found.candidate_logprobs
+        ctx.mark_non_differentiable(*outputs_of_all)
+        return (total, *outputs_of_all)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        factor = grad / ctx.upstream
+        (hidden,) = ctx.saved_tensors
+        weight, ctx.weight_gradient = ctx.weight_gradient, None  # autograd takes what nobody else holds, and copies the rest
+        if weight is not None and getattr(ctx.weight, "main_grad", None) is None:
+            weight = weight.mul_(factor)
+        return (hidden * factor).to(hidden.dtype), weight, None, None, None, None
+
+
+def _chunks(layer: OutputLayer, hidden: Tensor, queries: Queries) -> Iterator[_Chunk]:
+    """The logits of some rows at a time, all in the same buffer."""
+    count, tokens = len(hidden), layer.tokens
+    size = max(1, min(count, chunk_elements() // len(tokens)))
+    edges = [*range(0, count, size), count]
+    # where each chunk's part of the queries' m rows begins: one wait for the device, and only where there are any
+    bounds = [0] * len(edges)
+    if len(queries.rows):
+        bounds = torch.searchsorted(queries.rows, torch.tensor(edges, device=queries.rows.device)).tolist()
+    buffer = torch.empty(size, len(tokens), dtype=torch.float32, device=hidden.device)
+    for number, (start, stop) in enumerate(zip(edges, edges[1:], strict=False)):
+        z = buffer[: stop - start]
+        if hidden.dtype == z.dtype:
+            torch.mm(hidden[start:stop].detach(), tokens.t(), out=z)
+        else:
+            z.copy_(hidden[start:stop].detach() @ tokens.t())
+        if layer.temperature != 1.0:
+            z.div_(layer.temperature)
+        if not layer.width:
+            z.fill_(torch.finfo(z.dtype).min)
+        rows, inside = slice(start, stop), slice(bounds[number], bounds[number + 1])
+        target, others = layer.columns(queries.targets[rows]), layer.columns(queries.token_ids[inside])
+        yield _Chunk(rows, inside, z, target, queries.rows[inside] - start, others)
+
+
+def _forward(layer: OutputLayer, chunk: _Chunk, queries: Queries) -> tuple[TokenOutputs, Tensor, Tensor]:
+    """Outputs of a chunk, the sum of its exp(z - maximum) and its logsumexp [n]; leaves exp(z - maximum) in the buffer."""
+    z = chunk.p
+    maximum = z.amax(-1)
+    layer.all_reduce(maximum, dist.ReduceOp.MAX)
+    n = len(z)
+    at_target, others = chunk.ask()
+    sums = z.new_zeros(3 * n + others.numel())
+    sums[2 * n : 3 * n] = at_target - chunk.target[1] * maximum
+    sums[3 * n :] = (others - chunk.others[1] * maximum[chunk.other_rows, None]).reshape(-1)
+    for block, scratch in chunk.blocks():
+        torch.sub(z[block], maximum[block, None], out=scratch)
+        torch.exp(scratch, out=z[block])
+        sums[:n][block] = z[block].sum(-1)
+        sums[n : 2 * n][block] = scratch.mul_(z[block]).sum(-1)
+    layer.all_reduce(sums, dist.ReduceOp.SUM)
+    total, weighted, target = sums[: 3 * n].view(3, n)
+    log = total.log()
+    candidates = sums[3 * n :].view_as(others) - log[chunk.other_rows, None]
+    candidates = candidates.masked_fill(queries.token_ids[chunk.inside] < 0, -torch.inf)
+    return TokenOutputs(target - log, log - weighted / total, candidates), total, maximum + log
+
+
+def _to_logit_gradient(
+    layer: OutputLayer, chunk: _Chunk, total: Tensor, entropy: Tensor, grads: Any
+) -> None:
+    """Turn the buffer, ``total`` [n] times the probabilities, into the loss's gradient in the unscaled logits. ``grads``: in
+    log-probs, entropies, candidates; None where the loss does not depend on them.
+
+    d log p(y) / dz_v = [v = y] - p_v ;  d H / dz_v = -p_v (log p_v + H)
+    """
+    p = chunk.p
+    by_logprob, by_entropy, by_candidate = (None if g is None else g / layer.temperature for g in grads)
+    push = torch.zeros_like(total) if by_logprob is None else by_logprob.clone()
+    if by_candidate is not None:
+        push.index_add_(0, chunk.other_rows, by_candidate.sum(-1))
+    if by_entropy is None:
+        for block, _ in chunk.blocks():
+            p[block].mul_((-push / total)[block, None])
+    else:
+        shift = entropy - total.log()
+        for block, scratch in chunk.blocks():
+            torch.log(p[block], out=scratch).clamp_(min=-1e30)  # where p is 0 the product is
+            scratch.add_(shift[block, None]).mul_(by_entropy[block, None]).add_(push[block, None])
+            p[block].mul_(scratch).div_(-total[block, None])
+    if by_logprob is not None:
+        target, here = chunk.target
+        p.scatter_add_(-1, target[:, None], (by_logprob * here)[:, None])
+    if by_candidate is not None:
+        others, here = chunk.others
+        p.index_put_((chunk.other_rows[:, None], others), by_candidate * here, accumulate=True)
+
+
+@dataclass(frozen=True)
+class _Found:
+    logprobs: Tensor
+    entropy: Tensor
+    candidate_logprobs: Tensor
+    logsumexp: Tensor
+
+    @classmethod
+    def empty(cls, queries: Queries) -> _Found:
+        row = torch.empty(len(queries.targets), dtype=torch.float32, device=queries.targets.device)
+        candidates = row.new_empty(queries.token_ids.shape)
+        return cls(row, torch.empty_like(row), candidates, torch.empty_like(row))
+
+    def put(self, chunk: _Chunk, outputs: TokenOutputs, _: Tensor, logsumexp: Tensor) -> None:
+        self.logprobs[chunk.rows], self.entropy[chunk.rows] = outputs.logprobs, outputs.entropy
+        self.candidate_logprobs[chunk.inside] = outputs.candidate_logprobs
+        self.logsumexp[chunk.rows] = logsumexp
+
+
+@dataclass
+class _Gradient:
+    """Of the hidden states [N, h], and of the weight: ``sums`` is Megatron's buffer, or one of our own."""
+
+    hidden: Tensor
+    sums: Tensor | None
+    own: bool
+
+    @classmethod
+    def of(cls, weight: Tensor, hidden: Tensor) -> _Gradient:
+        main = getattr(weight, "main_grad", None)
+        if main is None and weight.requires_grad:
+            return cls(torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32), True)
+        return cls(torch.empty_like(hidden), main if weight.requires_grad else None, False)
+
+    def add(self, layer: OutputLayer, chunk: _Chunk, hidden: Tensor) -> None:
+        dz = chunk.p.to(hidden.dtype)
+        self.hidden[chunk.rows] = dz @ layer.tokens
+        if self.sums is None:
+            return
+        sums = self.sums[: len(layer.tokens)]
+        if sums.dtype == dz.dtype:
+            sums.addmm_(dz.t(), hidden)
+            return
+        size = max(1, PRODUCT_ELEMENTS // sums.shape[1])
+        for start in range(0, len(sums), size):
+            sums[start : start + size] += dz[:, start : start + size].t() @ hidden
+
+    def for_weight(self, layer: OutputLayer) -> Tensor | None:
+        """What autograd is told. Where the gradient is in Megatron's buffer already it is nothing, or for DDP's hook, which
+        drops it, one of any value; a tied weight's hook sees the embedding's."""
+        if self.own and self.sums is not None:
+            return self.sums.to(layer.weight.dtype)
+        if self.sums is None or not layer.overlapped or getattr(layer.weight, "zero_out_wgrad", False):
+            return None
+        layer.weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+        return torch.empty_like(layer.weight)

@@ -1,0 +1,112 @@
+"""The output layer on one rank: equal to log_softmax over the true vocabulary, in any chunks, in one pass and in two."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_dcpo.policy import output_layer
+from megatron_dcpo.policy.output_layer import OutputLayer, Queries, fused_loss, token_outputs
+
+VOCABULARY, PADDED, HIDDEN = 11, 16, 5
+TARGETS = torch.tensor([0, 3, 9, 10, 4, 1, 2])
+ROWS, OTHERS = torch.tensor([1, 4, 4]), torch.tensor([[3, 7, -1], [0, 10, 4], [2, 2, 5]])
+WEIGHTS = torch.linspace(-1, 1, 7), torch.linspace(2, -1, 7), torch.linspace(-1, 2, 9).reshape(3, 3)
+
+
+def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(7, HIDDEN, dtype=dtype), torch.randn(PADDED, HIDDEN, dtype=dtype)
+    return hidden.requires_grad_(), weight.requires_grad_()
+
+
+def loss(rows: slice, inside: slice, outputs, entropy: bool = True) -> Tensor:
+    """Not linear in the log-probs, so that a gradient taken at other values would differ."""
+    known = OTHERS[inside] >= 0
+    candidates = torch.where(known, outputs.candidate_logprobs.exp(), 0.0) * WEIGHTS[2][inside]
+    total = (outputs.logprobs.exp() * WEIGHTS[0][rows]).sum() + candidates.sum()
+    return total + (outputs.entropy * WEIGHTS[1][rows]).sum() if entropy else total
+
+
+def reference(hidden: Tensor, weight: Tensor, temperature: float, entropy: bool):
+    logp = torch.log_softmax((hidden @ weight.t())[:, :VOCABULARY].float() / temperature, -1)
+    outputs = output_layer.TokenOutputs(
+        logp.gather(-1, TARGETS[:, None]).squeeze(-1),
+        -(logp.exp() * logp).sum(-1),
+        logp[ROWS].gather(-1, OTHERS.clamp(min=0)).masked_fill(OTHERS < 0, -torch.inf),
+    )
+    value = loss(slice(0, 7), slice(0, 3), outputs, entropy)
+    return outputs, value, torch.autograd.grad(value, (hidden, weight))
+
+
+@pytest.mark.parametrize("entropy", [True, False])
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("chunk", [1, 40, 1 << 24])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_equals_log_softmax_and_its_gradients(monkeypatch, temperature, chunk, passes, entropy):
+    monkeypatch.setattr(output_layer, "CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(output_layer, "BLOCK_ELEMENTS", min(chunk, 24))
+    hidden, weight = inputs()
+    expected, value, gradients = reference(hidden, weight, temperature, entropy)
+    layer, queries = OutputLayer.of(weight, VOCABULARY, temperature), Queries.of(TARGETS, ROWS, OTHERS)
+    if passes == 1:
+        total, found = fused_loss(layer, hidden, queries, lambda *a: loss(*a, entropy=entropy), upstream=0.5)
+    else:
+        found = token_outputs(layer, hidden, queries)
+        total = loss(slice(0, 7), slice(0, 3), found, entropy)
+    torch.testing.assert_close(total, value)
+    for name in ("logprobs", "entropy", "candidate_logprobs"):
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name))
+    (total * 3).backward()
+    for tensor, gradient in zip((hidden, weight), gradients, strict=True):
+        torch.testing.assert_close(tensor.grad, 3 * gradient)
+    assert torch.all(weight.grad[VOCABULARY:] == 0), "padding has no gradient"
+
+
+def test_padding_would_change_the_answer():
+    """Negative control: with the padded width as vocabulary the log-probs differ, so the cut is not idle."""
+    hidden, weight = torch.zeros(1, HIDDEN), torch.zeros(PADDED, HIDDEN)
+    for vocabulary in (VOCABULARY, PADDED):
+        found = token_outputs(OutputLayer.of(weight, vocabulary), hidden, Queries.of(torch.tensor([0])))
+        assert found.logprobs.item() == pytest.approx(-torch.tensor(float(vocabulary)).log())
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize(("tied", "overlapped"), [(True, True), (False, True), (False, False)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weight_gradient_is_added_to_megatrons_buffer(monkeypatch, dtype, tied, overlapped, passes):
+    monkeypatch.setattr(output_layer, "CHUNK_ELEMENTS", 40)
+    monkeypatch.setattr(output_layer, "PRODUCT_ELEMENTS", 3 * HIDDEN)
+    hidden, weight = inputs(dtype)
+    _, _, (by_hidden, by_weight) = reference(*(x.detach().float().requires_grad_() for x in (hidden, weight)), 1.0, True)
+    weight.main_grad = torch.ones(PADDED, HIDDEN)
+    weight.grad_added_to_main_grad = False
+    if tied:
+        weight.zero_out_wgrad = True
+    layer = OutputLayer.of(weight, VOCABULARY, overlapped=overlapped)
+    queries = Queries.of(TARGETS, ROWS, OTHERS)
+    if passes == 1:
+        total, _ = fused_loss(layer, hidden, queries, loss, upstream=2.0)
+    else:
+        total = loss(slice(0, 7), slice(0, 3), token_outputs(layer, hidden, queries))
+    (total * 2).backward()
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05}
+    torch.testing.assert_close(weight.main_grad, 1 + 2 * by_weight, **tolerance)
+    torch.testing.assert_close(hidden.grad.float(), 2 * by_hidden, **tolerance)
+    # autograd's own gradient is not counted: DDP's hook drops it, a tied weight has the embedding's
+    told = overlapped and not tied
+    assert (weight.grad is not None) == told and weight.grad_added_to_main_grad == told
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_no_rows_leave_the_graph_whole(passes):
+    hidden, weight = torch.zeros(0, HIDDEN, requires_grad=True), torch.ones(PADDED, HIDDEN, requires_grad=True)
+    layer, queries = OutputLayer.of(weight, VOCABULARY), Queries.of(TARGETS[:0])
+    if passes == 1:
+        total, _ = fused_loss(layer, hidden, queries, lambda rows, inside, outputs: outputs.logprobs.sum())
+    else:
+        total = token_outputs(layer, hidden, queries).logprobs.sum()
+    total.backward()
+    assert hidden.grad.shape == (0, HIDDEN)
+    assert torch.all(weight.grad == 0)
