@@ -16,7 +16,8 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 
 from megatron_dcpo.config import Config, DataConfig, ModelConfig, ParallelConfig
-from megatron_dcpo.planning.memory import saved_bytes, stage_activations, stage_state
+from megatron_dcpo.planning.memory import LOGITS_AT_ONCE, saved_bytes, stage_activations, stage_state
+from megatron_dcpo.policy import output_layer
 from megatron_dcpo.policy.batching import Sample
 from megatron_dcpo.policy.model import build_policy
 from megatron_dcpo.policy.optimizer import build_optimizer, zero_gradients
@@ -99,6 +100,7 @@ def measure(options: dict[str, Any]) -> list[dict[str, Any]]:
         parallel.pipeline_model_parallel_size,
         parallel.virtual_pipeline_model_parallel_size,
     )
+    output_layer.CHUNK_ROWS = LOGITS_AT_ONCE  # the plan is of a GPU, which takes as many rows as fit
     results = []
     for setting in options["settings"]:
         config = Config(

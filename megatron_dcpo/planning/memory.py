@@ -279,8 +279,6 @@ def kept_per_token(arch: Architecture, layout: Layout, config: Config, stage: in
         copied = not layout.transformer_engine and w.bytes == 2 and recompute != "full"
         kept += between * (vp - (stage == pp - 1))
         kept += between * (vp - (stage == 0)) * copied
-    if vp > 1:  # transfers overlap: one tensor has arrived ahead, one is still on its way out
-        kept += 2 * w.bytes * w.hidden
     if stage == pp - 1:
         kept += head_bytes(arch, layout, config)
     return kept

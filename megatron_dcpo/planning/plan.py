@@ -315,13 +315,12 @@ def advice(plan: Plan) -> list[str]:
 
 def less_recomputation(plan: Plan) -> tuple[str, Plan] | None:
     """The first of the faster ways to recompute that fits as well: its name, and the plan with it."""
-    granularity = plan.config.parallel.recompute_granularity
-    faster = {"full": ("none", "selective"), "selective": ("none",), "none": ()}[granularity]
-    for other in faster if plan.fits else ():
-        parallel = replace(plan.config.parallel, recompute_granularity=other)
-        changed = make_plan(replace(plan.config, parallel=parallel), plan.machine, plan.rates)
+    parallel = plan.config.parallel
+    ways = (replace(parallel, recompute_granularity="none"), replace(parallel, recompute_granularity="selective"))
+    for way in ways[: {"full": 2, "selective": 1, "none": 0}[parallel.recompute_granularity] if plan.fits else 0]:
+        changed = make_plan(replace(plan.config, parallel=way), plan.machine, plan.rates)
         if changed.fits:
-            return other, changed
+            return way.recompute_granularity, changed
     return None
 
 

@@ -14,6 +14,7 @@ weight's gradient is added to Megatron's fp32 buffer where there is one.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,9 +25,10 @@ from torch import Tensor
 
 from megatron_dcpo.runtime.device import capabilities
 
-CHUNK_ELEMENTS = 1 << 25
+LOGITS_AT_ONCE = 1 << 26  # of a chunk on a GPU; fewer, and the weight's gradient is read and written too often
+CHUNK_ROWS = 112  # on a CPU, for the same reason
 BLOCK_ELEMENTS = 1 << 19  # of which a CPU works on so many at a time, which stay in its cache; a GPU on an eighth
-PRODUCT_ELEMENTS = 1 << 25  # of the weight's gradient, where a product has another type than the sum
+PRODUCT_ELEMENTS = 1 << 23  # of the weight's gradient, where a product has another type than the sum
 
 PartLoss = Callable[[slice, slice, "TokenOutputs"], Tensor]
 
@@ -85,9 +87,7 @@ class Queries:
     @classmethod
     def of(cls, targets: Tensor, rows: Tensor | None = None, token_ids: Tensor | None = None) -> Queries:
         nothing = targets[:0]
-        return cls(
-            targets, nothing if rows is None else rows, nothing[:, None] if token_ids is None else token_ids
-        )
+        return cls(targets, nothing if rows is None else rows, nothing[:, None] if token_ids is None else token_ids)
 
 
 @dataclass(frozen=True)
@@ -125,11 +125,6 @@ class _Chunk:
         for start in range(0, count, size):
             stop = min(start + size, count)
             yield slice(start, stop), scratch[: stop - start]
-
-
-def chunk_elements() -> int:
-    """Most logits of a chunk. A GPU's products want more rows, or reading and writing the weight's gradient takes longer."""
-    return CHUNK_ELEMENTS << (2 * capabilities().separate_memory)
 
 
 def token_outputs(layer: OutputLayer, hidden: Tensor, queries: Queries) -> TokenOutputs:
@@ -211,7 +206,10 @@ class _FusedLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         factor = grad / ctx.upstream
         (hidden,) = ctx.saved_tensors
-        weight, ctx.weight_gradient = ctx.weight_gradient, None  # autograd takes what nobody else holds, and copies the rest
+        weight, ctx.weight_gradient = (
+            ctx.weight_gradient,
+            None,
+        )  # autograd takes what nobody else holds, and copies the rest
         if weight is not None and getattr(ctx.weight, "main_grad", None) is None:
             weight = weight.mul_(factor)
         return (hidden * factor).to(hidden.dtype), weight, None, None, None, None
@@ -220,14 +218,15 @@ class _FusedLoss(torch.autograd.Function):
 def _chunks(layer: OutputLayer, hidden: Tensor, queries: Queries) -> Iterator[_Chunk]:
     """The logits of some rows at a time, all in the same buffer."""
     count, tokens = len(hidden), layer.tokens
-    size = max(1, min(count, chunk_elements() // len(tokens)))
+    fitting = LOGITS_AT_ONCE // len(tokens)
+    size = max(1, min(count, fitting if capabilities().separate_memory else min(CHUNK_ROWS, fitting)))
     edges = [*range(0, count, size), count]
     # where each chunk's part of the queries' m rows begins: one wait for the device, and only where there are any
     bounds = [0] * len(edges)
     if len(queries.rows):
         bounds = torch.searchsorted(queries.rows, torch.tensor(edges, device=queries.rows.device)).tolist()
     buffer = torch.empty(size, len(tokens), dtype=torch.float32, device=hidden.device)
-    for number, (start, stop) in enumerate(zip(edges, edges[1:], strict=False)):
+    for number, (start, stop) in enumerate(itertools.pairwise(edges)):
         z = buffer[: stop - start]
         if hidden.dtype == z.dtype:
             torch.mm(hidden[start:stop].detach(), tokens.t(), out=z)
@@ -265,9 +264,7 @@ def _forward(layer: OutputLayer, chunk: _Chunk, queries: Queries) -> tuple[Token
     return TokenOutputs(target - log, log - weighted / total, candidates), total, maximum + log
 
 
-def _to_logit_gradient(
-    layer: OutputLayer, chunk: _Chunk, total: Tensor, entropy: Tensor, grads: Any
-) -> None:
+def _to_logit_gradient(layer: OutputLayer, chunk: _Chunk, total: Tensor, entropy: Tensor, grads: Any) -> None:
     """Turn the buffer, ``total`` [n] times the probabilities, into the loss's gradient in the unscaled logits. ``grads``: in
     log-probs, entropies, candidates; None where the loss does not depend on them.
 

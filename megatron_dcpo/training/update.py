@@ -240,7 +240,7 @@ def micro_batch_loss(
 
 def token_batch(batch: MicroBatch, outputs: TokenOutputs) -> TokenBatch:
     """The columns of a micro-batch beside the policy's outputs."""
-    columns = dict(batch.columns)
+    columns: dict[str, Any] = dict(batch.columns)
     digits = None
     if batch.candidates is not None:
         digits = DigitBatch(batch.candidates.rows, outputs.candidate_logprobs, batch.candidates.values)

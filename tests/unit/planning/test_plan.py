@@ -5,6 +5,8 @@ import json
 import pytest
 
 from megatron_dcpo.cli import main
+from megatron_dcpo.planning import memory
+from megatron_dcpo.policy import output_layer
 from megatron_dcpo.weights.architecture import parse_architecture
 from megatron_dcpo.weights.planner import Layout
 from megatron_dcpo.weights.reshard_plan import reshard_plan
@@ -120,3 +122,22 @@ def test_bad_input_is_one_line(plan, gpus, arguments, message):
     assert status == 2
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_the_output_layer_is_planned_as_it_works(plan):
+    """The planner does not import the policy; its constant is the output layer's, and [tokens, vocabulary] is nowhere."""
+    assert memory.LOGITS_AT_ONCE == output_layer.LOGITS_AT_ONCE
+    _, facts, _ = plan(64, f"{TP}=8", f"{PP}=4")
+    rows = facts["tokens_per_micro_batch"]
+    chunk = min(memory.LOGITS_AT_ONCE, rows * 129024 // 8)
+    assert facts["stages"][-1]["logits"] <= 6 * chunk + 3 * 2 * 8192 * rows
+    assert [stage["logits"] for stage in facts["stages"][:-1]] == [0, 0, 0]
+
+
+def test_less_recomputation_is_named_where_it_fits(plan):
+    """Of the ways that repeat less, the fastest that fits; none where the plan itself does not fit."""
+    small = (f"{TP}=8", f"{PP}=4", "rollout.tensor_model_parallel_size=8", "training.max_tokens_per_micro_batch=4096")
+    line = "parallel.recompute_granularity=none would fit as well"
+    assert line in plan(64, *small, json_output=False)[1]
+    assert line not in plan(64, *small, "parallel.recompute_granularity=none", json_output=False)[1]
+    assert line not in plan(64, *small, "--gpu-memory-gb", "20", json_output=False)[1]
