@@ -318,7 +318,7 @@ def as_correct(correct: Correct) -> np.ndarray:
     y = np.asarray(correct, dtype=np.float64)
     if y.ndim != 1:
         raise ValueError(f"correct must be one-dimensional, got shape {y.shape}")
-    if not np.isin(y, (0.0, 1.0)).all():
+    if not ((y == 0.0) | (y == 1.0)).all():
         raise ValueError("correct must hold only 0 and 1")
     return y
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 from collections.abc import Mapping, Sequence
 
 from megatron_dcpo.data.code_problems import unpack_tests
@@ -11,6 +12,7 @@ from megatron_dcpo.judging.answers import Outcome
 from megatron_dcpo.runtime import cores_per_rank
 from megatron_dcpo.sandbox.judge import CodeLimits, CodePool
 
+KEPT = 32  # problems whose tests stay unpacked: the responses to one finish at different times
 PackedTests = Mapping[str, bytes]  # by their key, which is the ground truth of a programming problem
 
 
@@ -29,15 +31,14 @@ class ProgramVerifier:
         workers: int | None = None,
     ) -> None:
         self.tests = tests
+        self._unpacked = functools.lru_cache(maxsize=KEPT)(lambda key: unpack_tests(tests[key]))
         self.pool = CodePool(limits=limits, sandbox=sandbox, workers=workers or cores_per_rank())
         atexit.register(self.pool.close)
 
     def __call__(self, pairs: Sequence[tuple[str | None, str]]) -> list[Outcome]:
         """The outcome of each (program or None, key of its tests)."""
-        unpacked = {}
-        for key in dict.fromkeys(key for _, key in pairs):
+        for _, key in pairs:
             if key not in self.tests:
                 raise UserError(f"no tests for {key!r}: the data of a code run must be programming problems")
-            unpacked[key] = unpack_tests(self.tests[key])
-        verdicts = [self.pool.submit(program, unpacked[key], where=key) for program, key in pairs]
+        verdicts = [self.pool.submit(program, self._unpacked(key), where=key) for program, key in pairs]
         return [Outcome(verdict.correct == 1, verdict.category) for verdict in (v.result() for v in verdicts)]
