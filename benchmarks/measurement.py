@@ -27,6 +27,12 @@ PEERS = os.environ.get("DCPO_PEERS") or sys.executable
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
 
 
+def environment() -> dict[str, str]:
+    """For a child: one thread, this checkout, and nothing of a process group that this process may be in."""
+    own = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
+    return {name: value for name, value in os.environ.items() if name not in own} | ENVIRONMENT
+
+
 @dataclass(frozen=True)
 class Measurement:
     """``ours`` and ``other`` in ``unit``; ``goal`` bounds ``ours / other`` from above, or from below if ``at_least``.
@@ -142,7 +148,7 @@ class Stepper:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | ENVIRONMENT,
+            env=environment(),
         )
 
     def step(self) -> dict[str, Any]:
@@ -181,7 +187,7 @@ def torchrun(processes: int, script: str, *arguments: str) -> None:
     """``script`` in ``processes`` ranks. Raises RuntimeError with the end of their output."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     done = subprocess.run(
-        [*launcher, script, *arguments], env=os.environ | ENVIRONMENT, capture_output=True, text=True, check=False
+        [*launcher, script, *arguments], env=environment(), capture_output=True, text=True, check=False
     )
     if done.returncode:
         raise RuntimeError(f"{script} failed in {processes} ranks:\n{done.stderr[-4000:]}")
@@ -192,9 +198,7 @@ def train(run_dir: Path, *overrides: str, processes: int = 1, config: str = "dcp
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] * (processes > 1)
     arguments = ["-m", "megatron_dcpo", "train", "--config", f"examples/quickstart/{config}.yaml", f"run_dir={run_dir}"]
     command = [sys.executable, *launcher, *arguments, "logging.tensorboard=false", *overrides]
-    done = subprocess.run(
-        command, cwd=REPOSITORY, env=os.environ | ENVIRONMENT, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
