@@ -206,10 +206,7 @@ class _FusedLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         factor = grad / ctx.upstream
         (hidden,) = ctx.saved_tensors
-        weight, ctx.weight_gradient = (
-            ctx.weight_gradient,
-            None,
-        )  # autograd takes what nobody else holds, and copies the rest
+        weight, ctx.weight_gradient = ctx.weight_gradient, None  # autograd copies what somebody else holds
         if weight is not None and getattr(ctx.weight, "main_grad", None) is None:
             weight = weight.mul_(factor)
         return (hidden * factor).to(hidden.dtype), weight, None, None, None, None
@@ -294,6 +291,8 @@ def _to_logit_gradient(layer: OutputLayer, chunk: _Chunk, total: Tensor, entropy
 
 @dataclass(frozen=True)
 class _Found:
+    """The outputs of all chunks side by side."""
+
     logprobs: Tensor
     entropy: Tensor
     candidate_logprobs: Tensor
