@@ -26,7 +26,7 @@ from torch import Tensor
 from megatron_dcpo.runtime.device import capabilities
 
 LOGITS_AT_ONCE = 1 << 26  # of a chunk on a GPU; fewer, and the weight's gradient is read and written too often
-CHUNK_ROWS = 112  # on a CPU, for the same reason
+CHUNK_ROWS = 112  # at least, on a CPU, for the same reason; more where the vocabulary is small
 BLOCK_ELEMENTS = 1 << 19  # of which a CPU works on so many at a time, which stay in its cache; a GPU on an eighth
 PRODUCT_ELEMENTS = 1 << 23  # of the weight's gradient, where a product has another type than the sum
 
@@ -215,8 +215,9 @@ class _FusedLoss(torch.autograd.Function):
 def _chunks(layer: OutputLayer, hidden: Tensor, queries: Queries) -> Iterator[_Chunk]:
     """The logits of some rows at a time, all in the same buffer."""
     count, tokens = len(hidden), layer.tokens
-    fitting = LOGITS_AT_ONCE // len(tokens)
-    size = max(1, min(count, fitting if capabilities().separate_memory else min(CHUNK_ROWS, fitting)))
+    enough = max(CHUNK_ROWS, 4 * BLOCK_ELEMENTS // len(tokens))
+    size = LOGITS_AT_ONCE // len(tokens) if capabilities().separate_memory else enough
+    size = max(1, min(count, size))
     edges = [*range(0, count, size), count]
     # where each chunk's part of the queries' m rows begins: one wait for the device, and only where there are any
     bounds = [0] * len(edges)

@@ -46,7 +46,7 @@ def reference(hidden: Tensor, weight: Tensor, temperature: float, entropy: bool)
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_equals_log_softmax_and_its_gradients(monkeypatch, temperature, chunk, passes, entropy):
     monkeypatch.setattr(output_layer, "CHUNK_ROWS", chunk)
-    monkeypatch.setattr(output_layer, "BLOCK_ELEMENTS", 2 * VOCABULARY)
+    monkeypatch.setattr(output_layer, "BLOCK_ELEMENTS", min(chunk, 2) * VOCABULARY // 4)
     hidden, weight = inputs()
     expected, value, gradients = reference(hidden, weight, temperature, entropy)
     layer, queries = OutputLayer.of(weight, VOCABULARY, temperature), Queries.of(TARGETS, ROWS, OTHERS)
@@ -77,6 +77,7 @@ def test_padding_would_change_the_answer():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weight_gradient_is_added_to_megatrons_buffer(monkeypatch, dtype, tied, overlapped, passes):
     monkeypatch.setattr(output_layer, "CHUNK_ROWS", 3)
+    monkeypatch.setattr(output_layer, "BLOCK_ELEMENTS", 1)
     monkeypatch.setattr(output_layer, "PRODUCT_ELEMENTS", 3 * HIDDEN)
     hidden, weight = inputs(dtype)
     _, _, (by_hidden, by_weight) = reference(
