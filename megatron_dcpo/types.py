@@ -53,6 +53,7 @@ class Response:
     where the sampling asked for it), by the weights ``weights_version``. ``finish_reason`` is ``length`` when the
     response was cut off before EOS. ``top_logprobs``: float32 [T, K], falling, of the raw logits, where asked for.
     ``text``: the response without its end token, where it is judged by its text; a server gives no ``token_ids``.
+    ``token_ends``: int64 [T], the byte of the text behind each token, where that is known.
     """
 
     prompt_id: str
@@ -63,6 +64,7 @@ class Response:
     weights_version: int
     top_logprobs: np.ndarray | None = None
     text: str | None = None
+    token_ends: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class Judgement:
     """What a response is worth: correctness R in {0, 1}, the stated confidence or why there is none, the boundary.
 
     Tokens ``[0, boundary)`` of the response are the reasoning block, ``[boundary, length)`` the confidence block;
-    ``boundary`` is None where text was judged, and not token ids.
+    ``boundary`` is None where text was judged whose tokens are not known.
     ``confidence`` is ``None`` exactly when ``status`` is not ``ok``. ``stated`` is the number as written when it is no
     valid confidence (``1.2``): the released code of the paper used it raw, so the preset ``verl_compat`` asks for it.
     ``answered``: an answer begins in the reasoning block. ``marker_end`` is the first token that begins behind the

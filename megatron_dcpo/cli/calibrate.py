@@ -21,7 +21,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--method", default="confclass", help="confclass, temperature, platt or isotonic")
     parser.add_argument(
         "--source",
-        help="what it reads: a kind of confidence (default token), for confclass mean or full (default mean)",
+        "--kind",
+        help="what it reads: a kind of confidence (default token; logprob: the reasoning's log-prob, with platt or "
+        "isotonic), for confclass mean or full (default mean)",
     )
     parser.add_argument("--out", metavar="FILE", required=True, help="where to save the predictor (.npz)")
     parser.add_argument("--held-out", type=float, default=0.2, help="share of the problems held out (default 0.2)")
@@ -36,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     from megatron_dcpo.cli.report import print_table
     from megatron_dcpo.evaluation import posthoc
     from megatron_dcpo.evaluation.samples import read_samples
-    from megatron_dcpo.evaluation.scoring import parse_kinds
+    from megatron_dcpo.evaluation.scoring import RANKING_ONLY, parse_kinds
 
     if args.source and args.source not in ("mean", "full"):
         parse_kinds(args.source)
@@ -45,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         args.method, samples, args.source, held_out=args.held_out, seed=args.seed, epochs=args.epochs
     )
     predictor.save(args.out)
-    before = "token" if predictor.source in ("mean", "full") else predictor.source
+    before = "token" if predictor.source in ("mean", "full", *RANKING_ONLY) else predictor.source
     rows = {before: posthoc.scores(held_out, before), args.method: posthoc.scores(held_out)}
     if args.json:
         print(json.dumps(json_ready({"predictor": args.out, "held_out": rows}), indent=1))

@@ -209,5 +209,6 @@ def _sample(
         finish_reason=response.finish_reason,
         mean_entropy=mean_entropy(response.top_logprobs),
         features=features(response.top_logprobs) if keep_features else None,
+        reasoning_logprob=min(0.0, sum(logprobs[: judgement.boundary])) if judgement.boundary is not None else None,
         **_verdict(judgement),
     )

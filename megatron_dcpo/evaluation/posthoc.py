@@ -7,6 +7,8 @@ r"""Confidence after the fact: predictors trained on judged samples, the policy 
 | ``platt`` | :math:`\sigma(a\,\mathrm{logit}(c)+b)` | one kind of confidence c |
 | ``isotonic`` | the best non-decreasing step function of c | one kind of confidence c |
 
+Of a kind in nats (``logprob``: the sum of the reasoning block's log-probs) there is no logit: ``platt`` scales the value.
+
 ConfClass has the settings of the DCPO paper (docs/evaluation.md#post-hoc-confidence): 20 runs, top-20 log-probs, a
 three-layer perceptron of width 2048, cross-entropy with soft targets, lr 1e-4. Where the paper is silent: the mean over
 the tokens of the 20 sorted log-probs is the input (``full`` adds their standard deviation and the last token's),
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -58,7 +61,9 @@ class Posthoc:
         predictions: list[float | None] = [None] * len(samples)
         try:
             inputs, known = inputs_of(samples, self.source)
-            values = _PREDICT[self.method](self.weights, inputs) if len(known) else ()
+            values = (
+                _PREDICT[self.method](self.weights, _on_scale(self.method, self.source, inputs)) if len(known) else ()
+            )
             for index, value in zip(known, values, strict=True):
                 predictions[index] = float(value)
         except (LookupError, TypeError, ValueError) as error:
@@ -109,16 +114,24 @@ def features(top_logprobs: np.ndarray | None) -> list[float] | None:
 
 def inputs_of(samples: Sequence[Sample], source: str) -> tuple[np.ndarray, np.ndarray]:
     """Inputs [n, D] and the indices [n] of the samples that have them."""
-    from megatron_dcpo.evaluation.scoring import CONFIDENCE_KINDS
+    from megatron_dcpo.evaluation.scoring import CONFIDENCE_KINDS, RANKING_ONLY
 
     if source in ("mean", "full"):
         width = TOP_LOGPROBS if source == "mean" else 3 * TOP_LOGPROBS
         rows = [None if s.features is None else s.features[:width] for s in samples]
     else:
         values = metrics.as_confidences([CONFIDENCE_KINDS[source](s) for s in samples])
-        rows = [[value] if 0.0 <= value <= 1.0 else None for value in values]
+        lowest, highest = (-math.inf, 0.0) if source in RANKING_ONLY else (0.0, 1.0)
+        rows = [[value] if lowest <= value <= highest else None for value in values]
     known = [index for index, row in enumerate(rows) if row is not None]
     return np.array([rows[index] for index in known], np.float64), np.array(known, int)
+
+
+def _on_scale(method: str, source: str, inputs: np.ndarray) -> np.ndarray:
+    """What a scaling is linear in: logits of a probability, nats as they are. The other methods read their inputs."""
+    from megatron_dcpo.evaluation.scoring import RANKING_ONLY
+
+    return _logit(inputs) if method in ("temperature", "platt") and source not in RANKING_ONLY else inputs
 
 
 def is_held_out(problem: str, share: float, seed: int) -> bool:
@@ -156,6 +169,8 @@ def fit(
 
     Raises :class:`UserError` when there is nothing to learn from: no inputs, one class only, no problem on one side.
     """
+    from megatron_dcpo.evaluation.scoring import RANKING_ONLY
+
     if method not in METHODS:
         raise UserError(f"unknown method {method!r}; known: {', '.join(METHODS)}")
     source = source or ("mean" if method == "confclass" else "token")
@@ -163,6 +178,8 @@ def fit(
         raise UserError(
             f"{method} does not read {source!r}; confclass reads features (mean, full), scalings a confidence"
         )
+    if method == "temperature" and source in RANKING_ONLY:
+        raise UserError(f"temperature does not read {source}, which is no probability; take platt or isotonic")
     outside = [is_held_out(problem_of(sample), held_out, seed) for sample in samples]
     targets = soft_targets(samples) if method == "confclass" else np.array([float(s.correct) for s in samples])
     hint = "; sample with --features" if method == "confclass" else ""
@@ -188,7 +205,7 @@ def fit(
         fitted, stopping = (side("fitting", c) for c in sides) if both else ((inputs, goals), (inputs, goals))
         weights: Weights = _fit_perceptron(*fitted, *stopping, seed, epochs, width)
     else:
-        weights = _FIT[method](inputs[:, 0], goals)
+        weights = _FIT[method](_on_scale(method, source, inputs)[:, 0], goals)
     predictor = Posthoc(method, source, MappingProxyType(dict(weights)))
     return predictor, predictor.apply([s for s, out in zip(samples, outside, strict=True) if out])
 
@@ -207,18 +224,17 @@ def _log_loss(z: np.ndarray, y: np.ndarray) -> float:
     return float(np.mean(np.logaddexp(0.0, z) - y * z))
 
 
-def _fit_temperature(c: np.ndarray, y: np.ndarray) -> Weights:
+def _fit_temperature(z: np.ndarray, y: np.ndarray) -> Weights:
     from scipy.optimize import minimize_scalar
 
-    z = _logit(c)
     optimum = minimize_scalar(lambda t: _log_loss(z / np.exp(t), y), bounds=(-7.0, 7.0), method="bounded")
     return {"temperature": np.exp(np.array(optimum.x))}
 
 
-def _fit_platt(c: np.ndarray, y: np.ndarray) -> Weights:
+def _fit_platt(z: np.ndarray, y: np.ndarray) -> Weights:
     from sklearn.linear_model import LogisticRegression
 
-    model = LogisticRegression(C=1e10, max_iter=1000, tol=1e-10).fit(_logit(c)[:, None], y)
+    model = LogisticRegression(C=1e10, max_iter=1000, tol=1e-10).fit(z[:, None], y)
     return {"slope": model.coef_[0, 0], "intercept": model.intercept_[0]}
 
 
@@ -277,8 +293,8 @@ _FIT: Mapping[str, Callable[[np.ndarray, np.ndarray], Weights]] = MappingProxyTy
 _PREDICT: Mapping[str, Callable[[Weights, np.ndarray], np.ndarray]] = MappingProxyType(
     {
         "confclass": _predict_perceptron,
-        "temperature": lambda w, x: _sigmoid(_logit(x[:, 0]) / w["temperature"]),
-        "platt": lambda w, x: _sigmoid(w["slope"] * _logit(x[:, 0]) + w["intercept"]),
+        "temperature": lambda w, x: _sigmoid(x[:, 0] / w["temperature"]),
+        "platt": lambda w, x: _sigmoid(w["slope"] * x[:, 0] + w["intercept"]),
         "isotonic": lambda w, x: np.interp(x[:, 0], w["x"], w["y"]),
     }
 )

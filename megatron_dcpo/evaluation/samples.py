@@ -30,6 +30,7 @@ class Sample:
 
     ``confidence`` (verbal) is ``None`` exactly when ``status`` is not ``ok``. ``token_confidence`` is exp(mean log p),
     the geometric mean over the ``num_tokens`` sampled tokens, EOS included, of the raw logits (no temperature);
+    ``reasoning_logprob`` (nats) is the sum over the reasoning block alone, where an engine tells which tokens those are;
     ``min_logprob`` (nats) is the least likely of them, ``mean_entropy`` (nats) the mean over tokens of the entropy of
     the engine's largest log-probs, what is left of the mass counting as one more token, hence a lower bound.
     ``consistency_confidence`` is the share of the problem's repeats whose answer is equivalent to this one; ``None``
@@ -56,10 +57,11 @@ class Sample:
     features: list[float] | None = None
     posthoc_confidence: float | None = None
     category: str | None = None
+    reasoning_logprob: float | None = None
 
 
 # left out of the file where there is none
-_OPTIONAL = frozenset({"mean_entropy", "features", "posthoc_confidence", "category"})
+_OPTIONAL = frozenset({"mean_entropy", "features", "posthoc_confidence", "category", "reasoning_logprob"})
 
 
 # beyond them scoring would overflow; engines round a log-prob of 0 up
@@ -69,6 +71,7 @@ _RANGES = {
     "token_confidence": (0, 1),
     "min_logprob": (-math.inf, 1e-3),
     "mean_entropy": (-1e-3, math.inf),
+    "reasoning_logprob": (-math.inf, 0),
 }
 
 

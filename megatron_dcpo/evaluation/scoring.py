@@ -23,12 +23,13 @@ CONFIDENCE_KINDS: Mapping[str, Callable[[Sample], float | None]] = MappingProxyT
         "token_product": lambda sample: _power(sample.token_confidence, sample.num_tokens),
         "token_min": lambda sample: None if sample.min_logprob is None else math.exp(sample.min_logprob),
         "token_mean_logprob": lambda sample: _log(sample.token_confidence),
+        "logprob": lambda sample: sample.reasoning_logprob,
         "token_entropy": lambda sample: None if sample.mean_entropy is None else math.exp(-sample.mean_entropy),
         "consistency": lambda sample: sample.consistency_confidence,
         "posthoc": lambda sample: sample.posthoc_confidence,
     }
 )
-RANKING_ONLY = frozenset({"token_mean_logprob"})  # in nats, no probability: it ranks, and has no calibration error
+RANKING_ONLY = frozenset({"token_mean_logprob", "logprob"})  # in nats, no probability: they rank, nothing else
 HEADLINE = ("accuracy", "ece", "pce", "brier", "auroc", "mean_confidence", "violation_rate", "n")
 
 

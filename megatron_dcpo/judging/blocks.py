@@ -18,7 +18,7 @@ from megatron_dcpo.judging.token_bytes import TokenBytes
 
 @dataclass(frozen=True)
 class Split:
-    """Tokens ``[0, boundary)`` reason, ``[boundary, T)`` state the confidence; None where text was split.
+    """Tokens ``[0, boundary)`` reason, ``[boundary, T)`` state the confidence; None of a text whose tokens are not known.
 
     ``content`` are the bytes of the response without its final EOS; ``marker`` is the byte offset of the marker in
     it, None when there is none. ``ended`` says whether the response closes with an EOS. ``marker_end`` is the first token
@@ -56,12 +56,30 @@ def split_blocks(
     at = form.find_marker(content, tag)
     if at is None:
         return Split(len(pieces), len(pieces), content, None, ended)
-    starts = np.cumsum([0, *map(len, pieces)])[:-1]
-    boundary, marker_end = np.searchsorted(starts, [at, at + len(tag)])
-    return Split(int(boundary), int(marker_end), content, at, ended)
+    return Split(*_tokens_before(np.cumsum([*map(len, pieces)]), at, at + len(tag)), content, at, ended)
 
 
-def split_text(text: str, marker: str, form: AnswerForm = BOXED) -> Split:
-    """Split a response of which only the text is known, without its end token. Whether it ended is not known here."""
-    content = text.encode(errors="surrogatepass")
-    return Split(None, None, content, form.find_marker(content, marker.encode()), ended=False)
+def split_text(text: str, marker: str, form: AnswerForm = BOXED, token_ends: np.ndarray | None = None) -> Split:
+    """Split a response by its text, without its end token; ``token_ends`` as in ``Response``. Whether it ended is not known
+    here."""
+    content, tag = text.encode(errors="surrogatepass"), marker.encode()
+    at = form.find_marker(content, tag)
+    if token_ends is None:
+        return Split(None, None, content, at, ended=False)
+    if at is None:  # all but an end token, which ends behind the text
+        boundary = int(np.searchsorted(token_ends, len(content), side="right"))
+        return Split(boundary, boundary, content, None, ended=False)
+    return Split(*_tokens_before(token_ends, at, at + len(tag)), content, at, ended=False)
+
+
+def _tokens_before(ends: np.ndarray, first: int, second: int) -> tuple[int, int]:
+    """How many tokens begin before either byte."""
+    starts = np.concatenate([[0], ends])[:-1]
+    return int(np.searchsorted(starts, first)), int(np.searchsorted(starts, second))
+
+
+def ends_of_tokens(lengths: Sequence[int], text: str) -> np.ndarray | None:
+    """The byte behind each token, from their ``lengths`` in bytes; None where they do not make up ``text``, or characters
+    were replaced in it. One end token may stand behind the text."""
+    ends, size = np.cumsum([0, *lengths]), len(text.encode(errors="surrogatepass"))
+    return ends[1:] if size in ends[-2:] and "\ufffd" not in text else None

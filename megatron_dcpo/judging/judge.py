@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from megatron_dcpo.judging.answers import BOXED, AnswerForm, Outcome
-from megatron_dcpo.judging.blocks import Split, split_blocks, split_text
+from megatron_dcpo.judging.blocks import Split, ends_of_tokens, split_blocks, split_text
 from megatron_dcpo.judging.confidence import parse_confidence
 from megatron_dcpo.judging.math.pool import verify_answers
 from megatron_dcpo.judging.token_bytes import TokenBytes
@@ -86,15 +86,17 @@ def with_text(response: Response, tokens: TokenBytes, eos_ids: Collection[int]) 
     """
     ids = response.token_ids
     ended = len(ids) > 0 and int(ids[-1]) in eos_ids
-    text = b"".join(tokens.pieces(ids[: len(ids) - ended])).decode(errors="replace")
-    return replace(response, text=text, finish_reason="stop" if ended else response.finish_reason)
+    pieces = tokens.pieces(ids[: len(ids) - ended])
+    text = b"".join(pieces).decode(errors="replace")
+    ends = ends_of_tokens([*map(len, pieces), *[1] * ended], text)
+    return replace(response, text=text, token_ends=ends, finish_reason="stop" if ended else response.finish_reason)
 
 
 def _split(
     response: Response, tokens: TokenBytes | None, eos_ids: Collection[int], marker: str, form: AnswerForm
 ) -> Split:
     if response.text is not None:
-        return split_text(response.text, marker, form)
+        return split_text(response.text, marker, form, response.token_ends)
     if tokens is None:
         raise ValueError(f"response to prompt {response.prompt_id!r}: token ids are judged with a vocabulary only")
     return split_blocks(response.token_ids, tokens, eos_ids, marker, form)

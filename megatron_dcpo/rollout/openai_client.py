@@ -17,6 +17,7 @@ import numpy as np
 
 from megatron_dcpo.data.prompts import plain_text
 from megatron_dcpo.errors import UserError, one_line
+from megatron_dcpo.judging.blocks import ends_of_tokens
 from megatron_dcpo.rollout.engine import SamplingConfig, sample_seed
 from megatron_dcpo.runtime.http_json import HttpError, JsonClient
 from megatron_dcpo.types import Prompt, Response
@@ -175,10 +176,12 @@ def _response(prompt_id: str, repeat: int, choice: Mapping[str, Any], api: str) 
         text = choice["message"].get("content") or ""
         tokens = logged.get("content") or []
         logprobs = [row["logprob"] for row in tokens]
+        lengths = [len(row.get("bytes") or str(row.get("token", "")).encode(errors="replace")) for row in tokens]
         tops = [[top["logprob"] for top in row.get("top_logprobs") or []] for row in tokens]
     else:
         text = choice["text"] or ""
         logprobs = logged.get("token_logprobs") or []
+        lengths = [len(str(token).encode(errors="replace")) for token in logged.get("tokens") or []]
         tops = [list((row or {}).values()) for row in logged.get("top_logprobs") or []]
     if not isinstance(text, str):
         raise ValueError(f"a response that is not text but {type(text).__name__}")
@@ -192,6 +195,7 @@ def _response(prompt_id: str, repeat: int, choice: Mapping[str, Any], api: str) 
         weights_version=0,
         top_logprobs=_checked_logprobs([sorted(row, reverse=True)[:width] for row in tops], 2) if width else None,
         text=text,
+        token_ends=ends_of_tokens(lengths, text) if len(lengths) == len(logprobs) else None,
     )
 
 

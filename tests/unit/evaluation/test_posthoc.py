@@ -57,6 +57,35 @@ def test_scaling_repairs_over_confidence(method: str) -> None:
         np.testing.assert_allclose([s.posthoc_confidence for s in held_out], expected, atol=1e-12)
 
 
+@pytest.mark.parametrize("method", ["platt", "isotonic"])
+def test_the_reasonings_logprob_is_scaled_to_a_confidence(method: str, tmp_path: Path) -> None:
+    """In nats, far below what a logit of a probability could tell apart: sums near -60 against -40."""
+    generator = np.random.default_rng(3)
+    samples = []
+    for sample in SAMPLES:
+        nats = -50 + 10 * (1 if sample.correct else -1) + 8 * generator.standard_normal()
+        samples.append(replace(sample, reasoning_logprob=min(0.0, float(nats))))
+    predictor, held_out = posthoc.fit(method, samples, "logprob", held_out=0.3)
+    assert posthoc.scores(held_out)["auroc"] > 0.9
+    assert posthoc.scores(held_out)["ece"] < 0.08
+    predictor.save(tmp_path / "p.npz")
+    assert posthoc.Posthoc.load(tmp_path / "p.npz").predict(held_out) == [s.posthoc_confidence for s in held_out]
+    assert posthoc.Posthoc.load(tmp_path / "p.npz").predict([SAMPLES[0]]) == [None], "no tokens, no confidence"
+    if method == "platt":  # two normal classes of the same spread: log-odds with slope 2 * 10 / 8^2
+        assert float(predictor.weights["slope"]) == pytest.approx(20 / 64, rel=0.2)
+    with pytest.raises(UserError, match="temperature does not read logprob"):
+        posthoc.fit("temperature", samples, "logprob")
+
+
+def test_calibrate_kind_logprob(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    generator = np.random.default_rng(4)
+    samples = [replace(s, reasoning_logprob=-20 - 9 * (not s.correct) - generator.random()) for s in SAMPLES]
+    write_samples(samples, tmp_path / "samples.jsonl")
+    options = ["--samples", str(tmp_path / "samples.jsonl"), "--kind", "logprob", "--method", "isotonic"]
+    assert main(["calibrate", *options, "--out", str(tmp_path / "p.npz"), "--json"]) == 0
+    assert set(json.loads(capsys.readouterr().out)["held_out"]) == {"token", "isotonic"}
+
+
 def test_confclass_learns_difficulty_from_log_probs() -> None:
     _, held_out = posthoc.fit("confclass", SAMPLES, held_out=0.3, width=64, epochs=60)
     assert posthoc.scores(held_out)["auroc"] > 0.65

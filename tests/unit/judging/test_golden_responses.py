@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from megatron_dcpo.data.code_problems import pack_tests
-from megatron_dcpo.judging.answers import FENCED
+from megatron_dcpo.judging.answers import FENCED, Outcome
 from megatron_dcpo.judging.judge import judge_many, with_text
 from megatron_dcpo.judging.programs import ProgramVerifier
 from megatron_dcpo.judging.token_bytes import TokenBytes
@@ -62,6 +62,24 @@ def text_alone(response: Response) -> Response:
 
 def name_of(row: dict[str, Any]) -> str:
     return f"{row['kind']}: {row['name']}, {row['end']}"
+
+
+def test_a_text_with_its_tokens_ends_has_the_ids_blocks() -> None:
+    """Where the text is the tokens' bytes; of replaced characters the blocks are not known."""
+    known = 0
+    for row in ROWS:
+        options = {"form": FENCED} if row["kind"] == "program" else {}
+        ids, truth = response(row, "p"), {"p": Prompt("p", (), (), row["truth"], row["kind"])}
+        text = with_text(ids, TOKENS, {EOS})
+        verifier = lambda pairs: [Outcome(False, None)] * len(pairs)  # noqa: E731
+        (by_ids,) = judge_many([ids], truth, TOKENS, {EOS}, verifier=verifier, **options)
+        (by_text,) = judge_many([text], truth, verifier=verifier, **options)
+        if text.token_ends is not None:
+            known += 1
+            assert (by_text.boundary, by_text.marker_end) == (by_ids.boundary, by_ids.marker_end), name_of(row)
+        else:
+            assert by_text.boundary is None, name_of(row)
+    assert known > 0.9 * len(ROWS)
 
 
 def test_ids_and_text_are_judged_alike(both: tuple[list[Judgement], list[Judgement]]) -> None:

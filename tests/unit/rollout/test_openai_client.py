@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from megatron_dcpo.cli import main
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.evaluate import Request
 from megatron_dcpo.evaluation.samples import read_samples
+from megatron_dcpo.judging.judge import judge_many
 from megatron_dcpo.rollout import SamplingConfig
 from megatron_dcpo.rollout.engine import sample_seed
 from megatron_dcpo.rollout.openai_client import Endpoint, served_model
@@ -70,6 +71,37 @@ def test_every_sample_once_and_side_by_side(server: FakeServer, api: Any) -> Non
     np.testing.assert_array_equal(one.top_logprobs, np.array([[-0.5, -1.5], [-0.25, -2.0], [-0.1, -3.0]], np.float32))
     again = all_of(endpoint(server, api=api, concurrency=1).complete([Request(p, (0, 1, 2)) for p in prompts(8)]))
     assert {key: c.text for key, c in again.items()} == {key: c.text for key, c in found.items()}
+
+
+@pytest.mark.parametrize("end", [[], ["<|end|>"]])
+@pytest.mark.parametrize("api", ["chat", "completions"])
+def test_where_the_tokens_end(server: FakeServer, api: Any, end: list[str]) -> None:
+    """By their bytes, or their text; unknown where the tokens do not make up the text. An end token may follow it."""
+    tokens = ["\\boxed{5}", " é", "\n<conf> Confidence: ", "0.8", *end]
+
+    def reply(changed: str) -> Callable[[dict[str, Any]], Reply]:
+        def say(body: dict[str, Any]) -> Reply:
+            text = "".join(tokens[:4]) + changed
+            if "messages" in body:
+                rows: list[dict[str, Any]] = [{"token": token, "logprob": -0.5} for token in tokens]
+                rows[1] |= {"token": "?", "bytes": list(" é".encode())}
+                choice: dict[str, Any] = {"message": {"content": text}, "logprobs": {"content": rows}}
+            else:
+                choice = {"text": text, "logprobs": {"token_logprobs": [-0.5] * len(tokens), "tokens": tokens}}
+            return 200, {"choices": [choice | {"finish_reason": "stop"}]}, {}
+
+        return say
+
+    for changed, known in (("", True), ("9", False)):
+        server.reply = reply(changed)
+        (one,) = all_of(endpoint(server, api=api).complete([Request(prompts(1)[0], (0,))])).values()
+        if not known:
+            assert one.token_ends is None
+            continue
+        assert one.token_ends is not None
+        assert one.token_ends[:4].tolist() == [9, 12, 32, 35]
+        (judged,) = judge_many([one], {"p0": prompts(1)[0]})
+        assert (judged.boundary, judged.length) == (3, len(tokens)), "the third token begins before the marker"
 
 
 def test_passing_failures_are_repeated(server: FakeServer) -> None:
