@@ -102,7 +102,7 @@ class TokenOutputs:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Rows ``rows``, and of the queries' m those ``inside``. ``p`` [n, width]: exp(z - maximum) in the shared buffer."""
+    """Rows ``rows``, and of the queries' m those ``inside``. ``p`` [n, width]: the shared buffer, of logits at first."""
 
     rows: slice
     inside: slice
@@ -116,6 +116,12 @@ class _Chunk:
         (target, here), (others, others_here) = self.target, self.others
         at_target = self.p.gather(-1, target[:, None])[:, 0]
         return here * at_target, others_here * self.p[self.other_rows[:, None], others]
+
+    def put(self, at_target: Tensor) -> None:
+        """Write to the buffer at the targets [n], where they are this rank's."""
+        target, here = self.target
+        now = self.p.gather(-1, target[:, None])[:, 0]
+        self.p.scatter_(-1, target[:, None], torch.where(here, at_target, now)[:, None])
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """A few rows of the buffer at a time, and as much to write to."""
@@ -154,21 +160,21 @@ class _TokenOutputs(torch.autograd.Function):
         for chunk in _chunks(layer, hidden, queries):
             found.put(chunk, *_forward(layer, chunk, queries))
         ctx.layer, ctx.queries = layer, queries
-        ctx.save_for_backward(hidden, found.logsumexp, found.entropy)
+        ctx.save_for_backward(hidden, found.logsumexp, found.logprobs, found.entropy)
         ctx.set_materialize_grads(False)
         return found.logprobs, found.entropy, found.candidate_logprobs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         layer: OutputLayer = ctx.layer
-        hidden, logsumexp, entropy = ctx.saved_tensors
+        hidden, logsumexp, logprobs, entropy = ctx.saved_tensors
         gradient = _Gradient.of(layer.weight, hidden)
         for chunk in _chunks(layer, hidden, ctx.queries):
             rows = chunk.rows
             for block, _ in chunk.blocks():
                 chunk.p[block].sub_(logsumexp[rows][block, None]).exp_()
             parts = [g if g is None else g[at] for g, at in zip(grads, (rows, rows, chunk.inside), strict=True)]
-            _to_logit_gradient(layer, chunk, torch.ones_like(logsumexp[rows]), entropy[rows], parts)
+            _to_logit_gradient(layer, chunk, torch.ones_like(logprobs[rows]), logprobs[rows], entropy[rows], parts)
             gradient.add(layer, chunk, hidden[rows])
         return gradient.hidden, gradient.for_weight(layer), None, None
 
@@ -194,7 +200,7 @@ class _FusedLoss(torch.autograd.Function):
                 part = loss(chunk.rows, chunk.inside, outputs)
                 grads = torch.autograd.grad(part * upstream, leaves, allow_unused=True)
             total += part.detach()
-            _to_logit_gradient(layer, chunk, sums, outputs.entropy.detach(), grads)
+            _to_logit_gradient(layer, chunk, sums, outputs.logprobs.detach(), outputs.entropy.detach(), grads)
             gradient.add(layer, chunk, hidden[chunk.rows])
         ctx.weight, ctx.weight_gradient, ctx.upstream = weight, gradient.for_weight(layer), upstream
         ctx.save_for_backward(gradient.hidden)
@@ -240,7 +246,8 @@ def _chunks(layer: OutputLayer, hidden: Tensor, queries: Queries) -> Iterator[_C
 
 
 def _forward(layer: OutputLayer, chunk: _Chunk, queries: Queries) -> tuple[TokenOutputs, Tensor, Tensor]:
-    """Outputs of a chunk, the sum of its exp(z - maximum) and its logsumexp [n]; leaves exp(z - maximum) in the buffer."""
+    """Outputs of a chunk, the sum of its exp(z - maximum) and its logsumexp [n]; leaves exp(z - maximum) in the buffer, but
+    at the targets: without them the sum tells how much a sure token lacks, which 1 - p would round away."""
     z = chunk.p
     maximum = z.amax(-1)
     layer.all_reduce(maximum, dist.ReduceOp.MAX)
@@ -249,30 +256,42 @@ def _forward(layer: OutputLayer, chunk: _Chunk, queries: Queries) -> tuple[Token
     sums = z.new_zeros(3 * n + others.numel())
     sums[2 * n : 3 * n] = at_target - chunk.target[1] * maximum
     sums[3 * n :] = (others - chunk.others[1] * maximum[chunk.other_rows, None]).reshape(-1)
+    chunk.put(z.new_full((n,), torch.finfo(z.dtype).min))
     for block, scratch in chunk.blocks():
         torch.sub(z[block], maximum[block, None], out=scratch)
         torch.exp(scratch, out=z[block])
         sums[:n][block] = z[block].sum(-1)
         sums[n : 2 * n][block] = scratch.mul_(z[block]).sum(-1)
     layer.all_reduce(sums, dist.ReduceOp.SUM)
-    total, weighted, target = sums[: 3 * n].view(3, n)
-    log = total.log()
+    rest, weighted, target = sums[: 3 * n].view(3, n)
+    at_target = target.exp()
+    total, weighted = rest + at_target, weighted + at_target * target
+    log = torch.where(target == 0, rest.log1p(), total.log())
     candidates = sums[3 * n :].view_as(others) - log[chunk.other_rows, None]
     candidates = candidates.masked_fill(queries.token_ids[chunk.inside] < 0, -torch.inf)
     return TokenOutputs(target - log, log - weighted / total, candidates), total, maximum + log
 
 
-def _to_logit_gradient(layer: OutputLayer, chunk: _Chunk, total: Tensor, entropy: Tensor, grads: Any) -> None:
+def _to_logit_gradient(
+    layer: OutputLayer, chunk: _Chunk, total: Tensor, logprobs: Tensor, entropy: Tensor, grads: Any
+) -> None:
     """Turn the buffer, ``total`` [n] times the probabilities, into the loss's gradient in the unscaled logits. ``grads``: in
-    log-probs, entropies, candidates; None where the loss does not depend on them.
+    log-probs, entropies, candidates; None where the loss does not depend on them. What the buffer has at the targets does
+    not matter.
 
     d log p(y) / dz_v = [v = y] - p_v ;  d H / dz_v = -p_v (log p_v + H)
     """
     p = chunk.p
     by_logprob, by_entropy, by_candidate = (None if g is None else g / layer.temperature for g in grads)
-    push = torch.zeros_like(total) if by_logprob is None else by_logprob.clone()
+    if by_logprob is None:
+        by_logprob = torch.zeros_like(total)
+    push = by_logprob.clone()
     if by_candidate is not None:
         push.index_add_(0, chunk.other_rows, by_candidate.sum(-1))
+    probability = logprobs.exp()
+    at_target = -by_logprob * logprobs.expm1() - (push - by_logprob) * probability
+    if by_entropy is not None:
+        at_target -= by_entropy * probability * (logprobs + entropy)
     if by_entropy is None:
         for block, _ in chunk.blocks():
             p[block].mul_((-push / total)[block, None])
@@ -282,9 +301,7 @@ def _to_logit_gradient(layer: OutputLayer, chunk: _Chunk, total: Tensor, entropy
             torch.log(p[block], out=scratch).clamp_(min=-1e30)  # where p is 0 the product is
             scratch.add_(shift[block, None]).mul_(by_entropy[block, None]).add_(push[block, None])
             p[block].mul_(scratch).div_(-total[block, None])
-    if by_logprob is not None:
-        target, here = chunk.target
-        p.scatter_add_(-1, target[:, None], (by_logprob * here)[:, None])
+    chunk.put(at_target)
     if by_candidate is not None:
         others, here = chunk.others
         p.index_put_((chunk.other_rows[:, None], others), by_candidate * here, accumulate=True)

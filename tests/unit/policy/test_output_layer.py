@@ -114,3 +114,21 @@ def test_no_rows_leave_the_graph_whole(passes):
     total.backward()
     assert hidden.grad.shape == (0, HIDDEN)
     assert torch.all(weight.grad == 0)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_sure_token_keeps_its_gradient(passes):
+    """Of p = 1 - 1e-9 fp32 keeps nothing; the gradient is p's lack, and right relative to float64."""
+    hidden = torch.tensor([[1.0, 0.0]], requires_grad=True)
+    weight = torch.tensor([[21.0, 1.0], [0.0, 2.0], [-1.0, 0.5]], requires_grad=True)
+    layer, queries = OutputLayer.of(weight, 3), Queries.of(torch.tensor([0]))
+    if passes == 1:
+        total, _ = fused_loss(layer, hidden, queries, lambda rows, inside, outputs: outputs.logprobs.sum())
+    else:
+        total = token_outputs(layer, hidden, queries).logprobs.sum()
+    total.backward()
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    logp = torch.log_softmax(exact[0] @ exact[1].t(), -1)[:, 0].sum()
+    for found, expected in zip((hidden, weight), torch.autograd.grad(logp, exact), strict=True):
+        torch.testing.assert_close(found.grad.double(), expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(total.double(), logp, rtol=1e-5, atol=0)
