@@ -10,13 +10,12 @@ the rank writes, in turns.
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from measurement import Measurement, in_turns, torchrun
+from measurement import Measurement, alone, in_turns, torchrun
 
 ROUNDS = 5
 
@@ -67,7 +66,7 @@ def worker(options: dict[str, Any]) -> None:
     from megatron_dcpo.checkpoints.state import RUN_PARTS, checkpoint_state, load_checkpoint, newest_intact
     from megatron_dcpo.config import load_config
     from megatron_dcpo.policy.model import build_policy
-    from megatron_dcpo.policy.optimizer import build_optimizer, optimizer_parts, zero_gradients
+    from megatron_dcpo.policy.optimizer import build_optimizer, zero_gradients
     from megatron_dcpo.runtime.distributed import barrier, destroy, initialize
 
     out = Path(options["out"])
@@ -87,11 +86,7 @@ def worker(options: dict[str, Any]) -> None:
     numbers = iter(range(1, 100))
     run = {part: {} for part in RUN_PARTS if part not in ("iteration", "rng_state", "distributed_optimizer")}
     own: list[Any] = []
-    blocked: list[float] = []
-    planned: list[float] = []
-    cloned: list[float] = []
-    busy: list[float] = []
-    busy_cloning: list[float] = []
+    blocked, planned, cloned, busy, busy_cloning = ([] for _ in range(5))  # type: list[list[float]]
 
     def save() -> None:
         barrier()
@@ -116,22 +111,17 @@ def worker(options: dict[str, Any]) -> None:
         return len(copies)
 
     save()
-    blocked.clear()
-    planned.clear()
-    busy.clear()
+    for warm in (blocked, planned, busy):
+        warm.clear()
     in_turns(ROUNDS, warm_up=0, save=save, clone=clone)
-    before = [p.detach().clone() for gpt in policy.gpt for p in gpt.parameters()]
-    before += [
-        t.clone() for part in optimizer_parts(optimizer) for s in part.optimizer.state.values() for t in moments(s)
-    ]
+    before = [tensor.detach().clone() for tensor in trained(policy, optimizer)]
     latest, _ = newest_intact(out / "checkpoints", topology)
     start = read_bytes()
     newest_intact(out / "checkpoints", topology)
     assert latest is not None
     load_checkpoint(out / "checkpoints", latest, policy, optimizer, scheduler)
     read = read_bytes() - start
-    after = [p for gpt in policy.gpt for p in gpt.parameters()]
-    after += [t for part in optimizer_parts(optimizer) for s in part.optimizer.state.values() for t in moments(s)]
+    after = trained(policy, optimizer)
     files = iteration_dir(out / "checkpoints", latest).glob(f"__{topology.rank}_*")
     result = {
         "same": all(torch.equal(a, b) for a, b in zip(before, after, strict=True)),
@@ -142,8 +132,13 @@ def worker(options: dict[str, Any]) -> None:
     destroy()
 
 
-def moments(state: dict[str, Any]) -> list[Any]:
-    return [state[name] for name in ("exp_avg", "exp_avg_sq")]
+def trained(policy: Any, optimizer: Any) -> list[Any]:
+    """Parameters and moments."""
+    from megatron_dcpo.policy.optimizer import optimizer_parts
+
+    states = [state for part in optimizer_parts(optimizer) for state in part.optimizer.state.values()]
+    moments = [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
+    return [*(p for gpt in policy.gpt for p in gpt.parameters()), *moments]
 
 
 def read_bytes() -> int:
@@ -152,8 +147,4 @@ def read_bytes() -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        worker(json.loads(sys.argv[1]))
-    else:
-        for measurement in measurements():
-            print(measurement.line("python benchmarks/run.py checkpoint"))
+    alone("checkpoint", measurements, worker)

@@ -183,6 +183,15 @@ def steps() -> Iterator[Callable[..., None]]:
         yield report
 
 
+def alone(name: str, measurements: Callable[[], Iterator[Measurement]], worker: Callable[[Any], None]) -> None:
+    """A benchmark as a program: a rank that :func:`torchrun` started with its options as JSON, or all measurements."""
+    if sys.argv[1:]:
+        worker(json.loads(sys.argv[1]))
+        return
+    for measurement in measurements():
+        print(measurement.line(f"python benchmarks/run.py {name}"))
+
+
 def torchrun(processes: int, script: str, *arguments: str) -> None:
     """``script`` in ``processes`` ranks. Raises RuntimeError with the end of their output."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]

@@ -9,14 +9,13 @@ the whole weights in the memory of every rank, in turns. Every rank's engine mus
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from measurement import Measurement, in_turns, torchrun
+from measurement import Measurement, alone, in_turns, torchrun
 
 LAYOUTS = {"1 rank": (1, 1), "TP 2": (2, 1), "PP 2": (1, 2), "TP 2 x PP 2": (2, 2)}
 ROUNDS = 7
@@ -131,8 +130,4 @@ def worker(options: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        worker(json.loads(sys.argv[1]))
-    else:
-        for measurement in measurements():
-            print(measurement.line("python benchmarks/run.py reshard"))
+    alone("reshard", measurements, worker)

@@ -8,14 +8,13 @@ work on the machine is not part of the model.
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from measurement import Measurement, torchrun
+from measurement import Measurement, alone, torchrun
 
 LAYOUTS = {
     "1 process": (1, ()),
@@ -121,8 +120,4 @@ def measurements() -> Iterator[Measurement]:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        first, *rest = json.loads(sys.argv[1])
-        worker(Path(first), *rest)
-    for measurement in measurements():
-        print(measurement.line("python benchmarks/run.py simulate"))
+    alone("simulate", measurements, lambda options: worker(Path(options[0]), *options[1:]))

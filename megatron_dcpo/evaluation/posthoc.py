@@ -28,16 +28,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from megatron_dcpo.calibration import metrics
+from megatron_dcpo.calibration.summary import summarize
 from megatron_dcpo.errors import UserError, one_line
+from megatron_dcpo.evaluation.samples import Sample
+from megatron_dcpo.evaluation.scoring import CONFIDENCE_KINDS, RANKING_ONLY
 from megatron_dcpo.runtime.text import parse_json
-
-if TYPE_CHECKING:
-    from megatron_dcpo.evaluation.samples import Sample
 
 TOP_LOGPROBS = 20  # of every token, where a kind of confidence or a predictor reads them
 LOWEST_LOGPROB = -30.0  # below it one log-prob is as good as another, and some engines say -9999
@@ -114,8 +114,6 @@ def features(top_logprobs: np.ndarray | None) -> list[float] | None:
 
 def inputs_of(samples: Sequence[Sample], source: str) -> tuple[np.ndarray, np.ndarray]:
     """Inputs [n, D] and the indices [n] of the samples that have them."""
-    from megatron_dcpo.evaluation.scoring import CONFIDENCE_KINDS, RANKING_ONLY
-
     if source in ("mean", "full"):
         width = TOP_LOGPROBS if source == "mean" else 3 * TOP_LOGPROBS
         rows = [None if s.features is None else s.features[:width] for s in samples]
@@ -129,8 +127,6 @@ def inputs_of(samples: Sequence[Sample], source: str) -> tuple[np.ndarray, np.nd
 
 def _on_scale(method: str, source: str, inputs: np.ndarray) -> np.ndarray:
     """What a scaling is linear in: logits of a probability, nats as they are. The other methods read their inputs."""
-    from megatron_dcpo.evaluation.scoring import RANKING_ONLY
-
     return _logit(inputs) if method in ("temperature", "platt") and source not in RANKING_ONLY else inputs
 
 
@@ -169,8 +165,6 @@ def fit(
 
     Raises :class:`UserError` when there is nothing to learn from: no inputs, one class only, no problem on one side.
     """
-    from megatron_dcpo.evaluation.scoring import RANKING_ONLY
-
     if method not in METHODS:
         raise UserError(f"unknown method {method!r}; known: {', '.join(METHODS)}")
     source = source or ("mean" if method == "confclass" else "token")
@@ -304,9 +298,6 @@ Method = Literal["confclass", "temperature", "platt", "isotonic"]
 
 def scores(samples: Sequence[Sample], kind: str = "posthoc") -> dict[str, Any]:
     """ECE, Brier score, AUROC and mean of one kind of confidence."""
-    from megatron_dcpo.calibration.summary import summarize
-    from megatron_dcpo.evaluation.scoring import CONFIDENCE_KINDS
-
     values = [CONFIDENCE_KINDS[kind](sample) for sample in samples]
     summary = summarize(values, [float(sample.correct) for sample in samples])
     return {name: summary[name] for name in ("n", "accuracy", "mean_confidence", "ece", "pce", "brier", "auroc")}

@@ -158,7 +158,8 @@ class _TokenOutputs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         found = _Found.empty(queries)
         for chunk in _chunks(layer, hidden, queries):
-            found.put(chunk, *_forward(layer, chunk, queries))
+            outputs, _, logsumexp = _forward(layer, chunk, queries)
+            found.put(chunk, outputs, logsumexp)
         ctx.layer, ctx.queries = layer, queries
         ctx.save_for_backward(hidden, found.logsumexp, found.logprobs, found.entropy)
         ctx.set_materialize_grads(False)
@@ -194,7 +195,7 @@ class _FusedLoss(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for chunk in _chunks(layer, hidden, queries):
             outputs, sums, logsumexp = _forward(layer, chunk, queries)
-            found.put(chunk, outputs, sums, logsumexp)
+            found.put(chunk, outputs, logsumexp)
             with torch.enable_grad():
                 leaves = [x.requires_grad_() for x in (outputs.logprobs, outputs.entropy, outputs.candidate_logprobs)]
                 part = loss(chunk.rows, chunk.inside, outputs)
@@ -290,12 +291,11 @@ def _to_logit_gradient(
         push.index_add_(0, chunk.other_rows, by_candidate.sum(-1))
     probability = logprobs.exp()
     at_target = -by_logprob * logprobs.expm1() - (push - by_logprob) * probability
-    if by_entropy is not None:
-        at_target -= by_entropy * probability * (logprobs + entropy)
     if by_entropy is None:
         for block, _ in chunk.blocks():
             p[block].mul_((-push / total)[block, None])
     else:
+        at_target -= by_entropy * probability * (logprobs + entropy)
         shift = entropy - total.log()
         for block, scratch in chunk.blocks():
             torch.log(p[block], out=scratch).clamp_(min=-1e30)  # where p is 0 the product is
@@ -322,26 +322,26 @@ class _Found:
         candidates = row.new_empty(queries.token_ids.shape)
         return cls(row, torch.empty_like(row), candidates, torch.empty_like(row))
 
-    def put(self, chunk: _Chunk, outputs: TokenOutputs, _: Tensor, logsumexp: Tensor) -> None:
+    def put(self, chunk: _Chunk, outputs: TokenOutputs, logsumexp: Tensor) -> None:
         self.logprobs[chunk.rows], self.entropy[chunk.rows] = outputs.logprobs, outputs.entropy
         self.candidate_logprobs[chunk.inside] = outputs.candidate_logprobs
         self.logsumexp[chunk.rows] = logsumexp
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Gradient:
     """Of the hidden states [N, h], and of the weight: ``sums`` is Megatron's buffer, or one of our own."""
 
     hidden: Tensor
     sums: Tensor | None
-    own: bool
 
     @classmethod
     def of(cls, weight: Tensor, hidden: Tensor) -> _Gradient:
-        main = getattr(weight, "main_grad", None)
-        if main is None and weight.requires_grad:
-            return cls(torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32), True)
-        return cls(torch.empty_like(hidden), main if weight.requires_grad else None, False)
+        sums = None
+        if weight.requires_grad:
+            main = getattr(weight, "main_grad", None)
+            sums = torch.zeros_like(weight, dtype=torch.float32) if main is None else main
+        return cls(torch.empty_like(hidden), sums)
 
     def add(self, layer: OutputLayer, chunk: _Chunk, hidden: Tensor) -> None:
         dz = chunk.p.to(hidden.dtype)
@@ -359,7 +359,7 @@ class _Gradient:
     def for_weight(self, layer: OutputLayer) -> Tensor | None:
         """What autograd is told. Where the gradient is in Megatron's buffer already it is nothing, or for DDP's hook, which
         drops it, one of any value; a tied weight's hook sees the embedding's."""
-        if self.own and self.sums is not None:
+        if self.sums is not None and getattr(layer.weight, "main_grad", None) is None:
             return self.sums.to(layer.weight.dtype)
         if self.sums is None or not layer.overlapped or getattr(layer.weight, "zero_out_wgrad", False):
             return None

@@ -57,8 +57,8 @@ from megatron_dcpo.policy.optimizer import optimizer_group, zero_gradients
 from megatron_dcpo.runtime.device import current_device
 from megatron_dcpo.runtime.watchdog import Timers
 from megatron_dcpo.training.run import TrainingRun, build_run
-from megatron_dcpo.training.sampling import TrainingSample, sample_step
-from megatron_dcpo.training.update import MiniBatch, accumulate, decimals_of, with_scores
+from megatron_dcpo.training.sampling import TrainingSample, decimals_of, sample_step
+from megatron_dcpo.training.update import MiniBatch, accumulate, with_scores
 from megatron_dcpo.training.weight_sync import synchronise_engine
 from megatron_dcpo.types import BLOCK_REASONING, Judgement
 
@@ -103,7 +103,7 @@ def _probe(run: TrainingRun, batches: int) -> dict[str, Any]:
         run.engine.sleep()
         run.offload.reload()
         mini_batch = MiniBatch.of(run, samples)
-        decimals = decimals_of(run, mini_batch)
+        decimals = decimals_of(run, samples)
         for part, scored in parts_of(mini_batch.judgements, config.objective, decimals).items():
             batch = with_scores(run, mini_batch, scored)
             _, gradients = part_gradient(run.policy, run.optimizer, partial(accumulate, run, batch), copy=False)

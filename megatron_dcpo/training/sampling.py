@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron_dcpo.data.datasets import draw_prompts
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.objectives.expected_digits import DigitScores
+from megatron_dcpo.objectives.expected_digits import DecimalToken, DigitScores
 from megatron_dcpo.rollout import EngineError, SamplingConfig
 from megatron_dcpo.runtime.distributed import all_gather_objects
 from megatron_dcpo.runtime.signals import RolloutAbandoned
@@ -138,11 +138,13 @@ def _sample_groups(
 
 
 def _trains(run: TrainingRun, group: Sequence[TrainingSample]) -> bool:
-    """The decimals of the confidences are read only where the objective makes use of them."""
-    decimals = None
-    if run.objective.trains_all_digits:
-        decimals = [run.digits.decimals(sample.response.token_ids, sample.judgement) for sample in group]
+    decimals = decimals_of(run, group) if run.objective.trains_all_digits else None
     return run.objective.trains([sample.judgement for sample in group], decimals)
+
+
+def decimals_of(run: TrainingRun, samples: Sequence[TrainingSample]) -> list[tuple[DecimalToken, ...]]:
+    """The exchangeable digits of every stated confidence."""
+    return [run.digits.decimals(sample.response.token_ids, sample.judgement) for sample in samples]
 
 
 def roll_out(run: TrainingRun, prompts: Sequence[Prompt], step: int, rollout: Rollout) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.objectives import Objective, Scored, TokenBatch
-from megatron_dcpo.objectives.expected_digits import DecimalToken, DigitBatch, DigitVocabulary
+from megatron_dcpo.objectives.expected_digits import DigitBatch, DigitVocabulary
 from megatron_dcpo.policy.batching import (
     Candidates,
     LossInputs,
@@ -39,7 +39,7 @@ from megatron_dcpo.policy.schedule import accumulate_gradients, compute_logprobs
 from megatron_dcpo.runtime.device import current_device
 from megatron_dcpo.runtime.distributed import all_gather_objects, max_over_ranks
 from megatron_dcpo.training.run import TrainingRun
-from megatron_dcpo.training.sampling import TrainingSample
+from megatron_dcpo.training.sampling import TrainingSample, decimals_of
 from megatron_dcpo.types import BLOCKS, Judgement
 
 logger = logging.getLogger(__name__)
@@ -149,13 +149,8 @@ def with_ref_logprobs(run: TrainingRun, mini_batch: MiniBatch, reference: Policy
 def score(run: TrainingRun, mini_batch: MiniBatch) -> MiniBatch:
     """Rewards, token advantages and token weights of every sample. No communication: all ranks have all samples."""
     old = [s.old_logprobs for s in mini_batch.samples if s.old_logprobs is not None]
-    decimals = decimals_of(run, mini_batch) if run.objective.trains_all_digits else None
+    decimals = decimals_of(run, mini_batch.samples) if run.objective.trains_all_digits else None
     return with_scores(run, mini_batch, run.objective.score(mini_batch.judgements, old or None, decimals))
-
-
-def decimals_of(run: TrainingRun, mini_batch: MiniBatch) -> list[tuple[DecimalToken, ...]]:
-    """The exchangeable digits of every stated confidence."""
-    return [run.digits.decimals(s.response.token_ids, s.judgement) for s in mini_batch.samples]
 
 
 def with_scores(run: TrainingRun, mini_batch: MiniBatch, scored: Scored) -> MiniBatch:
