@@ -13,7 +13,6 @@ import signal
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 from megatron_dcpo.cli import VERBS
@@ -124,12 +123,13 @@ def _pass_on(number: int, _: Any) -> None:
 
 def _workers() -> list[int]:
     """The processes that this one started to run a verb and that have not ended."""
-    workers, me = [], os.getpid()
-    for task in Path(f"/proc/{me}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            with contextlib.suppress(OSError):
-                if b"megatron_dcpo" in Path(f"/proc/{child}/cmdline").read_bytes():
-                    workers.append(int(child))
+    import psutil
+
+    workers = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if any("megatron_dcpo" in word for word in child.cmdline()):
+                workers.append(child.pid)
     return workers
 
 

@@ -1,20 +1,24 @@
-"""Processes of this machine, as /proc shows them."""
+"""Processes of this machine, which may end while they are looked at."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 
-def below(pid: int) -> list[int]:
-    """All descendants of ``pid``; none of a process that is gone."""
-    try:
-        tasks = list(Path(f"/proc/{pid}/task").iterdir())
-        children = [int(word) for task in tasks for word in (task / "children").read_text().split()]
-    except OSError:
-        return []
-    return children + [more for child in children for more in below(child)]
+
+def below(pid: int, command: str = "") -> list[int]:
+    """All descendants of ``pid`` whose command line has ``command`` in it; none of a process that is gone."""
+    found = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if not command or command in " ".join(child.cmdline()):
+                    found.append(child.pid)
+    return found
 
 
 def left_after(pids: Sequence[int], seconds: float) -> list[int]:

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_dcpo.cli.launch import exit_status
@@ -134,7 +135,7 @@ def test_killed_rank_ends_the_job_and_is_named(tmp_path):
     log = tmp_path / "log"
     process = start(tmp_path / "run", launch=2, log=log)
     wait_until(lambda: "step 2/" in log.read_text(), process)
-    workers = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    workers = [child.pid for child in psutil.Process(process.pid).children()]
     os.kill(workers[1], signal.SIGKILL)
     assert process.wait(60) == EXIT_PEER_LOST
     assert f"rank 1 (pid {workers[1]}) was killed by SIGKILL" in log.read_text()
@@ -145,7 +146,7 @@ def test_workers_of_a_killed_launcher_end(tmp_path):
     log = tmp_path / "log"
     process = start(tmp_path / "run", launch=2, log=log)
     wait_until(lambda: "step 2/" in log.read_text(), process)
-    workers = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    workers = [child.pid for child in psutil.Process(process.pid).children()]
     assert len(workers) == 2
     process.kill()
     process.wait()

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.paths import QUICKSTART, REPOSITORY
+from tests.helpers.processes import below
 from tests.helpers.quickstart import command
 
 STEPS = int(os.environ.get("DCPO_SOAK", "40"))
@@ -21,15 +22,6 @@ FULL = STEPS >= 500
 # The short version is about counts; in its few steps the allocator is still finding its size.
 FLAT = 1.02 if FULL else 1.10
 OPTIONS = () if FULL else ("data.prompts_per_step=8", "training.save_interval=5")
-
-
-def tree(pid):
-    """A process and all its descendants."""
-    found = [pid]
-    for parent in found:
-        for task in Path(f"/proc/{parent}/task").glob("*"):
-            found += [int(child) for child in (task / "children").read_text().split()]
-    return found
 
 
 def look(pid):
@@ -60,7 +52,7 @@ def test_nothing_leaks(tmp_path):
     everyone, shared = set(), set()
     while process.poll() is None:
         step = len(lines) if (lines := records(run_dir)) else 0
-        for pid in tree(process.pid):
+        for pid in (process.pid, *below(process.pid)):
             everyone.add(pid)
             try:
                 seen.append((step, *look(pid)))
