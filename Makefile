@@ -1,4 +1,4 @@
-# make setup       .venv with everything, pinned           make quickstart [SEED=k]   GRPO, DCPO, DCPO-proper on CPU
+# make setup       .venv with everything, pinned           make quickstart [SEED=k]   GRPO and three DCPO on CPU
 # make test        the test suite                          make test-fast             its quick part, for every day
 # make lint        ruff, mypy, shellcheck, the documentation's links
 PYTHON ?= python3
@@ -13,7 +13,7 @@ JOBS ?= 2
 # a file stays on one worker (its fixtures are made once); the long ones of distributed and system come first
 IN_ORDER := --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup setup-engine setup-sandbox quickstart policy test test-fast test-engine test-grid test-resilience test-soak test-slurm \
+.PHONY: setup setup-engine setup-sandbox quickstart policy test test-fast test-engine test-peft test-grid test-resilience test-soak test-slurm \
 	test-multinode test-gpu gpu-check attacks code-data reference-solutions check-transformer-engine lab lab-smoke lab-policies lint fuzz clean
 
 setup: $(VENV)/.installed
@@ -67,6 +67,11 @@ test-soak: setup
 # the vLLM engine at length: every layout against the trainer, 50 updates, failures, the quickstart on it (~30 minutes)
 test-engine: setup-engine
 	OMP_NUM_THREADS=1 DCPO_TEST_ENGINE=1 $(BIN)/python -m pytest -rs tests/engine
+
+# PEFT loads the adapters that a run leaves; installed beside the environment, which would import accelerate everywhere
+test-peft: setup
+	$(BIN)/python -m pip install --quiet --target .peft --no-deps peft==0.21.2 accelerate==1.15.0
+	PYTHONPATH=.peft OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/distributed/test_adapter.py -k peft
 
 # a real Slurm of two nodes (network namespaces, as root): warned, killed, requeued, resumed. Installs Debian's packages
 test-slurm: setup

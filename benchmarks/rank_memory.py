@@ -16,13 +16,22 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 
 from megatron_dcpo.config import Config, DataConfig, ModelConfig, ParallelConfig
-from megatron_dcpo.planning.memory import LOGITS_AT_ONCE, saved_bytes, stage_activations, stage_state
+from megatron_dcpo.planning.memory import (
+    LOGITS_AT_ONCE,
+    in_flight,
+    kept_per_token,
+    stage_activations,
+    stage_state,
+    widths,
+)
 from megatron_dcpo.policy import output_layer
 from megatron_dcpo.policy.batching import Sample
 from megatron_dcpo.policy.model import build_policy
 from megatron_dcpo.policy.optimizer import build_optimizer, zero_gradients
 from megatron_dcpo.policy.schedule import accumulate_gradients
 from megatron_dcpo.runtime.distributed import destroy, initialize
+from megatron_dcpo.weights.architecture import Architecture
+from megatron_dcpo.weights.planner import Layout
 
 
 def measured_state(policy, optimizer) -> dict[str, int]:
@@ -38,6 +47,17 @@ def measured_state(policy, optimizer) -> dict[str, int]:
         "main_params": sum(nbytes for pointer, nbytes in main.items() if pointer not in weights),
         "moments": sum(storages(moments).values()),
     }
+
+
+def saved_bytes(
+    arch: Architecture, layout: Layout, config: Config, stage: int, tokens: int, responses: int, micro_batches: int
+) -> int:
+    """What a measurement sees on a rank of ``stage`` when its first backward pass begins: saved tensors, tensors between
+    the stages, the gradient of one micro-batch's response rows. ``responses``: its response tokens."""
+    w, flying = widths(arch, layout, config), in_flight(layout, stage, micro_batches)
+    per_token = kept_per_token(arch, layout, config, stage, flying) + 8 + 4 * w.head_dim  # ids, angles
+    scored = responses * (w.bytes * arch.hidden_size + 8) if stage == layout.pipeline_model_parallel_size - 1 else 0
+    return int(tokens * per_token) + scored
 
 
 def storages(tensors) -> dict[int, int]:

@@ -9,15 +9,19 @@ status is 1 when less than 99 % of a file pass.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+sys.path.insert(1, str(Path(__file__).parents[1]))
 from measurement import DATA, Measurement, absent
 
-from megatron_dcpo.data.code_problems import code_problem, reference_solution
+from megatron_dcpo.data.code_problems import code_problem
 from megatron_dcpo.data.datasets import read_rows
 from megatron_dcpo.sandbox.judge import CodeLimits, judge_programs
+from tests.helpers.data import reference_solution
 
 
 def main() -> int:

@@ -30,11 +30,25 @@ Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
 
 
+Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@dataclass(frozen=True, config=_STRICT)
+class AdapterConfig:
+    """A low-rank adapter: (alpha / rank) B A x is added to the projections ``targets`` of every layer."""
+
+    rank: Positive = 16
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    targets: Annotated[tuple[Projection, ...], Field(min_length=1)] = get_args(Projection)
+
+
 @dataclass(frozen=True, config=_STRICT)
 class ModelConfig:
-    """``path``: a Hugging Face checkpoint directory (Qwen3, Llama-3.x, Qwen2.5)."""
+    """``path``: a Hugging Face checkpoint directory (Qwen3, Llama-3.x, Qwen2.5). ``adapter``: trained where
+    ``objective.confidence_parameters`` says so."""
 
     path: str
+    adapter: AdapterConfig | None = None
     params_dtype: Literal["fp32", "bf16"] = "bf16"
     make_vocab_size_divisible_by: Positive = 128
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
@@ -87,6 +101,8 @@ class RolloutConfig:
     ``bucket_bytes`` bounds the extra memory of a weight synchronisation. ``logprob_diff_alarm``: largest
     |engine - trainer| log-prob of a step allowed (0: any). ``filter_groups``: groups that train neither block are replaced
     by the next prompts, in at most ``max_refills`` rounds; each draws ``oversample`` times as many as are missing.
+    ``max_staleness``: a rollout ends when the batch is full, of ``oversample`` times as many prompts; the next steps go on
+    with what is unfinished, which has tokens at most that many steps old in the end.
     """
 
     engine: Literal["auto", "vllm", "transformers", "server"] = "auto"
@@ -110,6 +126,7 @@ class RolloutConfig:
     filter_groups: bool = False
     oversample: Annotated[float, Field(ge=1, le=16)] = 1.0
     max_refills: NonNegative = 4
+    max_staleness: NonNegative = 0
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -130,9 +147,11 @@ class JudgingConfig:
 
 @dataclass(frozen=True, config=_STRICT)
 class OptimizerConfig:
-    """AdamW as the paper and Megatron name it. ``lr_warmup_iters`` counts rollout steps."""
+    """AdamW as the paper and Megatron name it. ``lr_warmup_iters`` counts rollout steps. ``adapter_lr``: of
+    ``model.adapter``, falls linearly to a tenth; no weight decay."""
 
     lr: Annotated[float, Field(ge=0)] = 1e-6
+    adapter_lr: Annotated[float, Field(ge=0)] = 1e-4
     min_lr: Annotated[float, Field(ge=0)] = 0.0
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
     lr_warmup_iters: NonNegative = 0
@@ -340,11 +359,27 @@ def _check_together(config: Config, source: str) -> None:
         objective = resolve(config.objective)
     except UserError as error:
         raise UserError(f"{source}: {error}") from None
+    _check_adapter(config, objective, source)
     _check_rollout(config.rollout, objective, source)
     if config.data.prompts_per_step % training.updates_per_rollout:
         raise UserError(
             f"{source}: training.updates_per_rollout={training.updates_per_rollout} does not divide "
             f"data.prompts_per_step={config.data.prompts_per_step}"
+        )
+
+
+def _check_adapter(config: Config, objective: ObjectiveConfig, source: str) -> None:
+    states = objective.confidence_parameters == "adapter"
+    if states != (config.model.adapter is not None):
+        raise UserError(
+            f"{source}: model.adapter and objective.confidence_parameters=adapter go together; set both "
+            "(model.adapter.rank=16 is enough) or neither"
+        )
+    rollout = config.rollout
+    if objective.confidence_sees == "logprobs" and (rollout.temperature != 1 or rollout.top_p < 1 or rollout.top_k):
+        raise UserError(
+            f"{source}: objective.confidence_sees=logprobs needs rollout.temperature=1, top_p=1 and top_k=0: the confidence "
+            "sees the same log-probs wherever it is stated"
         )
 
 
@@ -356,10 +391,33 @@ def _check_rollout(rollout: RolloutConfig, objective: ObjectiveConfig, source: s
         )
     if rollout.tensor_model_parallel_size > 1 and rollout.engine in ("transformers", "server"):
         raise UserError(f"{source}: rollout.tensor_model_parallel_size > 1 needs rollout.engine=vllm (or auto)")
-    if rollout.oversample > 1 and not rollout.filter_groups:
+    if rollout.oversample > 1 and not (rollout.filter_groups or rollout.max_staleness):
         raise UserError(
-            f"{source}: rollout.oversample={rollout.oversample:g} has no effect without rollout.filter_groups"
+            f"{source}: rollout.oversample={rollout.oversample:g} has no effect without rollout.filter_groups or "
+            "rollout.max_staleness"
         )
+    stale = f"{source}: rollout.max_staleness={rollout.max_staleness}"
+    for refused, why in (
+        (
+            not 1 < rollout.oversample <= 2,
+            "carries what is unfinished when the batch is full, so more prompts than a batch have to be sampled, but not "
+            "more than two: set rollout.oversample above 1, at most 2",
+        ),
+        (
+            objective.tis_level == "none",
+            "trains on tokens of earlier policies; correct for it with objective.tis_level=token (or sequence)",
+        ),
+        (
+            rollout.engine == "server",
+            "does not go with rollout.engine=server, which gives no tokens of a response it drops",
+        ),
+        (
+            rollout.logprob_diff_alarm > 0,
+            "does not go with rollout.logprob_diff_alarm: tokens of earlier policies differ from the trainer's",
+        ),
+    ):
+        if rollout.max_staleness and refused:
+            raise UserError(f"{stale} {why}")
     if rollout.filter_groups and METHODS[objective.name].needs_old_logprobs:
         raise UserError(
             f"{source}: rollout.filter_groups does not go with objective.name={objective.name}, whose loss trains on every "

@@ -51,7 +51,9 @@ class Response:
 
     ``token_ids``: int64 [T]; ``logprobs``: float32 [T], natural log, at the sampling temperature (or of the raw logits
     where the sampling asked for it), by the weights ``weights_version``. ``finish_reason`` is ``length`` when the
-    response was cut off before EOS. ``top_logprobs``: float32 [T, K], falling, of the raw logits, where asked for.
+    response was cut off before EOS, ``abort`` when its rollout ended before it did; one that was continued has
+    ``segments``: the weights version and the number of tokens of each part, oldest first. ``step``: whose random numbers
+    it has. ``top_logprobs``: float32 [T, K], falling, of the raw logits, where asked for.
     ``text``: the response without its end token, where it is judged by its text; a server gives no ``token_ids``.
     ``token_ends``: int64 [T], the byte of the text behind each token, where that is known.
     """
@@ -60,11 +62,18 @@ class Response:
     sample_index: int
     token_ids: np.ndarray
     logprobs: np.ndarray
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "abort"]
     weights_version: int
     top_logprobs: np.ndarray | None = None
     text: str | None = None
     token_ends: np.ndarray | None = None
+    step: int = 0
+    segments: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def oldest_version(self) -> int:
+        """Of the weights that sampled any of its tokens."""
+        return self.segments[0][0] if self.segments else self.weights_version
 
 
 @dataclass(frozen=True)

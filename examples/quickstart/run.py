@@ -1,10 +1,11 @@
-"""The quickstart: one over-confident policy, three trainings, one picture. ``make quickstart [SEED=k]`` runs it.
+"""The quickstart: one over-confident policy, four trainings, one picture. ``make quickstart [SEED=k]`` runs it.
 
-GRPO, DCPO (the paper's settings) and DCPO-proper start from the same policy and differ in ``objective`` only. Base and the
-three results are evaluated on the same held-out problems. Everything is done by the same commands a user types (they are
-printed); trainings run two at a time, one core each.
+GRPO, DCPO (the paper's settings), DCPO-proper and DCPO with an adapter start from the same policy and differ in
+``objective`` only; the last trains GRPO's policy, bit for bit, and beside it the adapter that states the confidence. Base
+and the four results are evaluated on the same held-out problems. Everything is done by the same commands a user types
+(they are printed); trainings run two at a time, one core each.
 
-Leaves in --out: reliability.png, report.html, summary.json, and for each of base, grpo, dcpo, dcpo_proper a directory with
+Leaves in --out: reliability.png, report.html, summary.json, and for base and each training a directory with
 evaluation.json, samples.jsonl, metrics.jsonl, checkpoints and the trained policy in Hugging Face format. An interrupted
 quickstart continues where it was killed.
 """
@@ -26,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 HERE = Path(__file__).resolve().parent
-METHODS = ("grpo", "dcpo", "dcpo_proper")
+METHODS = ("grpo", "dcpo", "dcpo_proper", "dcpo_adapter")
 COLUMNS = {
     "accuracy": "acc.",
     "ece": "ECE",
@@ -110,10 +111,10 @@ class Quickstart:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=1, help="seed of the three trainings")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the trainings")
     parser.add_argument("--out", type=Path, default=Path("runs/quickstart"))
     parser.add_argument("--workers", type=int, default=2, help="processes at a time")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="options for all three trainings")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="options for all trainings")
     args = parser.parse_args()
     start_over_unless_interrupted(args.out, args.seed)
     quickstart = Quickstart(args.out, args.seed, tuple(args.overrides))
@@ -188,12 +189,13 @@ def draw(out: Path, summary: dict[str, dict[str, float]]) -> None:
     from megatron_dcpo.evaluation.scoring import bins_from_json
 
     titles = {"base": "before RL", "grpo": "GRPO", "dcpo": "DCPO", "dcpo_proper": "DCPO, proper score"}
+    titles["dcpo_adapter"] = "DCPO, adapter"
     bins, notes = {}, {}
     for name, title in titles.items():
         evaluation = json.loads((out / name / "evaluation.json").read_text())
         bins[title] = bins_from_json(evaluation["benchmarks"]["heldout"]["verbal"]["bins"])
         notes[title] = f"accuracy {summary[name]['accuracy']:.2f}\nECE {summary[name]['ece']:.3f}"
-    save(comparison_grid(bins, notes), out / "reliability.png")
+    save(comparison_grid(bins, notes, columns=len(bins)), out / "reliability.png")
 
 
 def show(summary: dict[str, dict[str, float]]) -> None:

@@ -175,27 +175,6 @@ def coverage_figure(curves: Mapping[str, Mapping[str, Sequence[float]]], title: 
     return figure
 
 
-@rc_context(_STYLE)
-def training_curves(
-    runs: Mapping[str, Sequence[Mapping[str, Any]]], curves: Sequence[Curve] = TRAINING_CURVES, columns: int = 2
-) -> Figure | None:
-    """One panel per curve that any run has logged, all runs overlaid; thin raw values under a running mean."""
-    drawn = logged_curves(runs, curves)
-    if not drawn:
-        return None
-    columns = min(columns, len(drawn))
-    lines = math.ceil(len(drawn) / columns)
-    figure = _figure(4.4 * columns, 2.5 * lines + 0.3)
-    grid = figure.subplots(lines, columns, squeeze=False)
-    for axes, curve in zip(grid.ravel(), drawn, strict=False):
-        draw_curve(axes, runs, curve)
-    for axes in grid.ravel()[len(drawn) :]:
-        axes.set_visible(False)
-    handles, labels = grid[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=min(len(labels), 5))
-    return figure
-
-
 def logged_curves(
     runs: Mapping[str, Sequence[Mapping[str, Any]]], curves: Sequence[Curve] = TRAINING_CURVES
 ) -> list[Curve]:
@@ -256,7 +235,7 @@ def draw_histogram(axes: Axes, bins: Bins, title: str = "") -> None:
 
 
 def draw_curve(axes: Axes, runs: Mapping[str, Sequence[Mapping[str, Any]]], curve: Curve) -> None:
-    """One panel of ``training_curves``."""
+    """All runs overlaid; thin raw values under a running mean."""
     for position, (name, rows) in enumerate(runs.items()):
         color = PALETTE[position % len(PALETTE)]
         for key, style in zip(curve.keys, ("-", (0, (4, 2))), strict=False):

@@ -88,8 +88,10 @@ def listed_files(directory: Path, iteration: int) -> dict[str, dict[str, Any]]:
     return files
 
 
-def damage(directory: Path, files: Iterable[tuple[str, dict[str, Any]]]) -> str | None:
-    """The first of ``files`` that is not as the manifest says, or ``None``."""
+def damage(
+    directory: Path, files: Iterable[tuple[str, dict[str, Any]]], kept: dict[Path, bytes] | None = None
+) -> str | None:
+    """The first of ``files`` that is not as the manifest says, or ``None``. What was read is added to ``kept``."""
     for name, expected in files:
         path = directory / name
         try:
@@ -98,8 +100,11 @@ def damage(directory: Path, files: Iterable[tuple[str, dict[str, Any]]]) -> str 
             size = path.stat().st_size
             if size != expected["bytes"]:
                 return f"{name} has {size} bytes instead of {expected['bytes']}"
-            if digest(path)["sha256"] != expected["sha256"]:
+            content = path.read_bytes()
+            if hashlib.sha256(content).hexdigest() != expected["sha256"]:
                 return f"{name} has changed since it was written (SHA-256)"
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
+        if kept is not None:
+            kept[path] = content
     return None

@@ -9,16 +9,19 @@ ranks have written does the first one complete the directory, rename it and name
 from __future__ import annotations
 
 import copy
+import io
 import os
 import queue
 import shutil
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_dcpo.checkpoints.manifest import (
     LATEST,
@@ -50,7 +53,8 @@ _NOTHING_FREE = 1 << 20  # bytes
 
 @dataclass
 class Pending:
-    """A checkpoint on its way. ``results``: what this rank wrote; ``error``: why it could not."""
+    """A checkpoint on its way. ``results``: what this rank wrote; ``error``: why it could not, or later why none could be
+    completed. ``work``: the thread that writes, then the first rank's that completes, once all have written."""
 
     iteration: int
     temporary: Path
@@ -58,18 +62,29 @@ class Pending:
     writer: Any
     metadata: Any
     common: dict[str, Any]
-    thread: threading.Thread | None = None
+    work: threading.Thread | None = None
+    completing: bool = False
     results: list[Any] = field(default_factory=list)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     error: str | None = None
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """What the next save can take over while the state has the same ``form``: Megatron's plan, and the host's copies.
+    ``files``: (name, objects, tensors), of each: what is written, which part of the state it is, its copy."""
+
+    form: list[Any]
+    metadata: Any
+    files: list[tuple[str, list[tuple[Any, int, io.BytesIO]], list[tuple[Any, int, Tensor]]]]
+
+
 class Saver:
     """Saves into ``directory``, keeps the newest ``keep`` checkpoints. All methods are collective.
 
-    ``background``: :meth:`begin` returns as soon as the state is copied. ``replicas``: the ranks that hold the same
-    weights share the writing of them. ``damaged``: iterations that failed their check; they do not count among those to
-    keep.
+    ``background``: :meth:`begin` returns as soon as the state is copied, into memory that is kept for the next save.
+    ``replicas``: the ranks that hold the same weights share the writing of them. ``damaged``: iterations that failed
+    their check; they do not count among those to keep.
     """
 
     def __init__(
@@ -79,6 +94,7 @@ class Saver:
         self.replicas = replicas
         self.damaged: set[int] = set()
         self._pending: Pending | None = None
+        self._known: _Plan | None = None
 
     def begin(self, iteration: int, state: dict[str, Any]) -> None:
         """Write the sharded ``state``, in the background if so; it is announced by :meth:`finish`, :meth:`wait` or the
@@ -87,37 +103,50 @@ class Saver:
         Raises :class:`UserError` when the disk cannot be written; the previous checkpoint stays the latest.
         """
         self.wait()
-        self._pending = pending = self._plan(iteration, state)
-        if self.background:
-            pending.thread = threading.Thread(target=_write, args=(pending,), name="checkpoint")
-            pending.thread.start()
-        else:
-            _write(pending)
+        self._pending = pending = self._prepare(iteration, state)
+        self._run(_write, pending)
 
     def finish(self) -> None:
         """Make the pending checkpoint the latest, if every rank has written its part. Raises as :meth:`begin` does."""
-        if self._pending is not None:
-            thread = self._pending.thread
-            if not max_over_ranks(int(thread is not None and thread.is_alive())):
-                self.wait()
+        pending = self._pending
+        if pending is None or max_over_ranks(int(pending.work is not None and pending.work.is_alive())):
+            return
+        if not pending.completing:
+            self._announce(pending)
+        if pending.error or not self.background:
+            self.wait()
 
     def wait(self) -> None:
         """The same, however long the writing takes."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        if pending.thread is not None:
-            pending.thread.join()
-        written = all_gather_objects((pending.error, pending.results, pending.files))
-        error = next((f"rank {rank}: {part[0]}" for rank, part in enumerate(written) if part[0] is not None), None)
-        if error is None and self.rank == 0:
-            try:
-                self._complete(pending, written)
-            except (OSError, RuntimeError) as refused:
-                error = _line(refused)
-        self._fail_if(broadcast_object(error), pending.iteration, pending.temporary)
+        if not pending.completing:
+            self._announce(pending)
+        if pending.work is not None:
+            pending.work.join()
+        self._fail_if(broadcast_object(pending.error), pending.iteration, pending.temporary)
 
-    def _plan(self, iteration: int, state: dict[str, Any]) -> Pending:
+    def _run(self, work: Callable[..., None], pending: Pending, *more: Any) -> None:
+        if self.background:
+            pending.work = threading.Thread(target=work, args=(pending, *more), name="checkpoint")
+            pending.work.start()
+        else:
+            work(pending, *more)
+
+    def _announce(self, pending: Pending) -> None:
+        """When all ranks have written, the first one begins to complete."""
+        if pending.work is not None:
+            pending.work.join()
+        written = all_gather_objects((pending.error, pending.results, pending.files))
+        pending.error = next(
+            (f"rank {rank}: {part[0]}" for rank, part in enumerate(written) if part[0] is not None), None
+        )
+        pending.completing = True
+        if pending.error is None and self.rank == 0:
+            self._run(self._complete, pending, written)
+
+    def _prepare(self, iteration: int, state: dict[str, Any]) -> Pending:
         final = iteration_dir(self.directory, iteration)
         temporary = final.with_name(final.name + ".tmp")
         error: str | None = None
@@ -127,19 +156,43 @@ class Saver:
                 temporary.mkdir(parents=True)
             except OSError as refused:
                 error = _line(refused)
-        self._fail_if(broadcast_object(error), iteration, temporary)
+        sharded, common = save_preprocess(state, validate_access_integrity=False)
+        parts = list(nested_values(sharded))
+        form = [_form(part) for part in parts]
+        new = self._known is None or self._known.form != form
+        if news := max_over_ranks(2 if error else int(new)):
+            if news == 2:
+                self._fail_if(broadcast_object(error), iteration, temporary)
+            writer, metadata = self._plan(state, temporary)
+            if self.background:
+                self._known = _Plan(form, metadata, _taken_over(writer.write_buckets, parts))
+        else:
+            assert self._known is not None
+            writer, metadata = filesystem_async.FileSystemWriterAsync(temporary), self._known.metadata
+            writer.write_buckets = _refreshed(self._known, temporary, parts)
+        return Pending(iteration, temporary, self.rank, writer, metadata, copy.deepcopy(common))
+
+    def _plan(self, state: dict[str, Any], temporary: Path) -> tuple[Any, Any]:
+        """Megatron's writer with this rank's part of the state, and on the first rank the metadata."""
         # Megatron would start a process to hold this queue; the thread that writes is in this one.
         filesystem_async._results_queue = queue.Queue()
-        sharded, common = save_preprocess(state)
+        sharded, _ = save_preprocess(state)
         if self.replicas is not None:
             shares = determine_main_replica_uniform_distribution(sharded, self.replicas)
             distribute_main_replicas_with_precomputed_distribution(sharded, self.replicas, shares)
         writer, metadata = _Planner("torch_dist", 1).async_save(sharded, temporary)
         writer.write_buckets = _snapshot(writer.write_buckets, _storages(sharded) if self.background else set())
-        return Pending(iteration, temporary, self.rank, writer, metadata, copy.deepcopy(common))
+        return writer, metadata
 
     def _complete(self, pending: Pending, written: list[tuple[Any, list[Any], dict[str, Any]]]) -> None:
         """Rank 0: metadata, manifest, the final name, the announcement; then remove what is too old."""
+        try:
+            self._rename(pending, written)
+            self._prune()
+        except Exception as refused:  # nothing may be lost in the thread
+            pending.error = _line(refused)
+
+    def _rename(self, pending: Pending, written: list[tuple[Any, list[Any], dict[str, Any]]]) -> None:
         temporary, final = pending.temporary, iteration_dir(self.directory, pending.iteration)
         pending.writer.finish(pending.metadata, [results for _, results, _ in written])
         save_config(CheckpointingConfig("torch_dist", 1), str(temporary))
@@ -154,6 +207,8 @@ class Saver:
         sync_directory(self.directory)
         write_atomically(self.directory / LATEST, str(pending.iteration))
         self.damaged.discard(pending.iteration)
+
+    def _prune(self) -> None:
         kept = [iteration for iteration in iterations(self.directory) if iteration not in self.damaged][-self.keep :]
         for iteration in iterations(self.directory):
             if iteration not in kept and iteration not in self.damaged:
@@ -199,6 +254,44 @@ def _storages(sharded: Any) -> set[int]:
         part.data for part in nested_values(sharded) if isinstance(part, ShardedTensor) and part.data is not None
     )
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+def _form(part: Any) -> tuple[Any, ...]:
+    """Which part of the whole it is."""
+    if isinstance(part, ShardedTensor):
+        return part.key, part.global_offset, part.local_shape, part.dtype, part.replica_id
+    return part.unique_key, part.replica_id
+
+
+def _taken_over(buckets: list[Any], parts: list[Any]) -> list[Any]:
+    """:attr:`_Plan.files` of Megatron's buckets."""
+    tensors = {(p.key, *p.global_offset): n for n, p in enumerate(parts) if isinstance(p, ShardedTensor)}
+    numbers = tensors | {(p.unique_key,): n for n, p in enumerate(parts) if not isinstance(p, ShardedTensor)}
+    return [
+        (
+            key,
+            *(
+                [(item, numbers[item.index.fqn, *(item.index.offset or ())], copied) for item, copied in kind]
+                for kind in data
+            ),
+        )
+        for _, key, data in buckets
+    ]
+
+
+def _refreshed(plan: _Plan, directory: Path, parts: list[Any]) -> list[Any]:
+    """Megatron's buckets, with the values of now."""
+    buckets = []
+    for name, objects, tensors in plan.files:
+        for _, number, host in tensors:
+            host.copy_(parts[number].data.detach().reshape(host.shape))
+        saved = []
+        for item, number, before in objects:
+            if parts[number].data is not None:  # as before otherwise
+                torch.save([parts[number].data], before := io.BytesIO())
+            saved.append((item, before))
+        buckets.append((str(directory / name), name, (saved, [(item, host) for item, _, host in tensors])))
+    return buckets
 
 
 def _snapshot(buckets: list[Any] | None, shared: set[int]) -> list[Any]:

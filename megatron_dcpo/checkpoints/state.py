@@ -10,22 +10,25 @@ from __future__ import annotations
 import logging
 import pickle
 import random
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron_dcpo.checkpoints import optimizer_shards
 from megatron_dcpo.checkpoints.manifest import damage, iteration_dir, iterations, latest_iteration, listed_files
-from megatron_dcpo.checkpoints.reader import cause, in_words, metadata_of
+from megatron_dcpo.checkpoints.reader import CHECKED, SharedRead, cause, in_words, metadata_of
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.policy.adapter import AdapterOptimizer
 from megatron_dcpo.policy.model import Policy
 from megatron_dcpo.runtime.device import rng_state, set_rng_state
 from megatron_dcpo.runtime.distributed import Topology, all_gather_objects, broadcast_object
 
-from megatron.core import dist_checkpointing, tensor_parallel  # isort: skip
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel  # isort: skip
 from megatron.core.dist_checkpointing.core import CheckpointingException
 
 logger = logging.getLogger(__name__)
@@ -35,15 +38,21 @@ _UNREADABLE = (
     OSError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError, AssertionError, EOFError, MemoryError,
     RecursionError, pickle.UnpicklingError, CheckpointingException, CheckpointException,
 )  # fmt: skip
+_WRITER = re.compile(r"__([0-9]{1,9})_")  # the rank in the name of a file
 PARTS = ("optimizer", "opt_param_scheduler", "run")
 RUN_PARTS = ("iteration", "distributed_optimizer", "seed", "rng_state", "data", "reward", "engine")
 
 
 def checkpoint_state(
-    policy: Policy, optimizer: Any, scheduler: Any, iteration: int, run: dict[str, Any]
+    policy: Policy,
+    optimizer: Any,
+    scheduler: Any,
+    iteration: int,
+    run: dict[str, Any],
+    adapter: AdapterOptimizer | None = None,
 ) -> dict[str, Any]:
     """The sharded state to save. ``run``: all of :data:`RUN_PARTS` but iteration and generators. Collective."""
-    state = _sharded_state(policy, optimizer, scheduler, is_loading=False)
+    state = _sharded_state(policy, optimizer, scheduler, adapter, is_loading=False)
     parts = {
         "iteration": iteration,
         "rng_state": gather_rng_states(policy.topology),
@@ -75,7 +84,14 @@ def newest_intact(directory: Path, topology: Topology) -> tuple[int | None, dict
     raise UserError(f"no intact checkpoint to resume from ({listed}); restore one, or start in another run_dir")
 
 
-def load_checkpoint(directory: Path, iteration: int, policy: Policy, optimizer: Any, scheduler: Any) -> dict[str, Any]:
+def load_checkpoint(
+    directory: Path,
+    iteration: int,
+    policy: Policy,
+    optimizer: Any,
+    scheduler: Any,
+    adapter: AdapterOptimizer | None = None,
+) -> dict[str, Any]:
     """Restore policy, optimizer, schedule and random generators in place; returns the ``run`` part. Collective.
 
     Raises :class:`UserError` naming the checkpoint when a part is missing or unreadable.
@@ -83,17 +99,21 @@ def load_checkpoint(directory: Path, iteration: int, policy: Policy, optimizer: 
     path = iteration_dir(directory, iteration)
     logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.ERROR)
     try:
-        _check_parts(path, optimizer)
+        _check_parts(path, optimizer, adapter)
         try:
-            loaded = dist_checkpointing.load(_sharded_state(policy, optimizer, scheduler, is_loading=True), str(path))
+            wanted = _sharded_state(policy, optimizer, scheduler, adapter, is_loading=True)
+            loaded = dist_checkpointing.load(wanted, str(path), SharedRead(policy.topology.dp_group))
         finally:
             metadata_of.cache_clear()
+            CHECKED.clear()
         for index, gpt in enumerate(policy.gpt):
             result = gpt.load_state_dict(loaded[_model_key(policy, index)], strict=False)
             missing = [name for name in result.missing_keys if not name.endswith("_extra_state")]
             if missing:
                 raise CheckpointingException(f"parameter {missing[0]} missing")
         optimizer_shards.restore(optimizer, loaded["optimizer"])
+        if adapter is not None:
+            adapter.restore(loaded["adapter"])
         # The schedule takes its count of steps from the checkpoint and everything else from the configuration.
         for group in optimizer.param_groups:
             group["max_lr"], group["min_lr"] = scheduler.max_lr, scheduler.min_lr
@@ -110,7 +130,7 @@ def load_checkpoint(directory: Path, iteration: int, policy: Policy, optimizer: 
         raise UserError(f"checkpoint {path} cannot be read ({in_words(met)})") from None
 
 
-def _check_parts(path: Path, optimizer: Any) -> None:
+def _check_parts(path: Path, optimizer: Any, adapter: AdapterOptimizer | None) -> None:
     """Everything that is not a tensor must be there, and readable, before anything is loaded."""
     metadata_of(path)
     try:
@@ -121,6 +141,11 @@ def _check_parts(path: Path, optimizer: Any) -> None:
     absent += [part for part in RUN_PARTS if "run" not in absent and part not in common["run"]]
     if absent:
         raise CheckpointingException(f"it has no {', '.join(absent)}")
+    if ("adapter" in common) != (adapter is not None):
+        how = "with" if "adapter" in common else "without"
+        raise UserError(
+            f"checkpoint {path} was saved {how} model.adapter; keep it so to resume, or start another run_dir"
+        )
     saved, now = common["run"]["distributed_optimizer"], optimizer_shards.is_distributed(optimizer)
     if not isinstance(saved, bool):
         raise CheckpointingException("run.distributed_optimizer is neither true nor false")
@@ -144,8 +169,10 @@ def gather_rng_states(topology: Topology) -> dict[str, Any]:
             for name, state in tensor_parallel.get_cuda_rng_tracker().get_states().items()
         },
     }
-    everyone = all_gather_objects((_place(topology), own) if topology.dp_rank == 0 else None)
-    return dict(entry for entry in everyone if entry is not None)
+    states = [(_place(topology), own)] * (topology.tp_size * topology.pp_size)
+    if len(states) > 1:
+        dist.all_gather_object(states, states[0], group=parallel_state.get_model_parallel_group())
+    return dict(states)
 
 
 def _restore_rng_states(topology: Topology, states: dict[str, Any]) -> None:
@@ -169,11 +196,15 @@ def _place(topology: Topology) -> str:
 
 
 def _check(path: Path, iteration: int, topology: Topology) -> str | None:
-    """What is wrong with a checkpoint, found by all ranks together."""
+    """What is wrong with a checkpoint, found by all ranks together. At the same layout, a rank reads what it wrote."""
     problem: str | None = None
+    CHECKED.clear()
     try:
-        files = sorted(listed_files(path, iteration).items())
-        problem = damage(path, files[topology.rank :: topology.world_size])
+        files = listed_files(path, iteration)
+        writers = {name: int(match[1]) for name in files if (match := _WRITER.match(name))}
+        count, world = max(writers.values(), default=0) + 1, topology.world_size
+        mine = [item for item in files.items() if writers.get(item[0], 0) * world // count == topology.rank]
+        problem = damage(path, mine, CHECKED)
     except ValueError as error:
         problem = str(error)
     return next(filter(None, all_gather_objects(problem)), None)
@@ -184,10 +215,13 @@ def _model_key(policy: Policy, index: int) -> str:
 
 
 @torch.no_grad()
-def _sharded_state(policy: Policy, optimizer: Any, scheduler: Any, is_loading: bool) -> dict[str, Any]:
+def _sharded_state(
+    policy: Policy, optimizer: Any, scheduler: Any, adapter: AdapterOptimizer | None, is_loading: bool
+) -> dict[str, Any]:
     model = {_model_key(policy, index): gpt.sharded_state_dict() for index, gpt in enumerate(policy.gpt)}
     return {
         **model,
         "optimizer": optimizer_shards.optimizer_state(optimizer, model, is_loading),
         "opt_param_scheduler": scheduler.state_dict(),
+        **({} if adapter is None else {"adapter": adapter.sharded_state()}),
     }

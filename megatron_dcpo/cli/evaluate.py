@@ -73,6 +73,12 @@ def add_parser(subparsers: Any) -> None:
         choices=["auto", "vllm", "transformers"],
         help="what samples --model; auto (default): vLLM where it is installed and can run the model",
     )
+    sampling.add_argument(
+        "--no-adapter",
+        dest="adapter",
+        action="store_false",
+        help="the model states its confidence itself, and not its confidence_adapter",
+    )
     add_sandbox_arguments(parser.add_argument_group("programs (code benchmarks)"))
     server = parser.add_argument_group("endpoint")
     server.add_argument("--model-name", help="model to ask the server for (default: the only one it offers)")

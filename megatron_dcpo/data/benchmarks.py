@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
 from types import MappingProxyType
 
-from megatron_dcpo.data.code_problems import Untested
-from megatron_dcpo.data.datasets import Record, load_records, read_rows, to_record, untested_note
+from megatron_dcpo.data.datasets import Record, Row, load_records, read_rows, sorted_out, untested_note
 from megatron_dcpo.data.livecodebench import contest_date
 from megatron_dcpo.errors import UserError
 
@@ -226,39 +225,35 @@ def load_benchmark(
     if dates:
         entry = replace(entry, window=_parse_window(spec, dates, entry), count=0)
     sources = _find_sources(entry, data_dir)
-    records, seen = [], set()
-    left_out: list[str] = []
+    rows = _rows_of(entry, sources, corrections)
     try:
-        rows = (row for source in sources for row in read_rows(source))
-        first, end = entry.window or ("", "")
-        # decided before anything of a row is decoded
-        dated = (row for row in rows if not entry.window or first <= contest_date(row) < end)
-        for index, row in enumerate(dated):
-            if row.get("question_id") is not None and entry.window:
-                if row["question_id"] in seen:
-                    continue
-                seen.add(row["question_id"])
-            if corrections:
-                row = {**row, **entry.corrections.get(str(row.get("id")), {})}
-            try:
-                records.append(to_record(row, index, entry.name, source=sources[0], untested=untested))
-            except Untested as name_of_task:
-                left_out.append(str(name_of_task))
+        records, left_out, _ = sorted_out(rows, entry.name, True, sources[0], untested)
     except UserError as error:
         if sources != [entry.hub]:
             raise
         raise UserError(f"{entry.name}: no file below {_data_root(data_dir)} (set DCPO_DATA), and {error}") from None
-    kept = tuple(record for record in records if record is not None)
-    if not kept:
+    if not records:
         raise UserError(f"{entry.name}: no problem of {' to '.join(entry.window or ())} in {', '.join(sources)}")
     source = ", ".join(sources)
-    differences = _differences(entry, source, len(kept) + len(left_out), corrections)
-    return LoadedBenchmark(
-        entry.name,
-        source,
-        kept,
-        (*differences, f"{entry.name}: {untested_note(left_out)}") if left_out else differences,
+    differences = _differences(entry, source, len(records) + len(left_out), corrections)
+    notes = (f"{entry.name}: {untested_note(left_out)}",) if left_out else ()
+    return LoadedBenchmark(entry.name, source, tuple(records), (*differences, *notes))
+
+
+def _rows_of(entry: Benchmark, sources: Sequence[str], corrections: bool) -> Iterator[tuple[int, Row]]:
+    """The rows of the window with their numbers, each question once, corrected on request."""
+    first, end = entry.window or ("", "")
+    seen = set()
+    # decided before anything of a row is decoded
+    rows = (
+        row for source in sources for row in read_rows(source) if not entry.window or first <= contest_date(row) < end
     )
+    for index, row in enumerate(rows):
+        if row.get("question_id") is not None and entry.window:
+            if row["question_id"] in seen:
+                continue
+            seen.add(row["question_id"])
+        yield index, {**row, **entry.corrections.get(str(row.get("id")), {})} if corrections else row
 
 
 def _parse_window(spec: str, dates: str, entry: Benchmark) -> tuple[str, str]:

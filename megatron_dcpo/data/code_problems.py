@@ -83,19 +83,6 @@ def _can_fail(tests: Tests) -> bool:
     )
 
 
-def reference_solution(row: Row) -> str | None:
-    """The reference program that a data set gives, ready to be judged: None where there is none."""
-    if "canonical_solution" in row:
-        return str(row.get("prompt", "")) + str(row["canonical_solution"])
-    for name in ("completion", "solutions", "gold_standard_solution", "code"):
-        value = row.get(name)
-        value = value[0] if isinstance(value, list) and value else value
-        if isinstance(value, str) and value.strip():
-            fenced = re.search(r"```(?:python)?\n(.*?)\n?```", value, re.DOTALL)
-            return fenced[1] if fenced else value
-    return None
-
-
 # ------------------------------------------------------------------------------------------------ tests as columns
 
 

@@ -18,7 +18,8 @@ import logging
 import re
 import sys
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from io import TextIOWrapper
@@ -169,32 +170,38 @@ def _order(n: int, epoch: int, seed: int) -> np.ndarray:
 def load_records(path_or_name: str | Path, task: str | None = None, untested: bool = False) -> list[Record]:
     """All problems with an answer. ``task`` names them, by default the row's ``data_source`` or the file's name.
     ``untested`` keeps programming problems whose tests assert nothing."""
-    name = task or _task_name(path_or_name)
-    records: list[Record] = []
-    unanswered = other_languages = 0
-    left_out: list[str] = []
-    for index, row in enumerate(read_rows(path_or_name)):
-        try:
-            record = to_record(row, index, name, task is not None, str(path_or_name), untested)
-        except OtherLanguage:
-            other_languages += 1
-            continue
-        except Untested as task_name:
-            left_out.append(str(task_name))
-            continue
-        if record is None:
-            unanswered += 1
-        else:
-            records.append(record)
-    if unanswered:
-        logger.warning("%s: dropped %d rows without an answer", path_or_name, unanswered)
-    if other_languages:
-        logger.warning("%s: dropped %d rows with tests for other languages than Python", path_or_name, other_languages)
+    name, rows = task or _task_name(path_or_name), enumerate(read_rows(path_or_name))
+    records, left_out, dropped = sorted_out(rows, name, task is not None, str(path_or_name), untested)
+    for what, count in dropped.items():
+        logger.warning("%s: dropped %d rows %s", path_or_name, count, what)
     if left_out:
         logger.warning("%s: %s", path_or_name, untested_note(left_out))
     if not records:
         raise UserError(f"{path_or_name}: no problem with an answer in it")
     return records
+
+
+def sorted_out(
+    rows: Iterable[tuple[int, Row]], task: str, forced: bool, source: str, untested: bool
+) -> tuple[list[Record], list[str], Counter[str]]:
+    """The problems among the numbered ``rows``, the names of those whose tests assert nothing, and how many were dropped
+    for which other reason."""
+    records: list[Record] = []
+    left_out: list[str] = []
+    dropped: Counter[str] = Counter()
+    for index, row in rows:
+        try:
+            record = to_record(row, index, task, forced, source, untested)
+        except OtherLanguage:
+            dropped["with tests for other languages than Python"] += 1
+        except Untested as name:
+            left_out.append(str(name))
+        else:
+            if record is None:
+                dropped["without an answer"] += 1
+            else:
+                records.append(record)
+    return records, left_out, dropped
 
 
 def untested_note(names: Sequence[str]) -> str:

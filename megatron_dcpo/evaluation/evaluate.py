@@ -108,7 +108,7 @@ def complete_in_batches(
             batch = requests[start : start + batch_size]
             asked = {request.prompt.prompt_id: request.repeats for request in batch}
             yield [
-                with_text(response, tokens, eos_ids)
+                response if response.text is not None else with_text(response, tokens, eos_ids)
                 for response in generate([request.prompt for request in batch])
                 if response.sample_index in asked[response.prompt_id]
             ]

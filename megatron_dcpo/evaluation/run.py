@@ -18,6 +18,7 @@ from megatron_dcpo.data.prompts import find_template
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.evaluate import (
     Complete,
+    Generate,
     Judge,
     Progress,
     complete_in_batches,
@@ -33,12 +34,15 @@ from megatron_dcpo.evaluation.scoring import parse_kinds, score_samples
 from megatron_dcpo.judging.answers import FENCED
 from megatron_dcpo.judging.judge import judge_many
 from megatron_dcpo.judging.programs import PackedTests, ProgramVerifier
-from megatron_dcpo.judging.token_bytes import token_bytes
+from megatron_dcpo.judging.statement import StatementForm
+from megatron_dcpo.judging.token_bytes import TokenBytes, token_bytes
+from megatron_dcpo.objectives.expected_digits import DigitVocabulary
 from megatron_dcpo.rollout import SamplingConfig
 from megatron_dcpo.rollout.openai_client import Endpoint, served_model
 from megatron_dcpo.runtime.text import read_json_object
 from megatron_dcpo.sandbox.local import CodeLimits
 from megatron_dcpo.types import CONFIDENCE_TAG, Prompt
+from megatron_dcpo.weights.peft_adapter import DIRECTORY, read_adapter
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +65,7 @@ class EvaluationConfig:
     ``samples`` (a ``samples.jsonl``) is given. ``benchmarks`` and ``confidence`` are comma-separated names.
     ``marker`` None: the confidence tag of ``samples``, else ``<conf>``. ``timeout`` is in seconds, for one sample.
     ``tokenizer``: a directory whose tokenizer renders the prompts for ``endpoint``, as training does (thinking off); their
-    token ids are sent instead of messages.
+    token ids are sent instead of messages. ``adapter``: the ``confidence_adapter`` of ``model`` states the confidence.
     """
 
     out: str | Path
@@ -91,6 +95,7 @@ class EvaluationConfig:
     batch_size: int = 64
     dtype: Literal["float32", "bfloat16"] = "float32"
     engine: Literal["auto", "vllm", "transformers"] = "auto"
+    adapter: bool = True
     # programs
     sandbox: str = "auto"
     limits: CodeLimits = field(default_factory=CodeLimits)
@@ -279,6 +284,22 @@ def as_ids(config: EvaluationConfig, tokenizer: Any, benchmark: LoadedBenchmark)
     )
 
 
+def _stated(config: EvaluationConfig, engine: Any, tokenizer: Any, tokens: TokenBytes, generate: Generate) -> Generate:
+    """``generate``, and behind each response's reasoning the confidence that the model's adapter states: in this process,
+    whatever engine samples."""
+    from megatron_dcpo.rollout import TransformersEngine
+    from megatron_dcpo.rollout.confidence_adapter import ConfidenceAdapter
+
+    assert config.model is not None
+    saved = read_adapter(Path(config.model) / DIRECTORY)
+    if not isinstance(engine, TransformersEngine):
+        engine = TransformersEngine.from_pretrained(config.model, config.dtype, config.batch_size)
+    digits = DigitVocabulary.of(tokens.table, engine.eos_token_ids).token_ids
+    form = StatementForm.of(tokenizer, digits, saved.marker)
+    adapter = ConfidenceAdapter(engine, saved, form, tokens)
+    return lambda prompts: adapter.restated(generate(prompts), {prompt.prompt_id: prompt for prompt in prompts})
+
+
 def _local_model(config: EvaluationConfig, loaded: Sequence[LoadedBenchmark]) -> tuple[str, Render, Complete]:
     """The same for a checkpoint directory, sampled in this process."""
     from megatron_dcpo.rollout import build_local_engine, load_tokenizer
@@ -299,9 +320,13 @@ def _local_model(config: EvaluationConfig, loaded: Sequence[LoadedBenchmark]) ->
         seed=config.seed,
     )
     engine = build_local_engine(config.engine, config.model, options)
+    tokens = token_bytes(tokenizer)
+    generate: Generate = partial(engine.generate, sampling=config.sampling)
+    if config.adapter and (Path(config.model) / DIRECTORY).is_dir():
+        generate = _stated(config, engine, tokenizer, tokens, generate)
     complete = complete_in_batches(
-        lambda prompts: engine.generate(prompts, config.sampling),
-        token_bytes(tokenizer),
+        generate,
+        tokens,
         engine.eos_token_ids,
         batch_size=max(1, config.batch_size // config.repeats),
     )

@@ -62,23 +62,6 @@ def judge_many(
     return judgements
 
 
-def judge(
-    response: Response,
-    prompt: Prompt,
-    tokens: TokenBytes | None = None,
-    eos_ids: Collection[int] = (),
-    *,
-    marker: str = CONFIDENCE_TAG,
-    verifier: Verifier = verify_answers,
-    form: AnswerForm = BOXED,
-) -> Judgement:
-    """Judge one response of ``prompt``. Raises ValueError when the response is another prompt's."""
-    if response.prompt_id != prompt.prompt_id:
-        raise ValueError(f"response to prompt {response.prompt_id!r} judged against prompt {prompt.prompt_id!r}")
-    prompts = {prompt.prompt_id: prompt}
-    return judge_many([response], prompts, tokens, eos_ids, marker=marker, verifier=verifier, form=form)[0]
-
-
 def with_text(response: Response, tokens: TokenBytes, eos_ids: Collection[int]) -> Response:
     """The same response with its ``text``: byte by byte, without its end token; other special tokens stay.
 

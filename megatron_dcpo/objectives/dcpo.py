@@ -18,6 +18,7 @@ from megatron_dcpo.objectives.advantages import (
     hybrid_target,
     normalize,
     one_scale,
+    shared_advantage,
 )
 from megatron_dcpo.objectives.objective import Method
 from megatron_dcpo.objectives.options import (
@@ -34,9 +35,12 @@ def score_group(group: Group, options: ObjectiveConfig) -> GroupScore:
     """Two rewards, two advantages, each with the statistics of its own.
 
     t_i = lam * Rt + (1 - lam) * R_i;  R_c,i = -|c_i - t_i|;
-    A_r = normalised R, on the reasoning tokens;  A_c = normalised R_c, on the confidence tokens.
+    A_r = normalised R, on the reasoning tokens;  A_c = normalised R_c, on the confidence tokens. Where an adapter states the
+    confidence, every token the policy sampled is reasoning, and R_c is known when the adapter has been asked.
     """
     target = hybrid_target(group.correct, options)
+    if options.confidence_parameters == "adapter":
+        return shared_advantage(target, group.correct.copy(), np.full_like(target, np.nan), options)
     R = correctness_reward(group, options)
     R_c = calibration_reward(group, target, options)
     A_r = normalize(R, options.advantage_normalization_reasoning, options)
@@ -75,6 +79,5 @@ def defaults(config: ObjectiveConfig) -> Mapping[str, Any]:
 
 
 OPTIONS = COMMON | CLIPPED_LOSS | CALIBRATION_REWARD | REASONING_ADVANTAGE | CONFIDENCE_ADVANTAGE
-METHOD = Method(
-    score, options=OPTIONS | {"confidence_baseline", "confidence_gradient", "digit_damping"}, defaults=defaults
-)
+OWN = {"confidence_baseline", "confidence_gradient", "digit_damping", "confidence_parameters", "confidence_sees"}
+METHOD = Method(score, options=OPTIONS | OWN, defaults=defaults)

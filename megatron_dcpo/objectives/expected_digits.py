@@ -1,9 +1,11 @@
 """``confidence_gradient: digits`` (``dcpo``): the gradient over all digits of a stated confidence.
 
 At a token that is decimals of a valid confidence and nothing else, the loss term of the sampled token is replaced by one
-over all tokens of as many digits. ``0.83`` is ``0`` ``.`` ``8`` ``3`` to Qwen's tokenizer and ``0`` ``.`` ``83`` to
-Llama-3's. A token that mixes digits with anything else (``.8``) keeps its sampled term, and so does a confidence of 1:
-``1.00`` with another digit would not be a confidence. The formula: docs/algorithms.md#4-advantages.
+over all tokens of as many digits, and at the token ``0`` or ``1`` before the point by one over these two. ``0.83`` is
+``0`` ``.`` ``8`` ``3`` to Qwen's tokenizer and ``0`` ``.`` ``83`` to Llama-3's. A token that mixes digits with anything
+else (``.8``) keeps its sampled term, and so do the decimals of 1: ``1.00`` with another of them would not be a
+confidence. The formula: docs/algorithms.md#4-advantages. ConfTuner has an expected score over confidence tokens for
+supervised training (docs/references.md).
 
     response -> :class:`DecimalToken` -> :class:`DigitScores` -> (candidate log-probs) -> :class:`DigitBatch` -> loss
 """
@@ -27,7 +29,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_WIDTH = 3  # digits of one token; every tokenizer we know stops there
-_BELOW_ONE = re.compile(rb"(?<![0-9])0*\.([0-9]+)[ \t\r\n\f\v]*$")
+_NUMBER = re.compile(rb"(?<![0-9.])([0-9]*)(?:\.([0-9]*))?[ \t\r\n\f\v]*$")
+JUST_BELOW_ONE = 0.99  # what a stated 1 is compared with: the nearest that two decimals can say
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,8 @@ class DecimalToken:
     """A token that is ``width`` decimals of the stated confidence and nothing else: in 0.83 as three tokens ``0`` ``.``
     ``83`` the last one, with ``value`` 83, ``width`` 2 and ``place`` 2, the place of its last digit behind the point.
 
-    ``position`` is its index in the response. Any other ``width`` digits would do in its place.
+    ``position`` is its index in the response. Any other ``width`` digits would do in its place; at ``place`` 0, which is
+    ``0`` or ``1`` before the point, the other one of the two.
     """
 
     position: int
@@ -46,7 +50,8 @@ class DecimalToken:
 
 @dataclass(frozen=True)
 class DigitScores:
-    """The worth of each choice of digits at one position of the confidence: float64 [10 ** width], by their value."""
+    """The worth of each choice of digits at one position of the confidence: float64 [10 ** width], by their value; [2]
+    before the point."""
 
     position: int
     width: int
@@ -93,17 +98,20 @@ class DigitVocabulary:
         positions = range(judgement.boundary, len(token_ids) - ended)
         pieces = [self.piece(int(token_ids[position])) for position in positions]
         text = b"".join(pieces)
-        number = _BELOW_ONE.search(text[-64:])
+        number = _NUMBER.search(text[-64:])
         if number is None:
             return ()
-        begin, end = (max(0, len(text) - 64) + offset for offset in number.span(1))
-        decimals, stop = [], len(text)
+        offset = max(0, len(text) - 64)
+        integer, (begin, end) = number.span(1), number.span(2)
+        decimals, stop = [], len(text) - offset
         for position, piece in zip(reversed(positions), reversed(pieces), strict=True):
             start = stop - len(piece)
-            if start < begin:
+            if start < integer[0]:
                 break
-            if piece and stop <= end and len(piece) <= MAX_WIDTH:
+            if piece and begin <= start and stop <= end and len(piece) <= MAX_WIDTH and int(number[1] or 0) == 0:
                 decimals.append(DecimalToken(position, int(piece), len(piece), stop - begin))
+            elif (start, stop) == integer and piece in (b"0", b"1"):
+                decimals.append(DecimalToken(position, int(piece), 1, 0))
             stop = start
         return tuple(reversed(decimals))
 
@@ -113,7 +121,7 @@ class DigitVocabulary:
         shape = (len(digits), 10 ** max((d.width for _, d in digits), default=0))
         ids, scores = np.full(shape, -1, np.int64), np.zeros(shape, np.float32)
         for row, (_, d) in enumerate(digits):
-            ids[row, : len(d.scores)] = self.token_ids[d.width]
+            ids[row, : len(d.scores)] = self.token_ids[d.width][: len(d.scores)]
             scores[row, : len(d.scores)] = d.scores
         return np.array([start + d.position for start, d in digits], np.int64), ids, scores
 
@@ -139,9 +147,13 @@ def score_digits(
 
 
 def score_choices(confidence: float | None, token: DecimalToken, target: float, options: ObjectiveConfig) -> np.ndarray:
-    """The score of ``confidence`` with each of the choices in the place of ``token``, float64 [10 ** width]."""
+    """The score of ``confidence`` with each of the choices in the place of ``token``, float64 [10 ** width], [2] before the
+    point: ``1`` is the confidence 1, ``0`` the one stated, or the nearest below where 1 was stated."""
     assert confidence is not None  # only a valid confidence has decimals
-    c = np.clip(confidence + (np.arange(10**token.width) - token.value) / 10.0**token.place, 0, 1)
+    if token.place == 0:
+        c = np.array([confidence if token.value == 0 else JUST_BELOW_ONE, 1.0])
+    else:
+        c = np.clip(confidence + (np.arange(10**token.width) - token.value) / 10.0**token.place, 0, 1)
     return SCORES[options.calibration_loss](c, np.full_like(c, target), options.score_clamp)
 
 
@@ -165,9 +177,10 @@ def digit_losses(digits: DigitBatch, options: ObjectiveConfig) -> Tensor:
     """-sum_d w_d A_d log pi_d, [m]: every digit d of a position at once; A_d = S_d - sum w S, no gradient through w.
 
     w_d is proportional to pi_d / (pi_d + damping): the gradient of the expected score under the damped inverse Fisher
-    metric of the softmax. Undamped it is the natural gradient, A_d on each logit, however rarely d is sampled; a large
-    damping leaves the plain one, pi_d A_d, which gives up what is hardly ever sampled. An expectation under the policy as
-    it is, it needs no importance ratio.
+    metric of the softmax, divided by W = sum_d pi_d / (pi_d + damping). Undamped it is the natural gradient, A_d on each
+    logit, however rarely d is sampled; a large damping leaves the plain one, pi_d A_d, which gives up what is hardly ever
+    sampled, and any damping what has much less probability than it. An expectation under the policy as it is, it needs no
+    importance ratio.
     """
     import torch
 

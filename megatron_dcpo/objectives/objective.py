@@ -69,21 +69,6 @@ class Scored:
     def __len__(self) -> int:
         return len(self.judgements)
 
-    def select(self, indices: Sequence[int] | np.ndarray) -> Scored:
-        """The responses ``indices``, in that order: a mini-batch, or one rank's share."""
-        rows = np.asarray(indices, dtype=np.int64)
-        return Scored(
-            judgements=tuple(self.judgements[i] for i in rows),
-            targets=self.targets[rows],
-            R=self.R[rows],
-            R_c=self.R_c[rows],
-            A_r=self.A_r[rows],
-            A_c=self.A_c[rows],
-            trained=self.trained[rows],
-            tokens=tuple(self.tokens[i] for i in rows),
-            digits=tuple(self.digits[i] for i in rows),
-        )
-
 
 @dataclass(frozen=True)
 class Objective:
@@ -95,7 +80,16 @@ class Objective:
     @property
     def trains_all_digits(self) -> bool:
         """Whether :meth:`score` makes use of ``decimals``."""
-        return self.options.confidence_gradient == "digits" and "confidence_gradient" in self.method.options
+        return (
+            not self.adapter_states
+            and self.options.confidence_gradient == "digits"
+            and "confidence_gradient" in self.method.options
+        )
+
+    @property
+    def adapter_states(self) -> bool:
+        """Whether an adapter states the confidence, behind what the policy has sampled."""
+        return self.options.confidence_parameters == "adapter" and "confidence_parameters" in self.method.options
 
     @property
     def separable(self) -> bool:
@@ -173,20 +167,35 @@ class Objective:
 
     def trains(self, judgements: Sequence[Judgement], decimals: Sequence[Sequence[DecimalToken]] | None = None) -> bool:
         """Whether a group has a gradient in either block: an advantage other than 0 on a token with a weight, or digits
-        that are trained all at once. KL and entropy terms do not count: they would be in every group.
+        that are trained all at once; an adapter's confidence always. KL and entropy terms do not count: they would be in
+        every group.
 
         Raises ValueError for a method whose score needs the old log-probs.
         """
+        if self.adapter_states and self.options.weight_confidence:
+            return True
         scored = self.score(judgements, None, decimals)
         weights = self.token_weights(scored, self.counts(scored))
-        return any(
-            np.any(weight * tokens.advantages) or any(weight[digit.position] for digit in digits)
-            for weight, tokens, digits in zip(weights, scored.tokens, scored.digits, strict=True)
-        )
+        return any(map(_bears_gradient, weights, scored.tokens, scored.digits))
+
+    def bears_gradient(
+        self, weights: np.ndarray, tokens: TokenAdvantages, digits: Sequence[DigitScores], block: int
+    ) -> bool:
+        """Whether a response can have a gradient in ``block``, terms that have one in every response included."""
+        options, inside = self.options, np.where(tokens.block_ids == block, weights, 0.0)
+        if self.method.token_loss is not clipped_policy_loss or any(
+            options.blocks("kl_coef") + options.blocks("entropy_coef")
+        ):
+            return True
+        return _bears_gradient(inside, tokens, digits)
 
     def token_loss(self, batch: TokenBatch) -> tuple[Tensor, Stats]:
         """Per-token contributions [n] and summable per-block statistics of one micro-batch of whole sequences."""
         return self.method.token_loss(batch, self.options)
+
+
+def _bears_gradient(weights: np.ndarray, tokens: TokenAdvantages, digits: Sequence[DigitScores]) -> bool:
+    return bool(np.any(weights * tokens.advantages)) or any(weights[digit.position] for digit in digits)
 
 
 def spread_over_tokens(judgement: Judgement, A_r: float, A_c: float, options: ObjectiveConfig) -> TokenAdvantages:
@@ -205,6 +214,8 @@ def confidence_start(judgement: Judgement, options: ObjectiveConfig) -> int:
     The splitter gives such a response its EOS as block (``eos``), and nothing when it was truncated. With
     ``marker_block: reasoning`` the block begins behind the marker: to write it is to stop reasoning.
     """
+    if options.confidence_parameters == "adapter":
+        return judgement.length
     no_marker = judgement.status == "missing" or judgement.boundary == judgement.length
     if no_marker and options.fallback == "last_two":
         return max(judgement.length - 2, 0)

@@ -50,14 +50,18 @@ class ObjectiveConfig(BaseModel):
             ``batch_std``, x - mean over the root mean square of the whole mini-batch (``dcpo`` and ``posthoc``).
         confidence_baseline: what R_c is compared with, the other responses' R_c or, ``counterfactual``, the score their
             confidences would have had on this response's target (``dcpo``).
-        confidence_gradient: what trains the decimals of a valid confidence, A_c of the sampled digit or, ``digits``, the
+        confidence_gradient: what trains the digits of a valid confidence, A_c of the sampled digit or, ``digits``, the
             scores of all digits (``dcpo``; ``objectives/expected_digits.py``).
+        confidence_parameters: what the confidence's loss trains: the policy's own parameters or, ``adapter``, those of
+            ``model.adapter`` alone, which states it; the policy is then trained as by ``grpo`` (docs/adapters.md).
+        confidence_sees: what an adapter states the confidence from, the text or also the reasoning's log-probs.
         digit_damping: of the natural gradient over the digits, in units of the probability 1/K of each of K choices.
         loss_aggregation: 1/(N_sequences |o_i|), 1/N_tokens, or 1/N_block per token; N are global counts.
         mask_truncated: truncated responses train nothing (they still count in the group statistics).
         weight: multiplies all terms of a block's loss. clip_low, clip_high: the ratio stays in [1-low, 1+high].
         dual_clip: bound of the loss for negative advantages, in multiples of -A; 0 is off.
-        kl_coef, kl_estimator: KL loss against the reference policy. entropy_coef: entropy bonus.
+        kl_coef, kl_estimator: KL loss against the reference policy, by the gradient it has where the policy sampled: ``k1``
+            none, ``k2`` that of KL(policy || reference), ``k3`` of KL(reference || policy). entropy_coef: entropy bonus.
         tis_level, tis_cap: truncated importance sampling between engine and trainer.
     """
 
@@ -84,7 +88,9 @@ class ObjectiveConfig(BaseModel):
     advantage_normalization_confidence: ConfidenceNormalization = "std"
     confidence_baseline: Literal["group", "counterfactual"] = "group"
     confidence_gradient: Literal["sampled", "digits"] = "sampled"
-    digit_damping: NonNegative = 0.01
+    confidence_parameters: Literal["shared", "adapter"] = "shared"
+    confidence_sees: Literal["text", "logprobs"] = "text"
+    digit_damping: NonNegative = 0.001
     ddof: Literal[0, 1] = 0
     eps: NonNegative = 1e-6
     # Loss
@@ -168,6 +174,12 @@ CALIBRATION_REWARD = frozenset(
 )
 REASONING_ADVANTAGE = frozenset(("advantage_normalization_reasoning", "ddof", "eps"))
 CONFIDENCE_ADVANTAGE = frozenset(("advantage_normalization_confidence", "ddof", "eps"))
+
+# of ``dcpo``: what only a confidence in the response reads
+SHARED_ONLY = (
+    *("malformed_penalty", "malformed_placement", "fallback", "marker_block"),
+    *("confidence_baseline", "confidence_gradient"),
+)
 
 
 def ignored_options(explicit: Mapping[str, Any], read: Iterable[str]) -> list[str]:

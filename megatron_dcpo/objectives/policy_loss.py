@@ -66,16 +66,18 @@ def clipped_policy_loss(batch: TokenBatch, options: ObjectiveConfig) -> tuple[Te
         losses = losses.index_put((batch.digits.rows,), digit_losses(batch.digits, options).to(losses))
     extra, stats = regularizers(batch, options)
     losses = (losses + extra) * _where(valid, batch.weights.to(losses))
-    stats |= by_block("clipped", (clipped > unclipped).to(rho), batch) | by_block("ratio", rho, batch)
+    binds = (clipped > unclipped).to(rho)
+    if batch.digits is not None:
+        binds = binds.index_fill(0, batch.digits.rows, 0.0)  # these have no ratio
+    stats |= by_block("clipped", binds, batch) | by_block("ratio", rho, batch)
     if options.tis_level != "none":
         stats |= by_block("tis_weight", tis, batch)
     return losses, stats | by_block("loss", losses, batch) | by_block("tokens", rho.new_ones(rho.shape), batch)
 
 
 def regularizers(batch: TokenBatch, options: ObjectiveConfig) -> tuple[Tensor, Stats]:
-    """kl_coef * KL(policy || reference) - entropy_coef * H per token [n], each block with its own coefficients.
+    """kl_coef * KL - entropy_coef * H per token [n], each block with its own coefficients; the KL by ``kl_estimate``.
 
-    With d = logp_ref - logp: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1, at most ``MAX_KL`` (Schulman 2020).
     Raises ValueError when a coefficient asks for log-probs or entropies that the batch does not carry.
     """
     extra, stats = batch.logprobs.new_zeros(batch.logprobs.shape), {}
@@ -93,7 +95,11 @@ def regularizers(batch: TokenBatch, options: ObjectiveConfig) -> tuple[Tensor, S
 
 
 def kl_estimate(d: Tensor, estimator: str) -> Tensor:
-    """One token's estimate of KL(policy || reference) from d = logp_ref - logp."""
+    """k1 = -d, k2 = d^2 / 2 or k3 = exp(d) - d - 1, at most ``MAX_KL``, of one token; d = logp_ref - logp (Schulman 2020).
+
+    The mean of k1 and of k3 over the policy's samples is KL(policy || reference), but as a loss they have other gradients,
+    in expectation: k1 none, k2 that of KL(policy || reference), k3 that of KL(reference || policy).
+    """
     if estimator == "k1":
         return -d
     if estimator == "k2":

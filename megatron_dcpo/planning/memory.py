@@ -31,7 +31,7 @@ _SHARED = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 @dataclass(frozen=True)
 class State:
-    """Bytes of one rank, all its model chunks together. ``numel``: its parameters, padding not counted;
+    """Bytes of one rank, all its model chunks together. ``numel``: its parameters, padding and adapter not counted;
     ``buffer_numel``: the gradient buffers' length; ``shard_numel``: parameters of which it holds the optimizer state."""
 
     numel: int
@@ -41,10 +41,21 @@ class State:
     gradients: int
     main_params: int
     moments: int
+    adapter: int
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.main_params + self.moments
+        return self.weights + self.gradients + self.main_params + self.moments + self.adapter
+
+
+def adapter_bytes(arch: Architecture, layout: Layout, config: Config) -> int:
+    """Parameters, gradients and moments in fp32 of a pipeline stage's adapter, which every rank has whole."""
+    adapter, shapes = config.model.adapter, hf_shapes(arch)
+    if adapter is None:
+        return 0
+    modules = [shapes[name] for name in shapes if name.removesuffix(".weight").rpartition(".")[2] in adapter.targets]
+    numbers = sum(adapter.rank * (out + inside) for out, inside in modules)
+    return 16 * numbers // layout.pipeline_model_parallel_size
 
 
 def stage_state(arch: Architecture, layout: Layout, config: Config, stage: int, data_parallel: int) -> State:
@@ -76,6 +87,7 @@ def stage_state(arch: Architecture, layout: Layout, config: Config, stage: int, 
         gradients=4 * buffer_numel,
         main_params=4 * shard if itemsize == 2 else 0,
         moments=8 * shard,
+        adapter=adapter_bytes(arch, layout, config),
     )
 
 
@@ -272,6 +284,8 @@ def kept_per_token(arch: Architecture, layout: Layout, config: Config, stage: in
     pp, vp = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
     w, recompute = widths(arch, layout, config), config.parallel.recompute_granularity
     kept = flying * stage_layers_bytes(arch, layout, config)
+    if config.model.adapter is not None:  # keys and values, which the statements read
+        kept += flying * (arch.num_layers // pp) * 2 * w.keys * w.bytes
     if pp > 1:
         # A chunk's output stays until its backward pass; its input only as the first layer's, except that the local
         # bf16 norm keeps a copy in fp32. The first chunk receives nothing, the last sends nothing.
@@ -282,17 +296,6 @@ def kept_per_token(arch: Architecture, layout: Layout, config: Config, stage: in
     if stage == pp - 1:
         kept += head_bytes(arch, layout, config)
     return kept
-
-
-def saved_bytes(
-    arch: Architecture, layout: Layout, config: Config, stage: int, tokens: int, responses: int, micro_batches: int
-) -> int:
-    """What a measurement sees on a rank of ``stage`` when its first backward pass begins: saved tensors, tensors between
-    the stages, the gradient of one micro-batch's response rows. ``responses``: its response tokens."""
-    w, flying = widths(arch, layout, config), in_flight(layout, stage, micro_batches)
-    per_token = kept_per_token(arch, layout, config, stage, flying) + 8 + 4 * w.head_dim  # ids, angles
-    scored = responses * (w.bytes * arch.hidden_size + 8) if stage == layout.pipeline_model_parallel_size - 1 else 0
-    return int(tokens * per_token) + scored
 
 
 def stage_activations(

@@ -227,8 +227,8 @@ def _stage(
 ) -> Stage:
     state = stage_state(arch, layout, config, stage, data_parallel)
     training, weights = config.training, state.numel * dtype_bytes(config.model.params_dtype)
-    # The probe keeps the first block's gradient, and a copy of what enters the norm, through the second backward pass.
-    probe = state.gradients + 4 * state.shard_numel if training.gradient_probe_interval else 0
+    # The probe keeps one block's gradient, as it enters the norm, through the step's backward pass.
+    probe = 4 * state.shard_numel if training.gradient_probe_interval else 0
     offloaded = state.main_params + state.moments if training.offload_optimizer_during_rollout else 0
     resting = state.total - (offloaded + state.gradients if training.offload_optimizer_during_rollout else 0)
     own = (

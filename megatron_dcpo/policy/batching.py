@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_dcpo.policy.statements import StatementInputs, Statements
 from megatron_dcpo.runtime.device import current_device
 
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
@@ -71,6 +72,7 @@ class MicroBatch:
     packed_seq_params: PackedSeqParams | None
     candidates: Candidates | None = None
     columns: Mapping[str, Tensor | None] = field(default_factory=dict)
+    statements: Statements | None = None
     is_part: bool = False
 
     def part(self, rows: slice, inside: slice) -> MicroBatch:
@@ -92,10 +94,11 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What a loss reads beside the policy's outputs: :class:`MicroBatch`'s ``columns`` and ``candidates``."""
+    """What a loss reads beside the policy's outputs: :class:`MicroBatch`'s ``columns``, ``candidates``, ``statements``."""
 
     columns: Mapping[str, Tensor | None] = field(default_factory=dict)
     candidates: Candidates | None = None
+    statements: StatementInputs | None = None
 
 
 def assign_to_ranks(lengths: Sequence[int], ranks: int) -> list[list[int]]:
@@ -194,12 +197,26 @@ def collate(
     chosen: list[Sequence[TokenSequence]] = [batch or (nothing,) for batch in members]
     sizes = [_packed_size(batch) if packing else _padded_size(batch) for batch in chosen]
     largest = tuple(max(column) for column in zip(*sizes, strict=True))
+    most = max(map(len, chosen))
     for batch, size, own in zip(chosen, sizes, members, strict=True):
         rows, width = largest if uniform else size
         width = -(-width // multiple_of) * multiple_of
-        micro_batch = _packed(batch, width) if packing else _padded(batch, rows, width)
+        offsets = _offsets(batch, None if packing else width)
+        micro_batch = _packed(batch, offsets, width) if packing else _padded(batch, offsets, rows, width)
         read = inputs(own) if inputs is not None else LossInputs()
-        yield dataclasses.replace(micro_batch, samples=own, candidates=read.candidates, columns=read.columns)
+        statements = None
+        if read.statements is not None:
+            statements = Statements.of(read.statements, offsets, most if uniform else len(batch), multiple_of)
+        yield dataclasses.replace(
+            micro_batch, samples=own, candidates=read.candidates, columns=read.columns, statements=statements
+        )
+
+
+def _offsets(samples: Sequence[TokenSequence], width: int | None) -> list[int]:
+    """Where each sample begins: every ``width`` tokens, or without padding between them."""
+    if width is not None:
+        return [row * width for row in range(len(samples))]
+    return [0, *itertools.accumulate(map(sequence_length, samples))][:-1]
 
 
 def _padded_size(samples: Sequence[TokenSequence]) -> tuple[int, int]:
@@ -210,24 +227,21 @@ def _packed_size(samples: Sequence[TokenSequence]) -> tuple[int, int]:
     return 1, sum(map(sequence_length, samples))
 
 
-def _padded(samples: Sequence[TokenSequence], rows: int, width: int) -> MicroBatch:
+def _padded(samples: Sequence[TokenSequence], offsets: Sequence[int], rows: int, width: int) -> MicroBatch:
     tokens = np.zeros((rows, width), np.int64)
     for row, sample in enumerate(samples):
         tokens[row, : sequence_length(sample)] = np.concatenate([sample.prompt_ids, sample.response_ids])
     positions = np.broadcast_to(np.arange(width), tokens.shape)
-    return _micro_batch(samples, tokens, positions, [row * width for row in range(len(samples))], None)
+    return _micro_batch(samples, tokens, positions, offsets, None)
 
 
-def _packed(samples: Sequence[TokenSequence], total: int) -> MicroBatch:
-    bounds = [0]
-    for sample in samples:
-        bounds.append(bounds[-1] + sequence_length(sample))
+def _packed(samples: Sequence[TokenSequence], offsets: Sequence[int], total: int) -> MicroBatch:
+    bounds = [*offsets, offsets[-1] + sequence_length(samples[-1])]
     tokens = np.zeros((1, total), np.int64)
     positions = np.zeros((1, total), np.int64)
     for sample, (start, stop) in zip(samples, itertools.pairwise(bounds), strict=True):
         tokens[0, start:stop] = np.concatenate([sample.prompt_ids, sample.response_ids])
         positions[0, start:stop] = np.arange(stop - start)
-    offsets = bounds[:-1]
     if total > bounds[-1]:
         bounds = [*bounds, total]  # the filling is a sequence of its own, which nothing attends to
     cu = torch.tensor(bounds, dtype=torch.int32, device=current_device())

@@ -1,8 +1,8 @@
 """The gradients of two parts of a loss against each other, per group of layers, under any parallel layout.
 
-Each part's gradient is taken by a backward pass of its own and compared with the other's: norms and cosine, under two
-metrics. While training the parts are the reasoning and the confidence tokens; ``training/probe.py`` has
-more.
+One part's gradient is taken by a backward pass of its own and compared with the other's, or with the rest of the step's:
+norms and cosine, under two metrics. While training the parts are the reasoning and the confidence tokens;
+``training/probe.py`` has more.
 
 * plain: <a, b> = sum_i a_i b_i;
 * fisher: <a, b> = sum_i a_i b_i / (F_i + damping), the direction in which a natural step would trade one part for the
@@ -27,8 +27,7 @@ from torch import Tensor
 
 from megatron_dcpo.policy.model import Policy
 from megatron_dcpo.policy.optimizer import optimizer_group, optimizer_parts, zero_gradients
-from megatron_dcpo.runtime.device import current_device, synchronize
-from megatron_dcpo.runtime.host_memory import HostCopy
+from megatron_dcpo.runtime.device import current_device
 from megatron_dcpo.weights.table import number_of_parameters
 
 from megatron.core import tensor_parallel  # isort: skip
@@ -61,6 +60,15 @@ class PairComparison:
     plain: dict[str, GradientPair]
     fisher: dict[str, GradientPair]
 
+    def swapped(self) -> PairComparison:
+        """Of b and a."""
+        return PairComparison(
+            *(
+                {name: GradientPair(p.norm_b, p.norm_a, p.cosine) for name, p in x.items()}
+                for x in (self.plain, self.fisher)
+            )
+        )
+
     def metrics(self) -> dict[str, float]:
         """Of reasoning (a) and confidence (b), under the names of ``metrics.jsonl``; the whole model, then each group of
         layers' cosine."""
@@ -74,21 +82,19 @@ class PairComparison:
         }
 
 
-def probe_block_gradients(policy: Policy, optimizer: Any, backward: Callable[[str], Any]) -> tuple[Any, PairComparison]:
-    """Run ``backward("reasoning")`` and ``backward("confidence")`` apart and compare both gradients. Collective.
+def probe_block_gradients(
+    policy: Policy, optimizer: Any, part: Callable[[], Any], whole: Callable[[], Any]
+) -> tuple[Any, PairComparison]:
+    """Run the backward passes ``part``, of a term of the loss, and ``whole``, of the loss, and compare the gradient of the
+    term (a) with that of the rest (b), their difference. Collective.
 
-    The sum of the two gradients is the gradient of the step; it is left in the buffers, and the probe costs one extra
-    backward pass. Returns the two results of ``backward`` and the measurement.
+    The gradient of the step is left in the buffers, as without a probe. The rest is exact to the rounding of the two
+    passes: where ``part`` is a hundred times larger, bfloat16 leaves the rest hardly a digit. Returns what ``whole``
+    does and the measurement.
     """
-    first, g_r = part_gradient(policy, optimizer, lambda: backward("reasoning"))
-    # on the host: on the device they would be the largest thing that an update needs
-    kept = [HostCopy(buffer.grad_data).fill(buffer.grad_data) for buffer in _buffers(policy)]
-    synchronize()
-    second, g_c = part_gradient(policy, optimizer, lambda: backward("confidence"), copy=False)
-    comparison = compare(policy, optimizer, g_r, g_c)
-    for buffer, gradient in zip(_buffers(policy), kept, strict=True):
-        gradient.add_to(buffer.grad_data)
-    return (first, second), comparison
+    _, term = part_gradient(policy, optimizer, part)
+    result, total = part_gradient(policy, optimizer, whole, copy=False)
+    return result, compare(policy, optimizer, term, total, is_sum=True)
 
 
 def part_gradient(
@@ -115,20 +121,25 @@ class OwnedGradient:
     square: Tensor | None
     correction: float = 1.0
 
-    def pieces(self, other: OwnedGradient) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """float64 pieces of this gradient, of ``other``'s, and of the diagonal Fisher matrix: no large temporaries."""
+    def pieces(self, other: OwnedGradient, is_sum: bool) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """float64 pieces of this gradient, of ``other``'s (less this one, where that ``is_sum`` of both), and of the
+        diagonal Fisher matrix: no large temporaries."""
         x, y = self.gradient.reshape(-1), other.gradient.reshape(-1)
         square = self.square.reshape(-1) if self.square is not None else None
         for start in range(0, len(x), PIECE):
             a, b = (z[start : start + PIECE].to(current_device()).double() for z in (x, y))
+            b = b - a if is_sum else b
             if square is None:
                 yield a, b, a.square() + b.square()
             else:
                 yield a, b, square[start : start + PIECE].double() / self.correction
 
 
-def compare(policy: Policy, optimizer: Any, a: list[OwnedGradient], b: list[OwnedGradient]) -> PairComparison:
-    """Norms and cosines of gradients ``a`` and ``b`` (``owned_gradients`` of every rank), by groups of layers and in all.
+def compare(
+    policy: Policy, optimizer: Any, a: list[OwnedGradient], b: list[OwnedGradient], is_sum: bool = False
+) -> PairComparison:
+    """Norms and cosines of gradients ``a`` and ``b`` (``owned_gradients`` of every rank), by groups of layers and in all;
+    ``is_sum``: of ``a`` and ``b - a``.
 
     Two all-reduces of a few numbers, in float64. The Fisher matrix is that of ``a``'s members.
     """
@@ -136,7 +147,7 @@ def compare(policy: Policy, optimizer: Any, a: list[OwnedGradient], b: list[Owne
     group = optimizer_group(optimizer)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for first, second in zip(a, b, strict=True):
-        for _, _, fisher in first.pieces(second):
+        for _, _, fisher in first.pieces(second, is_sum):
             total += fisher.sum()
     dist.all_reduce(total, group=group)
     # the checkpoint's number of parameters: how many rows pad the vocabulary depends on the layout
@@ -145,7 +156,7 @@ def compare(policy: Policy, optimizer: Any, a: list[OwnedGradient], b: list[Owne
     products = torch.zeros(len(groups), 2, 3, dtype=torch.float64, device=device)
     for first, second in zip(a, b, strict=True):
         row = products[groups.index(first.group)]
-        for x, y, fisher in first.pieces(second):
+        for x, y, fisher in first.pieces(second, is_sum):
             three = torch.stack([x * x, y * y, x * y])
             row[0] += three.sum(1)
             row[1] += (three / (fisher + damping)).sum(1)
@@ -224,8 +235,3 @@ def _parameter_pairs(part: Any) -> Iterator[tuple[Tensor, Tensor]]:
     for models, mains in pairs:
         for model_group, main_group in zip(models, mains, strict=True):
             yield from zip(model_group, main_group, strict=True)
-
-
-def _buffers(policy: Policy) -> Iterator[Any]:
-    for chunk in policy.chunks:
-        yield from chunk.buffers

@@ -20,6 +20,7 @@ from torch import Tensor
 from megatron_dcpo.policy.batching import LossInputs, MicroBatch, TokenSequence, collate, sequence_length
 from megatron_dcpo.policy.model import Policy
 from megatron_dcpo.policy.output_layer import OutputLayer, Queries, TokenOutputs, fused_loss, token_outputs
+from megatron_dcpo.policy.statements import digit_logits
 
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
 from megatron.core.tensor_parallel.mappings import (
@@ -29,6 +30,8 @@ from megatron.core.tensor_parallel.mappings import (
 
 # -> (sum of weighted token losses, statistics that add up; of a part of a micro-batch nobody reads them)
 LossFunction = Callable[[MicroBatch, TokenOutputs], tuple[Tensor, dict[str, float]]]
+# the statements, logits [B, m, K] of the digits where one is chosen -> the same
+StatementLoss = Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Any]]]
 
 
 def accumulate_gradients(
@@ -41,17 +44,22 @@ def accumulate_gradients(
     packing: bool,
     inputs: Callable[[Sequence[Any]], LossInputs] | None = None,
     separable: bool = False,
-) -> list[dict[str, float]]:
+    statement_loss: StatementLoss | None = None,
+) -> list[dict[str, Any]]:
     """One forward-backward over all micro-batches: gradients are left in the DDP buffers, reduced over ranks.
 
     ``inputs``: as :func:`collate` takes it. ``separable``: the loss is a sum over tokens, each read with its own outputs
-    alone; it is then called on parts of a micro-batch as well, and the output layer is passed once, not twice. Returns the
-    statistics of each micro-batch on the last pipeline stage, nothing on the others.
+    alone; it is then called on parts of a micro-batch as well, and the output layer is passed once, not twice.
+    ``statement_loss``: of the confidence statements that ``inputs`` makes; its gradient is the adapter's, not reduced.
+    Returns the statistics of each micro-batch on the last pipeline stage, nothing on the others.
     """
     upstream = policy.topology.dp_size  # what is left of the factor below when the schedule has divided
     scale = len(splits) * upstream
 
-    def loss_closure(batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, float]]:
+    def loss_closure(batch: MicroBatch, output: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        stated = None
+        if batch.statements is not None:
+            output, stated = output
         layer, hidden, queries = _output_layer(policy, batch, output, temperature)
         if separable:
             part = lambda rows, inside, outputs: loss_function(batch.part(rows, inside), outputs)[0]  # noqa: E731
@@ -61,7 +69,11 @@ def accumulate_gradients(
         else:
             outputs = token_outputs(layer, hidden, queries)
             loss, stats = loss_function(batch, outputs)
-        return loss * scale, torch.ones((), dtype=torch.int, device=output.device), stats
+        if batch.statements is not None and stated is not None and statement_loss is not None:
+            logits = digit_logits(policy, layer.weight, stated, batch.statements)
+            stated_loss, more = statement_loss(batch, logits)
+            loss, stats = loss + stated_loss / upstream, stats | more
+        return loss * scale, torch.ones((), dtype=torch.int, device=hidden.device), stats
 
     return _run(policy, samples, splits, loss_closure, packing, forward_only=False, inputs=inputs)
 
@@ -130,6 +142,8 @@ def _forward_step(
     closure: Callable[..., Any], options: dict[str, Any], batches: Iterator[MicroBatch], model: Any
 ) -> tuple[Tensor, Any]:
     batch = next(batches)
+    if batch.statements is not None:
+        options = options | {"statements": batch.statements}
     output = model(batch.tokens, batch.position_ids, None, packed_seq_params=batch.packed_seq_params, **options)
     return output, partial(closure, batch)
 

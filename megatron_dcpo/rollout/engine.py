@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Generator, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, Protocol
@@ -41,6 +41,29 @@ class SamplingConfig:
     top_logprobs: int = 0
 
 
+Samples = Sequence[tuple[Prompt, int]]  # prompt and index of each response
+
+
+@dataclass(frozen=True)
+class Partial:
+    """A rollout that ends before its last response. ``full``: asked between two steps of the engine whether it does now.
+    ``begun``: what an earlier one left unfinished, by prompt id and index: continued behind its tokens."""
+
+    full: Callable[[], bool]
+    begun: Mapping[tuple[str, int], Response]
+
+    def so_far(self, prompt: Prompt, index: int) -> Response | None:
+        return self.begun.get((prompt.prompt_id, index))
+
+
+@dataclass
+class SlotSteps:
+    """Decoding positions of an engine, added up over its steps: those there were, and those that gave a token."""
+
+    total: int = 0
+    used: int = 0
+
+
 class EngineError(RuntimeError):
     """An engine failed, and a restart may help; what it was doing has to be done again."""
 
@@ -54,15 +77,20 @@ class Engine(Protocol):
     weights_version: int
     eos_token_ids: tuple[int, ...]
     tensor_model_parallel_size: int
+    slot_steps: SlotSteps | None = None  # where the engine knows them
 
     def stream(
-        self, samples: Sequence[tuple[Prompt, int]], sampling: SamplingConfig, step: int = 0
+        self, samples: Samples, sampling: SamplingConfig, step: int = 0, partial: Partial | None = None
     ) -> Generator[list[Response], None, None]:
         """The response of every (prompt, sample index), handed over when it is finished, with those that finish together.
 
         A response depends on its prompt, the weights, the seed, the step and its index only, not on what else is sampled.
-        How many run at once is the engine's affair. Raises :class:`megatron_dcpo.runtime.signals.RolloutAbandoned` soon
-        after ``signals.stop_requested()`` turns true, and :class:`EngineError`; what was handed over before stands."""
+        How many run at once is the engine's affair. With ``partial``, as soon as that is full, everything else comes as
+        it is, with ``finish_reason`` ``abort`` and perhaps no token; what is continued keeps the random numbers of the
+        step it began in, so that with the same weights it is what it would have been.
+
+        Raises :class:`megatron_dcpo.runtime.signals.RolloutAbandoned` soon after ``signals.stop_requested()`` turns true,
+        and :class:`EngineError`; what was handed over before stands."""
         ...
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig, step: int = 0) -> list[Response]:
@@ -144,15 +172,30 @@ def unsupported(arch: Architecture) -> str:
     return ""
 
 
+def joined(begun: Response | None, new: Response) -> Response:
+    """``new`` behind the tokens that were there before."""
+    if begun is None:
+        return new
+    before = begun.segments or ((begun.weights_version, len(begun.token_ids)),)
+    return replace(
+        new,
+        token_ids=np.concatenate([begun.token_ids, new.token_ids]),
+        logprobs=np.concatenate([begun.logprobs, new.logprobs]),
+        step=begun.step,
+        segments=tuple(part for part in (*before, (new.weights_version, len(new.token_ids))) if part[1]),
+    )
+
+
 def uniforms(seed: int, step: int, prompt_id: str, sample_index: int, count: int) -> np.ndarray:
     """float64 [count] uniform numbers in [0, 1), counted (Philox): a longer ``count`` begins with the same ones."""
     key = np.frombuffer(_digest(16, seed, step, prompt_id, sample_index), np.uint64)
     return np.random.Generator(np.random.Philox(key=key)).random(count)
 
 
-def request_seed(seed: int, step: int, prompt_id: str, index: int) -> int:
-    """62 bits, for an engine that draws its numbers itself."""
-    return int.from_bytes(_digest(8, seed, step, prompt_id, index), "little") >> 2
+def request_seed(seed: int, step: int, prompt_id: str, index: int, begun: int = 0) -> int:
+    """62 bits, for an engine that draws its numbers itself: other ones behind ``begun`` tokens."""
+    names = (seed, step, prompt_id, index, *((begun,) if begun else ()))
+    return int.from_bytes(_digest(8, *names), "little") >> 2
 
 
 def sample_seed(seed: int, prompt_id: str, repeat: int) -> int:

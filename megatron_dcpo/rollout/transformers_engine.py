@@ -6,7 +6,11 @@ layout and receives every update of the policy through the weight table.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Generator, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,14 +20,25 @@ import torch
 from torch import Tensor
 
 from megatron_dcpo.errors import UserError, one_line
-from megatron_dcpo.rollout.engine import Engine, SamplingConfig, check_model_dir, read_eos_token_ids, uniforms
+from megatron_dcpo.rollout.engine import (
+    Engine,
+    Partial,
+    Samples,
+    SamplingConfig,
+    SlotSteps,
+    check_model_dir,
+    joined,
+    read_eos_token_ids,
+    uniforms,
+)
 from megatron_dcpo.runtime.device import current_device
 from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.runtime.signals import RolloutAbandoned, stop_requested
-from megatron_dcpo.types import Prompt, Response
+from megatron_dcpo.types import Response
 from megatron_dcpo.weights.planner import WeightSlice
 
 _COMPACT_BELOW = 0.75  # drop finished rows from the KV cache when less than this share is still running
+_REFILL_BELOW = 0.9  # where others wait for their place
 
 
 def own_logs() -> None:
@@ -37,10 +52,13 @@ def own_logs() -> None:
 
 def auto_class(name: str) -> Any:
     """``AutoTokenizer`` or ``AutoModelForCausalLM``. Their import brings in scikit-learn and pandas (1 s) where it
-    finds them, for a kind of generation that is not used here."""
+    finds them, and that of a model SciPy (0.4 s), for a kind of generation and for losses that are not used here."""
     import transformers
 
-    with patch.object(transformers.utils, "is_sklearn_available", bool):
+    without = partial(patch.object, transformers.utils, new=bool)
+    with without("is_sklearn_available"), without("is_scipy_available"):
+        if name == "AutoModelForCausalLM":
+            import_module("transformers.loss.loss_utils")
         return getattr(transformers, name)
 
 
@@ -54,6 +72,7 @@ class TransformersEngine(Engine):
         self.eos_token_ids = tuple(eos_token_ids)
         self.max_num_seqs = max_num_seqs
         self.weights_version = 0
+        self.slot_steps: SlotSteps = SlotSteps()
         self._parameters = dict(self.model.named_parameters())
 
     @classmethod
@@ -86,104 +105,230 @@ class TransformersEngine(Engine):
         """Nothing to start: the model is an object of this process."""
 
     def stream(
-        self, samples: Sequence[tuple[Prompt, int]], sampling: SamplingConfig, step: int = 0
+        self, samples: Samples, sampling: SamplingConfig, step: int = 0, partial: Partial | None = None
     ) -> Generator[list[Response], None, None]:
+        """See :class:`megatron_dcpo.rollout.engine.Engine`. ``max_num_seqs`` at a time to their end; with ``partial`` the
+        next sample takes the place of one that is finished, in the order given."""
+        if partial is not None:
+            yield from self._generate(samples, sampling, step, partial)
+            return
         # Similar lengths together: less left padding, and batches that finish together.
         ordered = sorted(samples, key=lambda sample: len(sample[0].token_ids))
         for start in range(0, len(ordered), self.max_num_seqs):
-            yield from self._generate_batch(ordered[start : start + self.max_num_seqs], sampling, step)
+            yield from self._generate(ordered[start : start + self.max_num_seqs], sampling, step)
 
     @torch.no_grad()
-    def _generate_batch(
-        self, samples: Sequence[tuple[Prompt, int]], sampling: SamplingConfig, step: int
+    def _generate(
+        self, samples: Samples, sampling: SamplingConfig, step: int, partial: Partial | None = None
     ) -> Iterator[list[Response]]:
-        total, device = len(samples), current_device()
-        draws = np.stack([uniforms(sampling.seed, step, p.prompt_id, i, sampling.max_tokens) for p, i in samples])
-        random = torch.from_numpy(draws).to(device)
-        tokens = torch.zeros(total, sampling.max_tokens, dtype=torch.int64, device=device)
-        logprobs = torch.zeros(total, sampling.max_tokens, dtype=torch.float32, device=device)
         width = min(sampling.top_logprobs, self.model.config.get_text_config().vocab_size)
-        tops = torch.zeros(total, sampling.max_tokens, width, dtype=torch.float32)
-        stopped = torch.zeros(total, dtype=torch.bool, device=device)
-        eos = torch.tensor(self.eos_token_ids, dtype=torch.int64, device=device)
-
-        def responses(finished: Tensor, length: int) -> list[Response]:
-            """Of the rows ``finished``, all of them ``length`` tokens long."""
-            stops = stopped[finished].tolist()
-            ids, lps = tokens[finished, :length].cpu().numpy(), logprobs[finished, :length].cpu().numpy()
-            top = tops[finished.cpu(), :length].numpy() if sampling.top_logprobs else [None] * len(stops)
-            return [
-                Response(
-                    prompt_id=samples[row][0].prompt_id,
-                    sample_index=samples[row][1],
-                    token_ids=ids[place],
-                    logprobs=lps[place],
-                    finish_reason="stop" if stops[place] else "length",
-                    weights_version=self.weights_version,
-                    top_logprobs=top[place],
-                )
-                for place, row in enumerate(finished.tolist())
-            ]
-
-        logits, cache, mask, position = self._prefill([prompt for prompt, _ in samples])
-        rows = torch.arange(total, device=device)  # which response each running row of the cache is
-        for t in range(sampling.max_tokens):
+        batch = _Batch(samples, sampling, step, self.weights_version, partial, width)
+        eos = torch.tensor(self.eos_token_ids, dtype=torch.int64, device=current_device())
+        slots, waiting = min(self.max_num_seqs, len(samples)), deque(range(len(samples)))
+        running = _Running.none()
+        while waiting or len(running.rows):
             if stop_requested():
                 raise RolloutAbandoned
-            token, logprob = sample_token(logits, random[rows, t], sampling)
+            running = self._admit(running, waiting, batch, slots)
+            rows = running.rows
+            token, logprob = sample_token(running.logits, batch.random_of(rows), sampling)
             if sampling.raw_logprobs or sampling.top_logprobs:
-                raw = torch.log_softmax(logits.float(), dim=-1)
-                tops[rows.cpu(), t] = raw.topk(width, dim=-1).values.cpu()
+                raw = torch.log_softmax(running.logits.float(), dim=-1)
+                batch.tops[rows.cpu(), batch.place(rows).cpu()] = raw.topk(width, dim=-1).values.cpu()
                 if sampling.raw_logprobs:
                     logprob = raw.gather(-1, token[:, None]).squeeze(-1)
-            tokens[rows, t], logprobs[rows, t] = token, logprob
-            ended = torch.isin(token, eos) & ~stopped[rows]
-            stopped[rows[ended]] = True
-            running = ~stopped[rows]
-            over = ended | running if t + 1 == sampling.max_tokens else ended
+            live = ~batch.over[rows]
+            self.slot_steps.total += slots
+            self.slot_steps.used += int(live.sum())
+            over = batch.record(rows, token, logprob, torch.isin(token, eos))
             if over.any():
-                yield responses(rows[over], t + 1)
-            if t + 1 == sampling.max_tokens or not running.any():
+                yield batch.responses(rows[over])
+            if partial is not None and partial.full():
+                yield batch.responses((~batch.over).nonzero().squeeze(-1))
                 return
-            if running.float().mean() < _COMPACT_BELOW:
-                keep = running.nonzero().squeeze(-1)
-                cache.batch_select_indices(keep)
-                rows, mask, position, token = rows[keep], mask[keep], position[keep], token[keep]
-            mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
-            position = position + 1
-            out = self.model(
-                token[:, None],
-                attention_mask=mask,
-                position_ids=position[:, None],
-                past_key_values=cache,
-                use_cache=True,
-            )
-            logits = out.logits[:, -1]
+            live &= ~over
+            if not live.any():
+                running = _Running.none()
+                continue
+            if live.float().mean() < (_REFILL_BELOW if waiting else _COMPACT_BELOW):
+                keep = live.nonzero().squeeze(-1)
+                running.keep(keep)
+                token = token[keep]
+            running.step(self.model, token)
 
-    def _prefill(self, prompts: Sequence[Prompt]) -> tuple[Tensor, Any, Tensor, Tensor]:
-        """Run every prompt once, left-padded, and repeat its cache for each of the rows [B] that begin with it.
+    def _admit(self, running: _Running, waiting: deque[int], batch: _Batch, slots: int) -> _Running:
+        """Samples that wait take the free slots: those that continue, and those that begin, in a pass of their own."""
+        if len(running.rows) and not running.can_grow:
+            return running
+        places = [waiting.popleft() for _ in range(min(len(waiting), slots - len(running.rows)))]
+        for continued in (True, False):
+            if part := [place for place in places if (batch.begun[place] is not None) is continued]:
+                running = running.joined(self._prefill(part, batch))
+        return running
 
-        Returns logits [B, V] of the last prompt token, the cache, the attention mask and the last positions.
-        """
-        from transformers import DynamicCache
-
-        distinct = {prompt.prompt_id: prompt for prompt in prompts}
-        places = {prompt_id: place for place, prompt_id in enumerate(distinct)}
-        rows = torch.tensor([places[prompt.prompt_id] for prompt in prompts], device=current_device())
-        width = max(len(p.token_ids) for p in prompts)
-        ids = torch.zeros(len(distinct), width, dtype=torch.int64)
-        mask = torch.zeros(len(distinct), width, dtype=torch.int64)
-        for row, prompt in enumerate(distinct.values()):
-            ids[row, width - len(prompt.token_ids) :] = torch.tensor(prompt.token_ids)
-            mask[row, width - len(prompt.token_ids) :] = 1
-        ids, mask = ids.to(current_device()), mask.to(current_device())
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)
-        cache = DynamicCache(config=self.model.config)
-        out = self.model(
-            ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1
-        )
+    def _prefill(self, places: Sequence[int], batch: _Batch) -> _Running:
+        """Run what is there of every sample once, left-padded, and repeat its cache for each of the rows [B] that begin
+        with it."""
+        names = [batch.name(place) for place in places]
+        distinct = {name: batch.ids(place) for name, place in zip(names, places, strict=True)}
+        order = {name: row for row, name in enumerate(distinct)}
+        rows = torch.tensor([order[name] for name in names], device=current_device())
+        logits, cache, mask, position = prefill(self.model, list(distinct.values()))
         cache.batch_select_indices(rows)
-        return out.logits[:, -1][rows], cache, mask[rows], positions[:, -1][rows]
+        which = torch.tensor(places, device=current_device())
+        return _Running(which, logits[rows], cache, mask[rows], position[rows])
+
+
+def prefill(model: Any, sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Any, Tensor, Tensor]:
+    """Run B sequences once, left-padded: logits [B, V] of the next token, the cache, its mask [B, W], last positions [B]."""
+    from transformers import DynamicCache
+
+    width = max(map(len, sequences))
+    ids = torch.zeros(len(sequences), width, dtype=torch.int64)
+    mask = torch.zeros(len(sequences), width, dtype=torch.int64)
+    for row, tokens in enumerate(sequences):
+        ids[row, width - len(tokens) :] = torch.tensor(tokens)
+        mask[row, width - len(tokens) :] = 1
+    ids, mask = ids.to(current_device()), mask.to(current_device())
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    cache = DynamicCache(config=model.config)
+    out = model(
+        ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1
+    )
+    return out.logits[:, -1], cache, mask, positions[:, -1]
+
+
+class _Batch:
+    """The samples of one rollout [N], running or not: their random numbers, tokens and log-probs [N, max_tokens]."""
+
+    def __init__(
+        self, samples: Samples, sampling: SamplingConfig, step: int, version: int, partial: Partial | None, tops: int
+    ) -> None:
+        device, longest, total = current_device(), sampling.max_tokens, len(samples)
+        self.samples, self.sampling, self.step, self.version = samples, sampling, step, version
+        self.begun = [partial.so_far(*sample) if partial else None for sample in samples]
+        draws = np.zeros((total, longest))
+        for row, ((prompt, index), begun) in enumerate(zip(samples, self.begun, strict=True)):
+            draws[row] = uniforms(sampling.seed, begun.step if begun else step, prompt.prompt_id, index, longest)
+        self._random = torch.from_numpy(draws).to(device)
+        self._before = [len(begun.token_ids) if begun else 0 for begun in self.begun]
+        self.count = torch.tensor(self._before, dtype=torch.int64, device=device)  # of tokens, with those from before
+        self.tokens = torch.zeros(total, longest, dtype=torch.int64, device=device)
+        self.logprobs = torch.zeros(total, longest, dtype=torch.float32, device=device)
+        self.tops = torch.zeros(total, longest, tops)
+        self.over = torch.zeros(total, dtype=torch.bool, device=device)
+        self.stopped = self.over.clone()
+
+    def name(self, place: int) -> Hashable:
+        """Equal for samples that begin with the same tokens."""
+        prompt, index = self.samples[place]
+        return (prompt.prompt_id, index) if self._before[place] else prompt.prompt_id
+
+    def ids(self, place: int) -> list[int]:
+        begun = self.begun[place]
+        return [*self.samples[place][0].token_ids, *(begun.token_ids.tolist() if begun else ())]
+
+    def place(self, rows: Tensor) -> Tensor:
+        """Of the next token; rows that are over write behind what was handed over."""
+        return self.count[rows].clamp(max=self.sampling.max_tokens - 1)
+
+    def random_of(self, rows: Tensor) -> Tensor:
+        return self._random[rows, self.place(rows)]
+
+    def record(self, rows: Tensor, token: Tensor, logprob: Tensor, ends: Tensor) -> Tensor:
+        """The next token of ``rows``; returns which of them are over now, bool [B]."""
+        place, live = self.place(rows), ~self.over[rows]
+        self.tokens[rows, place], self.logprobs[rows, place] = token, logprob
+        self.count[rows] += live
+        self.stopped[rows] |= ends & live
+        over = live & (ends | (self.count[rows] == self.sampling.max_tokens))
+        self.over[rows] |= over
+        return over
+
+    def responses(self, rows: Tensor) -> list[Response]:
+        """As they are."""
+        lengths, over, stopped = (each[rows].tolist() for each in (self.count, self.over, self.stopped))
+        longest = max(lengths, default=0)
+        ids, lps = (each[rows, :longest].cpu().numpy() for each in (self.tokens, self.logprobs))
+        tops = self.tops[rows.cpu(), :longest].numpy()
+        found = []
+        for place, row in enumerate(rows.tolist()):
+            (prompt, index), part = self.samples[row], slice(self._before[row], lengths[place])
+            response = Response(
+                prompt_id=prompt.prompt_id,
+                sample_index=index,
+                token_ids=ids[place, part],
+                logprobs=lps[place, part],
+                finish_reason="stop" if stopped[place] else "length" if over[place] else "abort",
+                weights_version=self.version,
+                top_logprobs=tops[place, part] if self.sampling.top_logprobs else None,
+                step=self.step,
+            )
+            found.append(joined(self.begun[row], response))
+        return found
+
+
+@dataclass
+class _Running:
+    """What is decoded: the sample of each row [B], logits of its next token [B, V], the cache, its mask [B, W] and the last
+    position [B]."""
+
+    rows: Tensor
+    logits: Tensor
+    cache: Any
+    mask: Tensor
+    position: Tensor
+
+    @classmethod
+    def none(cls) -> _Running:
+        nothing = torch.zeros(0, dtype=torch.int64, device=current_device())
+        return cls(nothing, nothing, None, nothing, nothing)
+
+    @property
+    def can_grow(self) -> bool:
+        """Whether every layer keeps the keys of all positions, so that rows of another length can stand beside."""
+        from transformers.cache_utils import DynamicLayer
+
+        return all(type(layer) is DynamicLayer for layer in self.cache.layers)
+
+    def keep(self, places: Tensor) -> None:
+        self.cache.batch_select_indices(places)
+        self.rows, self.mask, self.position = self.rows[places], self.mask[places], self.position[places]
+
+    def step(self, model: Any, token: Tensor) -> None:
+        """One more token for every row."""
+        self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.rows), 1)], dim=1)
+        self.position = self.position + 1
+        out = model(
+            token[:, None],
+            attention_mask=self.mask,
+            position_ids=self.position[:, None],
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+        self.logits = out.logits[:, -1]
+
+    def joined(self, other: _Running) -> _Running:
+        """The rows of both, padded on the left to one width."""
+        if not len(self.rows):
+            return other
+        unused = int(self.mask.any(0).int().argmax())  # columns whose sequences have all ended
+        width = max(self.mask.shape[1] - unused, other.mask.shape[1])
+
+        def both(ours: Tensor, theirs: Tensor, dim: int) -> Tensor:
+            padded = []
+            for tensor in (ours.narrow(dim, unused, ours.shape[dim] - unused), theirs):
+                shape = list(tensor.shape)
+                shape[dim] = width - shape[dim]
+                padded.append(torch.cat([tensor.new_zeros(shape), tensor], dim))
+            return torch.cat(padded)
+
+        for layer, more in zip(self.cache.layers, other.cache.layers, strict=True):
+            layer.keys, layer.values = both(layer.keys, more.keys, -2), both(layer.values, more.values, -2)
+        rows, logits, position = (
+            torch.cat([getattr(self, name), getattr(other, name)]) for name in ("rows", "logits", "position")
+        )
+        return _Running(rows, logits, self.cache, both(self.mask, other.mask, 1), position)
 
 
 def sample_token(logits: Tensor, random: Tensor, sampling: SamplingConfig) -> tuple[Tensor, Tensor]:

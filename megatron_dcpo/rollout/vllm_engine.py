@@ -27,8 +27,12 @@ from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.rollout.engine import (
     Engine,
     EngineError,
+    Partial,
+    Samples,
     SamplingConfig,
+    SlotSteps,
     choose_engine,
+    joined,
     read_eos_token_ids,
     request_seed,
 )
@@ -90,15 +94,17 @@ class VllmEngine(Engine):
         self.tensor_model_parallel_size = options.tensor_model_parallel_size
         self.eos_token_ids = read_eos_token_ids(self.model_dir)
         self.weights_version = 0
+        self.slot_steps: SlotSteps = SlotSteps()
         self._asleep = False
         self.llm: Any = self._start()
         atexit.register(self.close)  # before vLLM's own finalizer, which would tear down groups that are not its own
 
     # ------------------------------------------------------------------------------------------------- sampling
     def stream(
-        self, samples: Sequence[tuple[Prompt, int]], sampling: SamplingConfig, step: int = 0
+        self, samples: Samples, sampling: SamplingConfig, step: int = 0, partial: Partial | None = None
     ) -> Generator[list[Response], None, None]:
-        """See :class:`megatron_dcpo.rollout.engine.Engine`. Every sample is a request of its own with its own seed. The
+        """See :class:`megatron_dcpo.rollout.engine.Engine`. Every sample is a request of its own with its own seed; one
+        that is continued has another seed than before, so that its tokens are not those that it would have had. The
         ranks of one engine sample each for themselves: at the end they compare what they handed over."""
         if (sampling.raw_logprobs or sampling.top_logprobs) and not self.options.raw_logprobs:
             raise ValueError("this engine reports log-probs of the sampled distribution; build it with raw_logprobs")
@@ -109,11 +115,11 @@ class VllmEngine(Engine):
         digests = [b""] * len(samples)
         try:
             with _host_kept():
-                for outputs in self._steps(samples, sampling, step):
+                for outputs in self._steps(samples, sampling, step, partial):
                     responses = []
-                    for output in outputs:
-                        number = int(output.request_id)
-                        responses.append(self._response(*samples[number], output.outputs[0], sampling.top_logprobs))
+                    for number, completion in outputs:
+                        new = self._response(*samples[number], completion, sampling.top_logprobs, step)
+                        responses.append(joined(partial.so_far(*samples[number]) if partial else None, new))
                         digests[number] = hashlib.sha256(responses[-1].token_ids.tobytes()).digest()
                     yield responses
         except (RolloutAbandoned, EngineError):
@@ -124,46 +130,66 @@ class VllmEngine(Engine):
             raise _engine_error("vLLM failed in generation", error) from error
         self._check_ranks_agree(b"".join(digests))
 
-    def _steps(self, samples: Sequence[tuple[Prompt, int]], sampling: SamplingConfig, step: int) -> Iterator[list[Any]]:
-        """What each step of the engine finishes. A signal ends it early, but not between the ranks of one engine: they
-        would no longer step together."""
-        engine = self.llm.llm_engine
-        ids = [str(number) for number in range(len(samples))]
-        for name, (prompt, i) in zip(ids, samples, strict=True):
-            tokens = {"prompt_token_ids": list(prompt.token_ids)}
-            engine.add_request(name, tokens, self._params(sampling, step, prompt, i))
+    def _steps(
+        self, samples: Samples, sampling: SamplingConfig, step: int, partial: Partial | None
+    ) -> Iterator[list[tuple[int, Any]]]:
+        """What each step of the engine finishes: the number of the sample, its completion (None: no token yet). A signal
+        ends it early, but not between the ranks of one engine: they would no longer step together."""
+        engine, slots = self.llm.llm_engine, min(self.options.max_num_seqs, len(samples))
+        unfinished: dict[int, Any] = dict.fromkeys(range(len(samples)))
+        for number, (prompt, i) in enumerate(samples):
+            begun = partial.so_far(prompt, i) if partial else None
+            tokens = {"prompt_token_ids": [*prompt.token_ids, *(begun.token_ids.tolist() if begun else ())]}
+            engine.add_request(str(number), tokens, self._params(sampling, step, prompt, i, begun, partial is not None))
         try:
             while engine.has_unfinished_requests():
                 if self.tensor_model_parallel_size == 1 and stop_requested():
                     raise RolloutAbandoned
-                if finished := [output for output in engine.step() if output.finished]:
-                    yield finished
+                outputs = engine.step()
+                unfinished |= {int(output.request_id): output.outputs[0] for output in outputs}
+                finished = [int(output.request_id) for output in outputs if output.finished]
+                completions = [(number, unfinished.pop(number)) for number in finished]
+                self.slot_steps.total += slots
+                self.slot_steps.used += len(outputs) if partial else sum(len(c.token_ids) for _, c in completions)
+                if completions:
+                    yield completions
+                if partial is not None and partial.full():
+                    engine.abort_request([str(number) for number in unfinished])
+                    yield list(unfinished.items())
+                    return
         except (RolloutAbandoned, GeneratorExit):
-            engine.abort_request(ids)
+            engine.abort_request([str(number) for number in unfinished])
             raise
 
-    def _params(self, sampling: SamplingConfig, step: int, prompt: Prompt, index: int) -> Any:
+    def _params(
+        self, sampling: SamplingConfig, step: int, prompt: Prompt, index: int, begun: Response | None, partial: bool
+    ) -> Any:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        before = len(begun.token_ids) if begun else 0
         return SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k or -1,
-            max_tokens=sampling.max_tokens,
-            seed=request_seed(sampling.seed, step, prompt.prompt_id, index),
+            max_tokens=sampling.max_tokens - before,
+            seed=request_seed(sampling.seed, begun.step if begun else step, prompt.prompt_id, index, before),
             logprobs=sampling.top_logprobs,
             stop_token_ids=list(self.eos_token_ids),
             ignore_eos=True,  # the ids above are the only end, as with every other engine
             detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            # what is there after every step (a reference, not a copy), for it may be the last one
+            output_kind=RequestOutputKind.CUMULATIVE if partial else RequestOutputKind.FINAL_ONLY,
         )
 
-    def _response(self, prompt: Prompt, index: int, completion: Any, top_logprobs: int) -> Response:
+    def _response(self, prompt: Prompt, index: int, completion: Any, top_logprobs: int, step: int) -> Response:
+        if completion is None:
+            nothing = np.zeros(0, np.int64), np.zeros(0, np.float32)
+            return Response(prompt.prompt_id, index, *nothing, "abort", self.weights_version, step=step)
         versions = {span.version for span in completion.weight_versions or ()}
         if versions - {str(self.weights_version)}:
             raise EngineError(f"{prompt.prompt_id} was sampled by weights {versions}, not {self.weights_version}")
-        ids = np.array(completion.token_ids, np.int64)
+        ids, why = np.array(completion.token_ids, np.int64), completion.finish_reason
         logprobs = [row[token].logprob for row, token in zip(completion.logprobs, ids.tolist(), strict=True)]
         tops = None
         if top_logprobs:
@@ -176,9 +202,10 @@ class VllmEngine(Engine):
             sample_index=index,
             token_ids=ids,
             logprobs=np.array(logprobs, np.float32),
-            finish_reason="stop" if completion.finish_reason == "stop" else "length",
+            finish_reason="abort" if why is None else "stop" if why == "stop" else "length",
             weights_version=self.weights_version,
             top_logprobs=tops,
+            step=step,
         )
 
     def _check_ranks_agree(self, digest: bytes) -> None:

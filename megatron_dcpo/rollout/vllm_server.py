@@ -21,7 +21,15 @@ from typing import Any
 import numpy as np
 
 from megatron_dcpo.errors import UserError, one_line
-from megatron_dcpo.rollout.engine import Engine, EngineError, SamplingConfig, read_eos_token_ids, request_seed
+from megatron_dcpo.rollout.engine import (
+    Engine,
+    EngineError,
+    Partial,
+    Samples,
+    SamplingConfig,
+    read_eos_token_ids,
+    request_seed,
+)
 from megatron_dcpo.runtime import distributed
 from megatron_dcpo.runtime.dtypes import name_of
 from megatron_dcpo.runtime.files import new_directory
@@ -58,9 +66,12 @@ class ServerEngine(Engine):
         self.model = self._check()
 
     def stream(
-        self, samples: Sequence[tuple[Prompt, int]], sampling: SamplingConfig, step: int = 0
+        self, samples: Samples, sampling: SamplingConfig, step: int = 0, partial: Partial | None = None
     ) -> Generator[list[Response], None, None]:
-        """See :class:`megatron_dcpo.rollout.engine.Engine`. One request per sample, ``concurrency`` at a time."""
+        """See :class:`megatron_dcpo.rollout.engine.Engine`. One request per sample, ``concurrency`` at a time. Not
+        ``partial``: a request that is taken back gives no tokens, and taking back one rank's takes all ranks'."""
+        if partial is not None:
+            raise ValueError("rollout.max_staleness is not for rollout.engine=server")
         if sampling.raw_logprobs or sampling.top_logprobs:
             raise ValueError("this engine trains; to evaluate a server, use dcpo evaluate --endpoint")
         self._check_version()

@@ -69,11 +69,6 @@ class HostCopy:
         for piece, part in zip(self._pieces, self._parts(tensor), strict=True):
             part.copy_(piece, non_blocking=True)
 
-    def add_to(self, tensor: Tensor) -> None:
-        """``tensor += values``, a piece on the device at a time."""
-        for piece, part in zip(self._pieces, self._parts(tensor), strict=True):
-            part += piece.to(tensor.device, non_blocking=True)
-
     def _lengths(self) -> list[int]:
         most = _PIECE // self.dtype.itemsize
         return [min(most, self.numel - start) for start in range(0, self.numel, most)]

@@ -13,6 +13,7 @@ from megatron_dcpo.training.recorder import Recorder
 from megatron_dcpo.training.recovery import begin_save, finish_save, resume, stop_if_asked
 from megatron_dcpo.training.run import TrainingRun, build_run
 from megatron_dcpo.training.sampling import sample_step
+from megatron_dcpo.training.stating import with_confidences
 from megatron_dcpo.training.update import update_policy
 from megatron_dcpo.training.weight_sync import check_plan, export_policy, synchronise_engine
 
@@ -44,6 +45,7 @@ def _train(run: TrainingRun) -> None:
                     run.engine.sleep()
                     run.offload.reload()
                     statistics = update_policy(run, samples, step)
+                    samples = with_confidences(samples, statistics.stated)
                 with timers("save"):  # the engine sleeps
                     begin_save(run, step)
                 with timers("reshard"):

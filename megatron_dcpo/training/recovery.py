@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import logging
 import signal
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_dcpo.checkpoints.manifest import iteration_dir, latest_iteration
 from megatron_dcpo.checkpoints.saver import remove_leftovers
 from megatron_dcpo.checkpoints.state import checkpoint_state, load_checkpoint, newest_intact
+from megatron_dcpo.data.datasets import draw_prompts
 from megatron_dcpo.errors import EXIT_INTERRUPTED, EXIT_REQUEUE, Stopped, UserError, one_line
 from megatron_dcpo.runtime import signals
 from megatron_dcpo.runtime.distributed import broadcast_object, max_over_ranks
+from megatron_dcpo.training.groups import restored_groups, saved_groups
 from megatron_dcpo.training.run import TrainingRun
+from megatron_dcpo.types import Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +41,7 @@ def resume(run: TrainingRun) -> int:
             logger.warning("checkpoint %s is damaged: %s", iteration_dir(run.checkpoints, iteration), why)
     run.engine.sleep()  # the moments come into being
     with run.offload.on_device():
-        saved = load_checkpoint(run.checkpoints, latest, run.policy, run.optimizer, run.scheduler)
+        saved = load_checkpoint(run.checkpoints, latest, run.policy, run.optimizer, run.scheduler, run.adapter)
     try:
         _check_same_run(run, saved)
         run.progress.nonfinite_in_a_row = int(saved["reward"]["nonfinite_in_a_row"])
@@ -94,7 +98,7 @@ def stop_if_asked(run: TrainingRun, done: int) -> None:
 
 def _begin(run: TrainingRun, step: int) -> None:
     with run.offload.on_device():
-        state = checkpoint_state(run.policy, run.optimizer, run.scheduler, step, _run_state(run, step))
+        state = checkpoint_state(run.policy, run.optimizer, run.scheduler, step, _run_state(run, step), run.adapter)
         run.saver.begin(step, state)
     run.progress.saved_step = step
 
@@ -111,6 +115,7 @@ def _run_state(run: TrainingRun, step: int) -> dict[str, Any]:
         },
         "reward": {"nonfinite_in_a_row": run.progress.nonfinite_in_a_row},
         "engine": {"weights_version": step},  # what it has, or is about to get
+        "rollout": {"carried": saved_groups(run.progress.carried)},
     }
 
 
@@ -135,4 +140,29 @@ def _check_same_run(run: TrainingRun, saved: dict[str, Any]) -> None:
         raise UserError(
             f"the checkpoint of step {saved['iteration']} in {run.directory} contradicts itself: {cursor} prompts "
             f"consumed, engine at version {version}"
+        )
+    _restore_carried(run, saved.get("rollout", {"carried": []})["carried"], saved["iteration"])
+
+
+def _restore_carried(run: TrainingRun, saved: Sequence[Any], done: int) -> None:
+    config, data = run.config.rollout, run.config.data
+
+    def draw(position: int) -> Prompt:
+        return draw_prompts(run.prompts, position, 1, seed=run.config.seed, shuffle=data.shuffle)[0]
+
+    run.progress.carried = restored_groups(saved, draw, config.group_size)
+    responses = [response for group in run.progress.carried for response, _ in group.responses.values()]
+    oldest, longest = (max(values, default=0) for values in (
+        [done - response.oldest_version for response in responses],
+        [len(response.token_ids) for response in responses if response.finish_reason == "abort"],
+    ))  # fmt: skip
+    if oldest > config.max_staleness:
+        raise UserError(
+            f"the checkpoint of step {done} carries responses that the next step continues; set rollout.max_staleness="
+            f"{oldest} or more to resume"
+        )
+    if longest >= config.max_response_length:
+        raise UserError(
+            f"the checkpoint of step {done} carries an unfinished response of {longest} tokens; set "
+            f"rollout.max_response_length above that to resume"
         )

@@ -17,11 +17,14 @@ from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.answers import BOXED, FENCED, AnswerForm
 from megatron_dcpo.judging.judge import Verifier, judge_many
 from megatron_dcpo.judging.math.pool import verify_answers
+from megatron_dcpo.judging.statement import NUM_FEATURES, StatementForm
 from megatron_dcpo.judging.token_bytes import token_bytes
 from megatron_dcpo.objectives import Objective, build_objective
 from megatron_dcpo.objectives.expected_digits import DigitVocabulary
+from megatron_dcpo.policy.adapter import AdapterOptimizer
 from megatron_dcpo.policy.model import Policy, build_policy
 from megatron_dcpo.policy.optimizer import Offload, build_optimizer, on_host
+from megatron_dcpo.policy.statements import adapt
 from megatron_dcpo.rollout import Engine, build_local_engine, load_tokenizer
 from megatron_dcpo.rollout.vllm_engine import VllmOptions
 from megatron_dcpo.runtime import distributed
@@ -29,6 +32,7 @@ from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.runtime.distributed import Topology
 from megatron_dcpo.runtime.host_memory import Movable, ledger
 from megatron_dcpo.runtime.watchdog import Watchdog
+from megatron_dcpo.training.groups import Group
 from megatron_dcpo.training.preflight import check_model, check_processes, check_wandb
 from megatron_dcpo.types import Judgement, Prompt, Response
 
@@ -37,20 +41,21 @@ from megatron_dcpo.types import Judgement, Prompt, Response
 class RunState:
     """What changes while a run goes on, beside model and optimizer.
 
-    ``extra_prompts``: consumed so far beyond ``prompts_per_step`` a step, by ``rollout.filter_groups``; ``rollout``: what
-    that counted in the last rollout.
+    ``extra_prompts``: consumed so far beyond ``prompts_per_step`` a step, by ``rollout.filter_groups`` and
+    ``max_staleness``; ``carried``: what the latter left for the next step; ``rollout``: the last rollout's metrics.
     """
 
     saved_step: int = 0
     nonfinite_in_a_row: int = 0
     extra_prompts: int = 0
+    carried: list[Group] = field(default_factory=list)
     rollout: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class TrainingRun:
     """The parts of a training run on this rank. ``reference``: the frozen starting policy, where a KL loss asks for it;
-    ``reference_memory`` brings its parameters to the device."""
+    ``reference_memory`` brings its parameters to the device. ``statement_form``, ``adapter``: of what an adapter states."""
 
     config: Config
     directory: Path
@@ -70,6 +75,8 @@ class TrainingRun:
     saver: Saver
     progress: RunState
     digits: DigitVocabulary
+    statement_form: StatementForm | None
+    adapter: AdapterOptimizer | None
     judge: Callable[[Sequence[Response], Mapping[str, Prompt]], list[Judgement]]
 
     @property
@@ -109,6 +116,7 @@ def build_run(config: Config) -> TrainingRun:
     policy = build_policy(config.model, parallel, topology)
     ledger.put("weights", sum(p.nbytes for gpt in policy.gpt for p in gpt.parameters()))
     optimizer, scheduler = build_optimizer(config, policy)
+    adapter = build_adapter(config, objective, policy)
     reference = None
     if any(objective.options.blocks("kl_coef")):
         reference = build_policy(config.model, parallel, topology, training=False)
@@ -117,6 +125,8 @@ def build_run(config: Config) -> TrainingRun:
     offload = Offload(policy, optimizer, config.training.offload_optimizer_during_rollout)
     offload.offload()
     engine = build_engine(config, topology)
+    digits = DigitVocabulary.of(vocabulary.table, engine.eos_token_ids)
+    statement_form = StatementForm.of(tokenizer, digits.token_ids, config.judging.marker) if adapter else None
     return TrainingRun(
         config=config,
         directory=Path(config.run_dir),
@@ -141,7 +151,9 @@ def build_run(config: Config) -> TrainingRun:
             topology.dp_group,
         ),
         progress=RunState(),
-        digits=DigitVocabulary.of(vocabulary.table, engine.eos_token_ids),
+        digits=digits,
+        statement_form=statement_form,
+        adapter=adapter,
         judge=partial(
             judge_many,
             tokens=vocabulary,
@@ -151,6 +163,17 @@ def build_run(config: Config) -> TrainingRun:
             form=form,
         ),
     )
+
+
+def build_adapter(config: Config, objective: Objective, policy: Policy) -> AdapterOptimizer | None:
+    """The adapter of ``model.adapter`` on ``policy``, with its optimizer."""
+    if config.model.adapter is None:
+        return None
+    seen = NUM_FEATURES if objective.options.confidence_sees == "logprobs" else 0
+    steps = config.training.steps * config.training.updates_per_rollout
+    adapter = AdapterOptimizer(adapt(policy, config.model.adapter, seen), config.optimizer, steps)
+    ledger.put("adapter", adapter.nbytes)
+    return adapter
 
 
 def build_engine(config: Config, topology: Topology) -> Engine:

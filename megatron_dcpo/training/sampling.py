@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
 import math
 import time
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 
 from megatron_dcpo.data.datasets import draw_prompts
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.objectives.expected_digits import DecimalToken, DigitScores
+from megatron_dcpo.objectives.stated import StatementTarget
 from megatron_dcpo.rollout import EngineError, SamplingConfig
+from megatron_dcpo.rollout.engine import Partial, SlotSteps
 from megatron_dcpo.runtime.distributed import all_gather_objects
 from megatron_dcpo.runtime.signals import RolloutAbandoned
 from megatron_dcpo.runtime.watchdog import Timers
+from megatron_dcpo.training.groups import Group
 from megatron_dcpo.training.recovery import stop_if_asked
 from megatron_dcpo.training.run import TrainingRun
 from megatron_dcpo.training.weight_sync import MAX_RESTARTS, recover_engines
@@ -41,7 +48,7 @@ class TrainingSample:
 
     By the policy (``update.py``): ``old_logprobs`` and ``ref_logprobs``, float32 [T]. By the objective: the rewards ``R``
     and ``R_c``, ``tokens`` (advantage and block of each token), ``weights`` float64 [T] (each token's share of the
-    loss), and ``digits``, the positions trained on all digits at once.
+    loss), ``digits``, the positions trained on all digits at once, and the ``statement`` of an adapter.
     """
 
     prompt: Prompt
@@ -54,6 +61,7 @@ class TrainingSample:
     tokens: TokenAdvantages | None = None
     weights: np.ndarray | None = None
     digits: tuple[DigitScores, ...] = ()
+    statement: StatementTarget | None = None
 
     @cached_property
     def prompt_ids(self) -> np.ndarray:
@@ -86,60 +94,94 @@ def sample_step(run: TrainingRun, step: int, timers: Timers) -> list[TrainingSam
 
     With ``rollout.filter_groups`` groups that train neither block are replaced by the prompts that follow, in rounds; what
     is missing after the last one is filled up with such groups, in the order in which they were drawn. The next step
-    goes on behind the last group taken. Raises :class:`Stopped` when a signal cut the rollout short.
+    goes on behind the last group taken. With ``rollout.max_staleness`` a round ends when as many groups are finished as
+    are missing; the others, and what is finished in excess, are carried to the next step, which draws as many fewer.
+    Raises :class:`Stopped` when a signal cut the rollout short.
     """
     data, config, wanted = run.config.data, run.config.rollout, run.config.data.prompts_per_step
-    first = (step - 1) * wanted + run.progress.extra_prompts
-    groups: list[list[TrainingSample]] = []
-    training: list[int] = []  # the groups that train a block
+    first = at = (step - 1) * wanted + run.progress.extra_prompts
+    slots, pool = copy.copy(run.engine.slot_steps), list(run.progress.carried)
+    training: list[Group] = []  # at least one block
+    dull: list[Group] = []
     for _ in range(config.max_refills + 1):
-        count = math.ceil((wanted - len(training)) * config.oversample)
-        at = first + len(groups)
+        count = max(0, math.ceil((wanted - len(training)) * config.oversample) - len(pool))
         prompts = draw_prompts(run.prompts, at, count, seed=run.config.seed, shuffle=data.shuffle)
-        for group in _sample_groups(run, prompts, step, timers):
-            if not config.filter_groups or _trains(run, group):
-                training.append(len(groups))
-            groups.append(group)
+        pool += [Group(prompt, at + n, step, config.group_size) for n, prompt in enumerate(prompts)]
+        at += count
+        pool = _sample_groups(run, pool, wanted - len(training), step, timers)
+        for group in (group for group in pool if not group.unfinished):
+            (training if not config.filter_groups or _trains(run, group) else dull).append(group)
+        pool = [group for group in pool if group.unfinished]
         if len(training) >= wanted:
             break
+    by_position = attrgetter("position")
+    training.sort(key=by_position)
     chosen = training[:wanted]
     if missing := wanted - len(chosen):
-        chosen = sorted([*chosen, *[n for n in range(len(groups)) if n not in set(training)][:missing]])
+        chosen = sorted([*chosen, *sorted(dull, key=by_position)[:missing]], key=by_position)
         if run.topology.rank == 0:
             logger.warning(
                 "step %d: %d of %d groups drawn train the policy (rollout.max_refills=%d); %d others fill up the batch",
-                *(step, len(training), len(groups), config.max_refills, missing),
+                *(step, len(training), len(training) + len(dull), config.max_refills, missing),
             )
-    run.progress.extra_prompts += (len(groups) if missing else chosen[-1] + 1) - wanted
+    if config.max_staleness:
+        run.progress.carried = sorted([*pool, *training[wanted:]], key=by_position)
+    elif not missing:
+        at = chosen[-1].position + 1  # what was drawn ahead and not taken is drawn again
+    run.progress.extra_prompts += at - first - wanted
+    samples = [sample for group in chosen for sample in _samples(group)]
+    run.progress.rollout = _utilisation(run, slots)
     if config.filter_groups:
-        run.progress.rollout = {
-            "rollout/prompts_drawn": len(groups),
-            "rollout/groups_filtered": len(groups) - len(training),
-            "rollout/accuracy": float(np.mean([sample.judgement.correct for group in groups for sample in group])),
+        run.progress.rollout |= {
+            "rollout/prompts_drawn": len(training) + len(dull),
+            "rollout/groups_filtered": len(dull),
+            "rollout/accuracy": float(np.mean([s.judgement.correct for g in (*training, *dull) for s in _samples(g)])),
         }
-    return [sample for n in chosen for sample in groups[n]]
+    if config.max_staleness:
+        staleness = [step - 1 - sample.response.oldest_version for sample in samples]
+        run.progress.rollout |= {
+            "rollout/carried": sum(len(group.unfinished) for group in run.progress.carried),
+            "rollout/staleness_mean": float(np.mean(staleness)),
+            "rollout/staleness_max": max(staleness),
+        }
+    return samples
 
 
-def _sample_groups(
-    run: TrainingRun, prompts: Sequence[Prompt], step: int, timers: Timers
-) -> list[list[TrainingSample]]:
-    """One round: the group of each prompt. Collective."""
-    rollout, size = Rollout(), run.config.rollout.group_size
+def _samples(group: Group) -> list[TrainingSample]:
+    """Of a finished group."""
+    return [
+        TrainingSample(group.prompt, response, judgement)
+        for _, (response, judgement) in sorted(group.responses.items())
+        if judgement is not None
+    ]
+
+
+def _utilisation(run: TrainingRun, before: SlotSteps | None) -> dict[str, float]:
+    """The share of the engines' decoding positions since ``before`` that gave a token; where they know. Collective."""
+    now = run.engine.slot_steps
+    own = (now.used - before.used, now.total - before.total) if now is not None and before is not None else (0, 0)
+    used, total = np.sum(all_gather_objects(own), axis=0).tolist()
+    return {"rollout/utilisation": used / total} if total else {}
+
+
+def _sample_groups(run: TrainingRun, groups: Sequence[Group], wanted: int, step: int, timers: Timers) -> list[Group]:
+    """One round: the groups with what there is of each when ``wanted`` are finished, or all of them. Collective."""
+    rollout = Rollout()
     try:
         with timers("rollout"):
-            roll_out(run, prompts, step, rollout)
+            roll_out(run, groups, wanted, step, rollout)
         stop_if_asked(run, done=step - 1)
         with timers("judge"):
-            samples = gather_judged(run, prompts, rollout, timers)
+            return gather_judged(run, groups, rollout, timers)
     finally:
         for future in rollout.pending:  # where the run ends here: nobody waits for them
             future.cancel()
-    return [samples[start : start + size] for start in range(0, len(samples), size)]
 
 
-def _trains(run: TrainingRun, group: Sequence[TrainingSample]) -> bool:
-    decimals = decimals_of(run, group) if run.objective.trains_all_digits else None
-    return run.objective.trains([sample.judgement for sample in group], decimals)
+def _trains(run: TrainingRun, group: Group) -> bool:
+    samples = _samples(group)
+    decimals = decimals_of(run, samples) if run.objective.trains_all_digits else None
+    return run.objective.trains([sample.judgement for sample in samples], decimals)
 
 
 def decimals_of(run: TrainingRun, samples: Sequence[TrainingSample]) -> list[tuple[DecimalToken, ...]]:
@@ -147,14 +189,15 @@ def decimals_of(run: TrainingRun, samples: Sequence[TrainingSample]) -> list[tup
     return [run.digits.decimals(sample.response.token_ids, sample.judgement) for sample in samples]
 
 
-def roll_out(run: TrainingRun, prompts: Sequence[Prompt], step: int, rollout: Rollout) -> None:
-    """G responses to each prompt of this rank's share, sampled by its engine, each judged as soon as it is finished.
+def roll_out(run: TrainingRun, groups: Sequence[Group], wanted: int, step: int, rollout: Rollout) -> None:
+    """What is unfinished of this rank's share of the groups, sampled by its engine, each judged as soon as it is finished.
 
     The engine hands over what is finished; threads that wait for worker processes judge it while the rest is generated.
     A signal cuts the rollout short, which ``stop_if_asked`` then finds out together with the other ranks. An engine that
     fails is started anew, gets the weights again, and generates what is missing: the random numbers are counted, so it is
-    the same. Collective. Raises :class:`UserError` when a response was sampled by other weights than the policy's, and
-    what a judge raises that cannot work at all.
+    the same. With ``rollout.max_staleness`` each engine ends when its part of the ``wanted`` groups is finished, and what
+    may not get any older. Collective. Raises :class:`UserError` when a response was sampled by other weights than the
+    policy's, or by too old ones, and what a judge raises that cannot work at all.
     """
     config, version = run.config.rollout, step - 1
     sampling = SamplingConfig(
@@ -167,21 +210,29 @@ def roll_out(run: TrainingRun, prompts: Sequence[Prompt], step: int, rollout: Ro
     )
     size = run.engine.tensor_model_parallel_size  # ranks of an engine: neighbours, which sample the same
     engine, engines = run.topology.rank // size, run.topology.world_size // size
-    by_id = {prompt.prompt_id: prompt for prompt in prompts}
-    samples = [(prompt, index) for prompt in prompts[engine::engines] for index in range(config.group_size)]
+    mine = groups[engine::engines]
+    by_id = {group.prompt.prompt_id: group.prompt for group in mine}
+    samples = [(group.prompt, index) for group in mine for index in group.unfinished]
     share = {(prompt.prompt_id, index) for prompt, index in samples[run.topology.rank % size :: size]}
+    options: dict[str, Any] = {}
+    if config.max_staleness:
+        quota, oldest = len(range(engine, wanted, engines)), step - config.max_staleness
+        needs = [(group.prompt.prompt_id, len(group.unfinished), group.step <= oldest) for group in mine]
+        options["partial"] = Partial(lambda: _full(needs, quota, rollout), _begun(mine))
     for restarts in range(MAX_RESTARTS + 1):
         failure = ""
         missing = [(prompt, i) for prompt, i in samples if (prompt.prompt_id, i) not in rollout.responses]
         try:
-            with closing(run.engine.stream(missing, sampling, step)) as stream:
-                for responses in stream:
-                    _check_version(responses, version)
-                    rollout.responses |= {_name(response): response for response in responses}
-                    if own := [response for response in responses if _name(response) in share]:
-                        rollout.pending.append(_JUDGE.submit(_judge, run, own, by_id))
-                    if rollout.pending and rollout.pending[0].done():
-                        rollout.pending[0].result()  # a judge that cannot work at all ends the run now
+            if missing and not (options and options["partial"].full()):
+                with closing(run.engine.stream(missing, sampling, step, **options)) as stream:
+                    for responses in stream:
+                        _check_versions(responses, version, config.max_staleness)
+                        rollout.responses |= {_name(response): response for response in responses}
+                        own = [r for r in responses if _name(r) in share and r.finish_reason != "abort"]
+                        if own:
+                            rollout.pending.append(_JUDGE.submit(_judge, run, own, by_id))
+                        if rollout.pending and rollout.pending[0].done():
+                            rollout.pending[0].result()  # a judge that cannot work at all ends the run now
         except RolloutAbandoned:
             pass
         except EngineError as error:
@@ -191,22 +242,35 @@ def roll_out(run: TrainingRun, prompts: Sequence[Prompt], step: int, rollout: Ro
         rollout.responses = _agreed(run, rollout.responses)
 
 
-def gather_judged(
-    run: TrainingRun, prompts: Sequence[Prompt], rollout: Rollout, timers: Timers
-) -> list[TrainingSample]:
-    """Wait for the judge and gather all ranks' responses (collective): by prompt in step order, equal on every rank.
+def _begun(groups: Sequence[Group]) -> dict[Sample, Response]:
+    """What an earlier step left unfinished of ``groups``."""
+    pairs = (pair for group in groups for pair in group.responses.values())
+    return {_name(response): response for response, judgement in pairs if judgement is None}
+
+
+def _full(needs: Sequence[tuple[str, int, bool]], quota: int, rollout: Rollout) -> bool:
+    """Are ``quota`` groups finished, and all that may not wait? ``needs``: id, responses that lack, whether it may not."""
+    finished = Counter(prompt_id for prompt_id, _ in rollout.responses)
+    left = [(lack - finished[prompt_id], urgent) for prompt_id, lack, urgent in needs]
+    return sum(not n for n, _ in left) >= quota and not any(n and urgent for n, urgent in left)
+
+
+def gather_judged(run: TrainingRun, groups: Sequence[Group], rollout: Rollout, timers: Timers) -> list[Group]:
+    """Wait for the judge and gather all ranks' responses (collective): equal on every rank.
 
     ``time/judge`` is what is left to wait for here, ``time/judge_busy`` for how long there was something in the judge.
     """
     done = [future.result() for future in rollout.pending]
     timers.add("judge_busy", covered((judged.began, judged.ended) for judged in done))
-    own = [pair for judged in done for pair in judged.pairs if rollout.responses.get(_name(pair[0])) is pair[0]]
-    everything = {_name(pair[0]): pair for part in all_gather_objects(own) for pair in part}
-    return [
-        TrainingSample(prompt, *everything[prompt.prompt_id, index])
-        for prompt in prompts
-        for index in range(run.config.rollout.group_size)
+    own: list[tuple[Response, Judgement | None]] = [
+        pair for judged in done for pair in judged.pairs if rollout.responses.get(_name(pair[0])) is pair[0]
     ]
+    own += [(response, None) for response in rollout.responses.values() if response.finish_reason == "abort"]
+    found: dict[str, dict[int, tuple[Response, Judgement | None]]] = defaultdict(dict)
+    for part in all_gather_objects(own):
+        for pair in part:
+            found[pair[0].prompt_id][pair[0].sample_index] = pair
+    return [group.with_responses(found[group.prompt.prompt_id]) for group in groups]
 
 
 def covered(intervals: Iterable[tuple[float, float]]) -> float:
@@ -224,11 +288,12 @@ def _judge(run: TrainingRun, responses: Sequence[Response], by_id: Mapping[str, 
     return Judged(list(zip(responses, judgements, strict=True)), began, time.perf_counter())
 
 
-def _check_version(responses: Sequence[Response], version: int) -> None:
+def _check_versions(responses: Sequence[Response], version: int, max_staleness: int) -> None:
     for response in responses:
-        if response.weights_version != version:
+        found = response.weights_version if response.weights_version != version else response.oldest_version
+        if not version - max_staleness <= found <= version or response.weights_version != version:
             raise UserError(
-                f"response to {response.prompt_id} was sampled by weights version {response.weights_version}, "
+                f"response to {response.prompt_id} was sampled by weights version {found}, "
                 f"the policy is at {version}: the engine was not synchronised"
             )
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.judging.statement import StatementForm
 from megatron_dcpo.objectives import Objective, Scored, TokenBatch
 from megatron_dcpo.objectives.expected_digits import DigitBatch, DigitVocabulary
 from megatron_dcpo.policy.batching import (
@@ -39,7 +40,8 @@ from megatron_dcpo.policy.schedule import accumulate_gradients, compute_logprobs
 from megatron_dcpo.runtime.device import current_device
 from megatron_dcpo.runtime.distributed import all_gather_objects, max_over_ranks
 from megatron_dcpo.training.run import TrainingRun
-from megatron_dcpo.training.sampling import TrainingSample, decimals_of
+from megatron_dcpo.training.sampling import Sample, TrainingSample, decimals_of
+from megatron_dcpo.training.stating import statement_inputs, statement_loss, statement_targets, with_confidences
 from megatron_dcpo.types import BLOCKS, Judgement
 
 logger = logging.getLogger(__name__)
@@ -49,7 +51,8 @@ MISMATCH_EDGES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.03, 0.1, 0.3, 1.0)  # of |engi
 
 @dataclass
 class UpdateStatistics:
-    """What the updates of one rollout measured. ``sums`` add up over tokens and ranks, ``maxima`` do not."""
+    """What the updates of one rollout measured. ``sums`` add up over tokens and ranks, ``maxima`` do not. ``stated``: by an
+    adapter."""
 
     sums: dict[str, float] = field(default_factory=dict)
     maxima: dict[str, float] = field(default_factory=dict)
@@ -57,6 +60,7 @@ class UpdateStatistics:
     losses: list[float] = field(default_factory=list)
     block_gradients: dict[str, float] = field(default_factory=dict)
     samples: list[TrainingSample] = field(default_factory=list)
+    stated: dict[Sample, float] = field(default_factory=dict)
     learning_rate: float = 0.0
     skipped: int = 0
 
@@ -80,6 +84,7 @@ def update_policy(run: TrainingRun, samples: Sequence[TrainingSample], step: int
         statistics.samples.extend(scored.samples)
         update_once(run, scored, statistics, probe=number == 0 and _probe_due(run, step), step=step)
     gather_parameters(run.policy)
+    statistics.samples = with_confidences(statistics.samples, statistics.stated)
     return statistics
 
 
@@ -156,31 +161,49 @@ def score(run: TrainingRun, mini_batch: MiniBatch) -> MiniBatch:
 def with_scores(run: TrainingRun, mini_batch: MiniBatch, scored: Scored) -> MiniBatch:
     """``mini_batch`` with what an objective made of its judgements, and the run's own token weights."""
     weights = run.objective.token_weights(scored, run.objective.counts(scored))
-    columns = zip(scored.R, scored.R_c, scored.tokens, weights, scored.digits, strict=True)
-    names = ("R", "R_c", "tokens", "weights", "digits")
+    statements = statement_targets(run, mini_batch.samples, scored)
+    columns = zip(scored.R, scored.R_c, scored.tokens, weights, scored.digits, statements, strict=True)
+    names = ("R", "R_c", "tokens", "weights", "digits", "statement")
     return mini_batch.with_fields({i: dict(zip(names, row, strict=True)) for i, row in enumerate(columns)})
 
 
 def update_once(run: TrainingRun, mini_batch: MiniBatch, statistics: UpdateStatistics, probe: bool, step: int) -> None:
     """One optimizer step on a scored mini-batch. Collective."""
     if probe:
-        (first, second), gradients = probe_block_gradients(
-            run.policy, run.optimizer, lambda block: accumulate(run, mini_batch, block)
+        block, bearing = _lighter_block(run, mini_batch)
+        collected, gradients = probe_block_gradients(
+            run.policy, run.optimizer, partial(accumulate, run, bearing, block), partial(accumulate, run, mini_batch)
         )
-        collected = first + [{"loss": part["loss"]} for part in second]
-        statistics.block_gradients = gradients.metrics()
+        statistics.block_gradients = (gradients if block == "reasoning" else gradients.swapped()).metrics()
     else:
         zero_gradients(run.policy, run.optimizer)
+        if run.adapter is not None:
+            run.adapter.zero_grad()
         collected = accumulate(run, mini_batch)
     _check_logprob_diff(run, collected, step)
     statistics.learning_rate = run.optimizer.param_groups[0]["lr"]
     loss, grad_norm = _reduce(run, collected, statistics), gradient_norm(run.optimizer)
-    if _skip_nonfinite(run, loss, grad_norm, statistics, step):
+    adapter_norm = run.adapter.reduce() if run.adapter is not None else 0.0
+    if _skip_nonfinite(run, loss, grad_norm + adapter_norm, statistics, step):
         return
     run.optimizer.step()
     run.scheduler.step(1)
+    if run.adapter is not None:
+        run.adapter.step(adapter_norm)
+        statistics.maxima["grad_norm/adapter_max"] = adapter_norm
     statistics.grad_norms.append(grad_norm)
     statistics.losses.append(loss)
+
+
+def _lighter_block(run: TrainingRun, mini_batch: MiniBatch) -> tuple[str, MiniBatch]:
+    """The block in which fewer responses have a gradient, and those."""
+    scored = [(s, s.weights, s.tokens) for s in mini_batch.samples if s.weights is not None and s.tokens is not None]
+    bearing = {
+        block: [s for s, weights, t in scored if run.objective.bears_gradient(weights, t, s.digits, index)]
+        for block, index in BLOCKS.items()
+    }
+    block = min(bearing, key=lambda name: len(bearing[name]))
+    return block, MiniBatch.of(run, bearing[block])
 
 
 def _skip_nonfinite(run: TrainingRun, loss: float, grad_norm: float, statistics: UpdateStatistics, step: int) -> bool:
@@ -212,8 +235,9 @@ def accumulate(run: TrainingRun, mini_batch: MiniBatch, block: str | None = None
         mini_batch.local_samples,
         mini_batch.micro_batches,
         partial(micro_batch_loss, run.objective, block),
-        inputs=partial(loss_inputs, run.digits),
+        inputs=partial(loss_inputs, run.digits, run.statement_form),
         separable=run.objective.separable,
+        statement_loss=partial(statement_loss, run.objective),
         **_forward_options(run),
     )
 
@@ -221,19 +245,19 @@ def accumulate(run: TrainingRun, mini_batch: MiniBatch, block: str | None = None
 def micro_batch_loss(
     objective: Objective, block: str | None, batch: MicroBatch, outputs: TokenOutputs
 ) -> tuple[Tensor, dict[str, float]]:
-    """Sum of the weighted token losses of a micro-batch or a part of it (of one ``block`` when the probe asks), and the
-    statistics of a whole one."""
-    tokens = token_batch(batch, outputs)
+    """Sum of the weighted token losses of a micro-batch or a part of it, and the statistics of a whole one. The probe asks
+    for one ``block``, and reads no statistics."""
+    tokens = token_batch(batch, outputs, with_statistics=not (batch.is_part or block))
     losses, stats = objective.token_loss(tokens)
     if block is not None:
         losses = losses * (tokens.block_ids == BLOCKS[block])
     loss = losses.sum()
-    if batch.is_part:
+    if not tokens.with_statistics:
         return loss, {}
     return loss, {"loss": float(loss.detach()), **{k: float(v) for k, v in stats.items()}, **_mismatch(tokens)}
 
 
-def token_batch(batch: MicroBatch, outputs: TokenOutputs) -> TokenBatch:
+def token_batch(batch: MicroBatch, outputs: TokenOutputs, with_statistics: bool) -> TokenBatch:
     """The columns of a micro-batch beside the policy's outputs."""
     columns: dict[str, Any] = dict(batch.columns)
     digits = None
@@ -247,13 +271,16 @@ def token_batch(batch: MicroBatch, outputs: TokenOutputs) -> TokenBatch:
         digits=digits,
         entropy=outputs.entropy,
         correct=None if batch.is_part else _flat([np.array([sample.R]) for sample in batch.samples]),
-        with_statistics=not batch.is_part,
+        with_statistics=with_statistics,
         **columns,
     )
 
 
-def loss_inputs(vocabulary: DigitVocabulary, samples: Sequence[TrainingSample]) -> LossInputs:
-    """The per-token arrays of a micro-batch's samples, in the order of its rows, and the digits trained all at once."""
+def loss_inputs(
+    vocabulary: DigitVocabulary, form: StatementForm | None, samples: Sequence[TrainingSample]
+) -> LossInputs:
+    """The per-token arrays of a micro-batch's samples, in the order of its rows, the digits trained all at once, and the
+    statements of an adapter in ``form``."""
     tokens = [sample.tokens for sample in samples if sample.tokens is not None]
     if len(tokens) < len(samples):
         raise ValueError("the mini-batch has samples without advantages: score() comes before the update")
@@ -265,7 +292,7 @@ def loss_inputs(vocabulary: DigitVocabulary, samples: Sequence[TrainingSample]) 
         "engine_logprobs": _flat([sample.response.logprobs for sample in samples]),
         "ref_logprobs": _flat([sample.ref_logprobs for sample in samples]),
     }
-    return LossInputs(columns, digit_candidates(vocabulary, samples))
+    return LossInputs(columns, digit_candidates(vocabulary, samples), statement_inputs(form, samples))
 
 
 def _flat(rows: Sequence[Any], dtype: torch.dtype = torch.float32) -> Any:
@@ -340,6 +367,7 @@ def _reduce(run: TrainingRun, collected: Sequence[dict[str, float]], statistics:
     for part in all_gather_objects(list(collected) if once else []):
         for stats in part:
             loss += stats.get("loss", 0.0)
+            statistics.stated |= stats.pop("stated", {})
             for key, value in stats.items():
                 if "_max" in key:
                     statistics.maxima[key] = max(statistics.maxima.get(key, 0.0), value)
@@ -350,7 +378,7 @@ def _reduce(run: TrainingRun, collected: Sequence[dict[str, float]], statistics:
 
 def _probe_due(run: TrainingRun, step: int) -> bool:
     interval = run.config.training.gradient_probe_interval
-    return interval > 0 and (step == 1 or step % interval == 0)
+    return interval > 0 and (step == 1 or step % interval == 0) and run.adapter is None
 
 
 def _forward_options(run: TrainingRun) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.runtime.watchdog import LOST_AFTER_SECONDS
 from megatron_dcpo.training.run import TrainingRun
 from megatron_dcpo.weights.hf_checkpoint import write_checkpoint
+from megatron_dcpo.weights.peft_adapter import write_adapter
 from megatron_dcpo.weights.reshard import (
     SynchronisationError,
     Traffic,
@@ -169,7 +170,8 @@ def _checked(run: TrainingRun, plan: ReshardPlan, traffic: Traffic) -> dict[str,
 
 
 def export_policy(run: TrainingRun) -> Path:
-    """Write ``run_dir/policy`` (weights of the policy, everything else from ``model.path``). Collective."""
+    """Write ``run_dir/policy`` (weights of the policy, everything else from ``model.path``; its confidence adapter in a
+    directory of its own). Collective."""
     out = run.directory / "policy"
     write_checkpoint(
         out,
@@ -179,4 +181,9 @@ def export_policy(run: TrainingRun) -> Path:
         lambda shapes: gather_full(run.policy, shapes),
         writer=run.topology.rank == 0,
     )
+    if run.adapter is not None and run.statement_form is not None:
+        adapter, lead = run.adapter.adapter, run.statement_form.lead
+        tensors = adapter.whole()
+        if run.topology.rank == 0:
+            write_adapter(out, tensors, adapter.config, lead, run.config.judging.marker, run.config.model.path)
     return out

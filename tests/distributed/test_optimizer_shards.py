@@ -44,3 +44,7 @@ def test_every_rank_writes_and_reads_its_own(tiny_models, tmp_path, saved_at, lo
             if parallel == {k: v for k, v in saved_at.items() if k != "sequence_parallel"}:
                 assert rank["digest"] == before["digest"]
                 assert rank["read"] == rank["own"], "resumption reads only its own part"
+        if not (parallel or saved_at):
+            opened = [{name.split("_")[2] for name in rank["opened"]} for rank in ranks]
+            assert opened[0] == set(), "loaded from what the check of the digests has read"
+            assert all(names <= {"0"} for names in opened[1:]), "but for the first rank's objects, which hold nothing"

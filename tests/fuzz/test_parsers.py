@@ -181,7 +181,7 @@ def test_answers_of_mathematics(answer: str, key: str) -> None:
         form(answer)
     answer_forms.units_differ(answer, key)
     answer_forms.exact_number(answer)
-    latex.degrees_to_radians(latex.normalise(answer))
+    latex.degrees_to_radians(latex.protect_letters(latex.drop_degrees(latex.spell_out(answer))))
 
 
 @fuzz

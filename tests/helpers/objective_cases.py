@@ -119,3 +119,12 @@ def with_tokens(scored: Scored, advantages: Sequence[np.ndarray], blocks: Sequen
         for i, t in enumerate(scored.tokens)
     ]
     return dataclasses.replace(scored, tokens=tuple(tokens))
+
+
+def select(scored: Scored, indices: Any) -> Scored:
+    """The responses ``indices``, in that order: a micro-batch, or one rank's share."""
+    columns = {field.name: getattr(scored, field.name) for field in dataclasses.fields(scored)}
+    rows = [int(index) for index in indices]
+    return Scored(
+        **{k: v[rows] if isinstance(v, np.ndarray) else tuple(v[i] for i in rows) for k, v in columns.items()}
+    )

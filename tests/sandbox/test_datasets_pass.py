@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
-from megatron_dcpo.data.code_problems import code_problem, reference_solution
+from megatron_dcpo.data.code_problems import code_problem
 from megatron_dcpo.sandbox.judge import CodeLimits, CodeVerdict, judge_programs
 from megatron_dcpo.sandbox.local import problem_of
+from tests.helpers.data import reference_solution
 
 SLOW = CodeLimits(test_seconds=120.0, program_seconds=600.0, memory_mb=4096, output_mb=64)
 ALL = pytest.mark.skipif(os.environ.get("DCPO_ALL_CODE") != "1", reason="long; make code-data runs it")

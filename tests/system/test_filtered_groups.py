@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_dcpo.config import load_config
@@ -14,7 +15,7 @@ from megatron_dcpo.objectives import ObjectiveConfig, build_objective
 from megatron_dcpo.objectives.expected_digits import DecimalToken
 from megatron_dcpo.training import sampling
 from megatron_dcpo.training.run import RunState
-from megatron_dcpo.types import Judgement, Prompt
+from megatron_dcpo.types import BLOCK_CONFIDENCE, BLOCK_REASONING, Judgement, Prompt
 from tests.helpers.paths import QUICKSTART
 from tests.helpers.quickstart import metrics, run, train, without_clocks
 
@@ -53,6 +54,25 @@ def test_digits_train_where_no_advantage_does() -> None:
     assert not objective.trains(group, [(), ()])
 
 
+@pytest.mark.parametrize(
+    ("options", "bearing"),
+    [
+        ({"name": "dcpo"}, ([False, False], [True, True])),  # all right: no gradient in the reasoning
+        ({"name": "dcpo", "weight_confidence": 0.0}, ([False, False], [False, False])),
+        ({"name": "dcpo", "kl_coef_reasoning": 0.1}, ([True, True], [True, True])),
+        ({"name": "ccgspg"}, ([True, True], [True, True])),  # another loss: nothing is known of it
+    ],
+)
+def test_which_responses_bear_a_gradient_in_a_block(options: Any, bearing: Any) -> None:
+    objective = build_objective(ObjectiveConfig(**options))
+    old = [np.zeros(5)] * 2 if objective.method.needs_old_logprobs else None
+    scored = objective.score(judgements((1, 0.9), (1, 0.2)), old)
+    weights = objective.token_weights(scored, objective.counts(scored))
+    for block, expected in zip((BLOCK_REASONING, BLOCK_CONFIDENCE), bearing, strict=True):
+        columns = zip(weights, scored.tokens, scored.digits, strict=True)
+        assert [objective.bears_gradient(*row, block) for row in columns] == expected
+
+
 def test_truncated_responses_that_are_masked_train_nothing() -> None:
     group = [Judgement("p", R, None, "truncated", boundary=5, length=5) for R in (0.0, 1.0)]
     assert build_objective(ObjectiveConfig(name="grpo", mask_truncated=False)).trains(group)
@@ -66,22 +86,33 @@ def filling(monkeypatch: pytest.MonkeyPatch, dull: set[int], *overrides: str) ->
     """A run over 40 prompts of which the groups of ``dull`` train nothing, and the rounds that are drawn."""
     rounds: list[list[int]] = []
 
-    def sample_groups(_run: Any, prompts: Any, step: int, timers: Any) -> list[Any]:
-        rounds.append([int(prompt.prompt_id.split("@")[0]) for prompt in prompts])
-        return [[SimpleNamespace(number=number, judgement=SimpleNamespace(correct=1.0))] for number in rounds[-1]]
+    def sample_groups(_run: Any, groups: Any, wanted: int, step: int, timers: Any) -> list[Any]:
+        rounds.append([int(group.prompt.prompt_id.split("@")[0]) for group in groups])
+        judged: Any = SimpleNamespace(), SimpleNamespace(correct=1.0)
+        return [group.with_responses(dict.fromkeys(range(group.size), judged)) for group in groups]
 
     monkeypatch.setattr(sampling, "_sample_groups", sample_groups)
-    monkeypatch.setattr(sampling, "_trains", lambda run, group: group[0].number not in dull)
+    monkeypatch.setattr(sampling, "all_gather_objects", lambda value: [value])
+    monkeypatch.setattr(sampling, "_trains", lambda run, group: group.position not in dull)
     settings = ["data.prompts_per_step=4", "data.shuffle=false", *overrides]
     config = load_config(QUICKSTART / "dcpo.yaml", settings)
     prompts = [Prompt(str(i), (), (1,), "1", "t") for i in range(40)]
     return SimpleNamespace(
-        config=config, prompts=prompts, progress=RunState(), topology=SimpleNamespace(rank=0)
+        config=config,
+        prompts=prompts,
+        progress=RunState(),
+        topology=SimpleNamespace(rank=0),
+        engine=SimpleNamespace(slot_steps=None),
     ), rounds
 
 
 def steps(run: Any, *numbers: int) -> list[list[int]]:
-    return [[sample.number for sample in sampling.sample_step(run, n, None)] for n in numbers]  # type: ignore[attr-defined, arg-type]
+    """The prompts of each step's batch."""
+    found = []
+    for number in numbers:
+        ids = [sample.prompt.prompt_id for sample in sampling.sample_step(run, number, None)]  # type: ignore[arg-type]
+        found.append([int(name.split("@")[0]) for name in dict.fromkeys(ids)])
+    return found
 
 
 def test_dull_groups_are_replaced_by_the_prompts_that_follow(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from megatron_dcpo.judging.programs import ProgramVerifier
 from megatron_dcpo.runtime.watchdog import Timers
 from megatron_dcpo.sandbox.local import CodeLimits
 from megatron_dcpo.training import sampling
+from megatron_dcpo.training.groups import Group
 from megatron_dcpo.training.run import build_run
 from megatron_dcpo.types import Judgement, Prompt, Response
 from tests.helpers.coder import make_coder, problem_rows
@@ -130,8 +131,10 @@ def judged(responses: list[Response], by_id: Any) -> list[Judgement]:
 
 def roll_out(run: Any, step: int = 1, timers: Timers | None = None, count: int = 7) -> list[sampling.TrainingSample]:
     rollout = sampling.Rollout()
-    sampling.roll_out(run, prompts(count), step, rollout)
-    return sampling.gather_judged(run, prompts(count), rollout, timers or unwatched())
+    groups = [Group(prompt, n, step, 2) for n, prompt in enumerate(prompts(count))]
+    sampling.roll_out(run, groups, count, step, rollout)
+    judged = sampling.gather_judged(run, groups, rollout, timers or unwatched())
+    return [sample for group in judged for sample in sampling._samples(group)]
 
 
 def test_a_response_is_judged_while_the_next_one_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,11 +59,6 @@ _BLACKBOARD = re.compile(r"\\mathbb\s*([A-Z])")
 _WRAPPERS = re.compile(r"\\(?:left|right|big|Big|bigg|Bigg)(?=[()\[\]|.]|\\[{}])|\\(?:displaystyle|limits)(?![A-Za-z])")
 
 
-def normalise(text: str) -> str:
-    """The same answer in the notation math-verify reads; degree signs outside trigonometry are dropped."""
-    return protect_letters(drop_degrees(spell_out(text)))
-
-
 def spell_out(text: str) -> str:
     """Everything but what a degree sign outside trigonometry means, which depends on the other side."""
     text = expand_arguments(plain_symbols(_END.sub("", text.strip())))

@@ -6,6 +6,7 @@ difference of log-probs, the greedy tokens, the traffic against the plan.
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from megatron_dcpo.policy.batching import Sample
 from megatron_dcpo.policy.model import build_policy
 from megatron_dcpo.policy.schedule import compute_logprobs
 from megatron_dcpo.rollout import SamplingConfig
+from megatron_dcpo.rollout.engine import Partial
 from megatron_dcpo.rollout.vllm_engine import VllmEngine, VllmOptions
 from megatron_dcpo.runtime.device import memory_gb
 from megatron_dcpo.runtime.distributed import barrier
@@ -65,6 +67,37 @@ def trainer_logprobs(policy: Any, prompts: list[Prompt], responses: list[Any]) -
     return compute_logprobs(policy, samples, splits, temperature=TEMPERATURE, packing=False)
 
 
+def interrupted(engine: Any, policy: Any, plan: Any, sampling: SamplingConfig, update: int) -> float:
+    """Responses that are cut off and continued by other weights: the largest difference of any part's log-probs from the
+    trainer's with the weights of that part."""
+    prompts, asked, gaps = prompts_for_test(), itertools.count(1), []
+    samples = [(prompt, index) for prompt in prompts for index in range(sampling.n)]
+    cut = Partial(lambda: next(asked) == 6, {})
+    first = [r for responses in engine.stream(samples, sampling, update, cut) for r in responses]
+    begun = {(r.prompt_id, r.sample_index): r for r in first if r.finish_reason == "abort"}
+    assert begun
+    assert all(0 < len(r.token_ids) <= 6 for r in first)
+    for ours, response in zip(trainer_logprobs(policy, prompts, first), first, strict=True):
+        gaps.append(np.abs(ours - response.logprobs).max())
+    move_weights(policy, update + 1)
+    engine.update_weights(export_buckets(policy, plan), update + 1)
+    left = [(prompt, index) for prompt, index in samples if (prompt.prompt_id, index) in begun]
+    to_the_end = Partial(lambda: False, begun)
+    rest = [r for responses in engine.stream(left, sampling, update + 1, to_the_end) for r in responses]
+    assert len(rest) == len(begun)
+    for ours, response in zip(trainer_logprobs(policy, prompts, rest), rest, strict=True):
+        before = begun[response.prompt_id, response.sample_index]
+        n, total = len(before.token_ids), len(response.token_ids)
+        assert response.segments == ((update, n), (update + 1, total - n))
+        assert (response.step, response.finish_reason != "abort") == (update, True)
+        assert total <= sampling.max_tokens
+        assert (response.token_ids[:n].tolist(), response.logprobs[:n].tolist()) == (
+            before.token_ids.tolist(), before.logprobs.tolist(),
+        )  # fmt: skip
+        gaps.append(np.abs(ours - response.logprobs)[n:].max())
+    return float(max(gaps))
+
+
 def check_model(model: str, options: dict[str, Any], topology: Any) -> dict[str, Any]:
     parallel, dtype = ParallelConfig(**options["parallel"]), options["dtype"]
     config = config_for_test(model, dtype, parallel, options.get("layers", "auto"))
@@ -99,6 +132,7 @@ def check_model(model: str, options: dict[str, Any], topology: Any) -> dict[str,
         mean.append(float(gaps.mean()))
         memory.append(memory_gb()["rss"])
     transport = [extra_memory_of_transport(policy, plan), extra_memory_of_transport(policy, plan_for(policy, size))]
+    between = interrupted(engine, policy, plan, sampling, options["updates"])
     greedy = engine.generate(prompts, SamplingConfig(top_k=1, max_tokens=24), 0)
     out = Path(options["out"], Path(model).name + "_exported")
     writer = topology.rank == 0
@@ -109,6 +143,7 @@ def check_model(model: str, options: dict[str, Any], topology: Any) -> dict[str,
     engine.close()
     return {
         "differences": differences,
+        "interrupted": between,
         "mean": mean,
         "memory": memory,
         "extra": extra,

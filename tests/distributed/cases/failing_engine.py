@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import sys
 import time
 from dataclasses import replace
@@ -40,14 +41,17 @@ class Failures:
             weight_sync.not_finite,
         )
 
-        def failing_stream(engine, samples, sampling, step=0):
+        def failing_stream(engine, samples, sampling, step=0, **options):
             self.generated += 1
             self.asked.append(len(samples))
             if self.mode == "always" or (self.mode == "generate" and self.generated == 2):
                 raise EngineError("killed in generation")
             if self.mode == "device" and self.generated == 2:
                 raise RuntimeError("CUDA error: an illegal memory access was encountered")
-            parts = stream(engine, samples, sampling, step)
+            parts = stream(engine, samples, sampling, step, **options)
+            if self.mode == "signal" and step == 3:
+                next(parts)
+                os.kill(os.getpid(), signal.SIGTERM)
             if self.mode == "shuffled":
                 parts = [[response] for responses in parts for response in responses]
                 random.Random(step).shuffle(parts)

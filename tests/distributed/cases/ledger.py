@@ -39,11 +39,11 @@ class SleepingEngine(TransformersEngine):
         super().update_weights(buckets, version)
         LEDGER.put("engine cache", 1)
 
-    def stream(self, samples: Any, sampling: Any, step: int = 0) -> Any:
+    def stream(self, samples: Any, sampling: Any, step: int = 0, partial: Any = None) -> Any:
         if SleepingEngine.failing and step == 2:
             SleepingEngine.failing = False
             raise EngineError("killed in generation")
-        yield from super().stream(samples, sampling, step)
+        yield from super().stream(samples, sampling, step, partial)
 
 
 def run(options: dict[str, Any]) -> Any:

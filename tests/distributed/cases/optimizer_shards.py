@@ -15,10 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 from megatron_dcpo.checkpoints import optimizer_shards
 from megatron_dcpo.checkpoints.saver import Saver
-from megatron_dcpo.checkpoints.state import checkpoint_state, load_checkpoint
+from megatron_dcpo.checkpoints.state import checkpoint_state, load_checkpoint, newest_intact
 from megatron_dcpo.config import ParallelConfig
 from megatron_dcpo.policy.model import build_policy
 from megatron_dcpo.policy.optimizer import build_optimizer, optimizer_parts
@@ -51,9 +52,10 @@ def run(options: dict[str, Any]) -> Any:
         result["moved by Megatron"] = len(moved)
         result["written"] = written(out / "ours" / "iter_0000001", topology.rank)
         return result
-    with counted_reads() as read:
+    assert newest_intact(out / "ours", topology) == (1, {})
+    with counted_reads() as read, opened_files() as opened:
         load_checkpoint(out / "ours", 1, policy, optimizer, scheduler)
-    result = {"digest": digest(policy, part), "own": own_numel(part), "read": sum(read.values())}
+    result = {"digest": digest(policy, part), "own": own_numel(part), "read": sum(read.values()), "opened": opened}
     for directory, how in (("megatron", contextlib.nullcontext()), ("ours", megatrons_code())):
         policy, optimizer, scheduler = build()
         with how:
@@ -164,6 +166,23 @@ def counted_reads():
         yield found
     finally:
         FileSystemReader.read_data, FileSystemReader.read_metadata = read_data, read_metadata
+
+
+@contextlib.contextmanager
+def opened_files():
+    """Names of the files from which this rank loads without having them in memory."""
+    opened: list[str] = []
+    create_stream = FileSystem.create_stream
+
+    def listing(system, path, mode):
+        opened.append(Path(path).name)
+        return create_stream(system, path, mode)
+
+    FileSystem.create_stream = listing
+    try:
+        yield opened
+    finally:
+        FileSystem.create_stream = create_stream
 
 
 def written(directory: Path, rank: int) -> dict[str, int]:

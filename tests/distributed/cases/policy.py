@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -74,15 +75,20 @@ def run(options: dict[str, Any]) -> Any:
     for step in range(options.get("steps", 3)):
         zero_gradients(policy, optimizer)
         if step < 2 and options.get("probe"):
-            parts, probe = probe_block_gradients(
-                policy,
-                optimizer,
-                lambda block: accumulate_gradients(
-                    policy, mine, splits, lambda *a: loss(*a, block=block), temperature=1.0, packing=packing
-                ),
-            )
-            collected = parts[0] + parts[1]
-            probes.append(dataclasses.asdict(probe))
+            passes = [
+                partial(
+                    accumulate_gradients,
+                    policy,
+                    mine,
+                    splits,
+                    partial(loss, block=block),
+                    temperature=1.0,
+                    packing=packing,
+                )
+                for block in ("reasoning" if step else "confidence", None)
+            ]
+            collected, probe = probe_block_gradients(policy, optimizer, *passes)
+            probes.append(dataclasses.asdict(probe if step else probe.swapped()))
         else:
             collected = accumulate_gradients(
                 policy, mine, splits, loss, temperature=1.0, packing=packing, separable=True

@@ -49,13 +49,12 @@ def test_grid_shares_its_axes() -> None:
     assert len({axes.get_ylim() for axes in histograms}) == 1
 
 
-def test_training_curves_draw_what_was_logged() -> None:
+def test_curves_are_those_that_were_logged() -> None:
     rows = [{"step": s, "reward/accuracy": s / 10, "calibration/ece": None if s < 3 else 0.2} for s in range(10)]
     other = [{"step": s, "reward/accuracy": 0.5, "grad_norm/reasoning": float("nan")} for s in range(5)]
-    figure = diagrams.training_curves({"a": rows, "b": other})
-    assert figure is not None
-    assert [axes.get_title(loc="left") for axes in figure.axes] == ["Accuracy", "ECE (solid), PCE (dashed)"]
-    assert diagrams.training_curves({"a": [{"step": 1}]}) is None
+    curves = diagrams.logged_curves({"a": rows, "b": other})
+    assert [curve.title for curve in curves] == ["Accuracy", "ECE (solid), PCE (dashed)"]
+    assert diagrams.logged_curves({"a": [{"step": 1}]}) == []
 
 
 def test_running_mean_keeps_lines_and_ends() -> None:
@@ -84,12 +83,14 @@ def test_names_are_no_mathematics(name: str, tmp_path: Path) -> None:
     """matplotlib would typeset what stands between two dollar signs, or raise where it cannot."""
     shown = name.replace("\x1b", "\\x1b").replace("\x00", "\\x00")
     rows = [{"step": 1, "reward/accuracy": 0.5}, {"step": 2, "reward/accuracy": 0.6}]
+    curve = diagrams.curve_figure({name: rows}, diagrams.logged_curves({name: rows})[0])
+    curve.legend()
     for figure in (
         diagrams.reliability_diagram(some_bins(), name, name),
         diagrams.confidence_histogram(some_bins(), name),
         diagrams.comparison_grid({name: some_bins(), "b": some_bins(1)}, {name: name}),
         diagrams.coverage_figure({name: {"coverage": [0.5, 1.0], "accuracy": [1.0, 0.5]}}, name),
-        diagrams.training_curves({name: rows}),
+        curve,
     ):
         _, svg = diagrams.save(figure, tmp_path / "figure")
         texts = ["".join(node.itertext()) for node in ElementTree.parse(svg).iter("{http://www.w3.org/2000/svg}text")]

@@ -18,13 +18,13 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from megatron_dcpo.cli import main as dcpo
 from megatron_dcpo.conversion.checkpoint_metadata import _MetadataUnpickler
 from megatron_dcpo.conversion.convert import export_checkpoint, import_checkpoint
-from megatron_dcpo.conversion.inspect import inspect_checkpoint
 from megatron_dcpo.conversion.megatron_checkpoint import MegatronCheckpoint
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.weights.architecture import parse_architecture, read_architecture
 from megatron_dcpo.weights.hf_checkpoint import write_checkpoint
 from megatron_dcpo.weights.planner import Layout, padded_vocab_size
 from tests.helpers.checkpoints import FAMILIES, expected_megatron, load_model, save_model
+from tools.inspect_checkpoint import inspect_checkpoint
 
 
 @pytest.mark.parametrize("max_shard_size", ["1GB", "30KB"])

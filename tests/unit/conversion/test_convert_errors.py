@@ -18,11 +18,11 @@ from safetensors.torch import save_file
 
 from megatron_dcpo.cli import main as dcpo
 from megatron_dcpo.conversion.convert import export_checkpoint, import_checkpoint
-from megatron_dcpo.conversion.inspect import inspect_checkpoint
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.files import new_directory
 from tests.helpers.checkpoints import load_model, save_model
 from tests.helpers.paths import REPOSITORY
+from tools.inspect_checkpoint import inspect_checkpoint
 
 
 def _truncate(path: Path, nbytes: int) -> None:

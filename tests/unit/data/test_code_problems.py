@@ -14,11 +14,11 @@ import pytest
 
 from megatron_dcpo.data import code_problems, livecodebench
 from megatron_dcpo.data.benchmarks import load_benchmark, parse_specs
-from megatron_dcpo.data.code_problems import Untested, code_problem, pack_tests, reference_solution, unpack_tests
+from megatron_dcpo.data.code_problems import Untested, code_problem, pack_tests, unpack_tests
 from megatron_dcpo.data.datasets import load_records, message_prompts, read_rows
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.sandbox.judge import judge_programs
-from tests.helpers.data import real, write
+from tests.helpers.data import real, reference_solution, write
 from tests.helpers.paths import DATA
 
 

@@ -16,9 +16,9 @@ from tokenizers import Tokenizer, models
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.answers import Outcome, last_box
 from megatron_dcpo.judging.blocks import split_blocks
-from megatron_dcpo.judging.judge import judge
 from megatron_dcpo.judging.token_bytes import TokenBytes, token_bytes
 from megatron_dcpo.types import MALFORMED, Prompt, Response
+from tests.helpers.judging import judge
 from tests.helpers.tokenizers import EOS, byte_level, qwen, sentencepiece, table_of
 
 MARKER = "<conf>"

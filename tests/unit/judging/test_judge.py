@@ -7,18 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_dcpo.judging.judge import judge
 from megatron_dcpo.types import Judgement, Prompt, Response
+from tests.helpers.judging import judge
 from tests.helpers.tokenizers import EOS, byte_level, table_of
 
 PROMPT = Prompt("p", ({"role": "user", "content": "2 + 3?"},), (), "5", "math")
 
 
-def judged(text: str, *, finish: Any = "stop", eos: bool = True, prompt_id: str = "p") -> Judgement:
+def judged(text: str, *, finish: Any = "stop", eos: bool = True) -> Judgement:
     tokenizer = byte_level()
     end = tokenizer.token_to_id(EOS)
     ids = [*tokenizer.encode(text).ids, *([end] if eos else [])]
-    response = Response(prompt_id, 0, np.array(ids), np.zeros(len(ids), dtype=np.float32), finish, 0)
+    response = Response("p", 0, np.array(ids), np.zeros(len(ids), dtype=np.float32), finish, 0)
     return judge(response, PROMPT, table_of(byte_level), {end})
 
 
@@ -61,8 +61,3 @@ def test_kills_confidence_line_read_as_answer() -> None:
     for tail in ("<conf> \\boxed{5}", "<conf> 5", "<conf> Confidence: 5 \\boxed{5}"):
         assert judged("no idea " + tail).correct == 0.0
         assert judged("\\boxed{4} " + tail).correct == 0.0
-
-
-def test_a_response_to_another_prompt_is_refused() -> None:
-    with pytest.raises(ValueError, match="prompt"):
-        judged("\\boxed{5}", prompt_id="q")

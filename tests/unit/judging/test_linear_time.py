@@ -29,7 +29,7 @@ from megatron_dcpo.judging import answers
 from megatron_dcpo.judging.answers import BOXED, FENCED, Outcome, extract_boxed, extract_program
 from megatron_dcpo.judging.blocks import split_text
 from megatron_dcpo.judging.confidence import parse_confidence
-from megatron_dcpo.judging.judge import judge, with_text
+from megatron_dcpo.judging.judge import with_text
 from megatron_dcpo.judging.math.equivalence import quick_verdict
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.objectives.expected_digits import DigitVocabulary
@@ -37,6 +37,7 @@ from megatron_dcpo.rollout.openai_client import _response
 from megatron_dcpo.runtime.text import encodable, parse_json, printable
 from megatron_dcpo.types import Judgement, Prompt, Response
 from tests.helpers.hostile import HOSTILE
+from tests.helpers.judging import judge
 
 pytestmark = pytest.mark.slow
 

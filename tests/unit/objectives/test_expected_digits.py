@@ -12,7 +12,13 @@ from megatron_dcpo.judging.blocks import split_blocks
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.objectives import ObjectiveConfig, build_objective, resolve
 from megatron_dcpo.objectives.advantages import MIN_BATCH_RMS
-from megatron_dcpo.objectives.expected_digits import DecimalToken, DigitBatch, DigitVocabulary, digit_losses
+from megatron_dcpo.objectives.expected_digits import (
+    DecimalToken,
+    DigitBatch,
+    DigitVocabulary,
+    digit_losses,
+    score_choices,
+)
 from megatron_dcpo.types import Judgement
 from tests.helpers.objective_cases import OLD, golden_judgements, judgement, token_batch
 from tests.helpers.tokenizers import byte_level, qwen, table_of
@@ -30,15 +36,16 @@ def decimals(text, tokens, ids, eos=999):
 @pytest.mark.parametrize(
     ("number", "expected"),
     [
-        ("0.83", [(8, 1), (3, 2)]),
-        ("0.8", [(8, 1)]),
+        ("0.83", [(0, 0), (8, 1), (3, 2)]),
+        ("0.8", [(0, 0), (8, 1)]),
         (".75", [(7, 1), (5, 2)]),
-        ("0.905\n ", [(9, 1), (0, 2), (5, 3)]),
-        ("0.00", [(0, 1), (0, 2)]),
-        ("1.00", []),
-        ("1", []),
-        ("0", []),
-        ("1.", []),
+        ("0.905\n ", [(0, 0), (9, 1), (0, 2), (5, 3)]),
+        ("00.5", [(5, 1)]),
+        ("0.00", [(0, 0), (0, 1), (0, 2)]),
+        ("1.00", [(1, 0)]),
+        ("1", [(1, 0)]),
+        ("0", [(0, 0)]),
+        ("1.", [(1, 0)]),
     ],
 )
 def test_decimals_of_a_token_per_byte(number, expected):
@@ -57,9 +64,10 @@ def test_decimals_in_tokens_of_several_digits():
     def found(*ids):
         return decimals(b"".join(pieces[i] for i in ids).decode(), tokens, ids)
 
-    assert found(0, 1, 2, 3, 4, 5) == (DecimalToken(5, 83, 2, 2),)
+    zero = DecimalToken(3, 0, 1, 0)
+    assert found(0, 1, 2, 3, 4, 5) == (zero, DecimalToken(5, 83, 2, 2))
     assert found(0, 1, 2, 9, 6, 5) == (DecimalToken(4, 75, 3, 3), DecimalToken(5, 83, 2, 5))
-    assert found(0, 1, 2, 3, 7, 8) == (DecimalToken(5, 2, 1, 2),), "a token with the point in it is left alone"
+    assert found(0, 1, 2, 3, 7, 8) == (zero, DecimalToken(5, 2, 1, 2)), "a token with the point in it is left alone"
     assert found(0, 1, 11, 4, 5) == (DecimalToken(4, 83, 2, 2),)
     assert found(0, 1, 2, 9, 10) == (), "wider than any table"
 
@@ -69,10 +77,10 @@ def test_qwen_has_every_digit_as_a_token():
     text = "\\boxed{5}\n<conf> Confidence: 0.83"
     ids = tokenizer.encode(text).ids
     found = decimals(text, tokens, ids, eos=len(tokens.table) + 5)
-    assert [(d.value, d.width, d.place) for d in found] == [(8, 1, 1), (3, 1, 2)]
+    assert [(d.value, d.width, d.place) for d in found] == [(0, 1, 0), (8, 1, 1), (3, 1, 2)]
     tables = DigitVocabulary.of(tokens.table, []).token_ids
     assert [tokens[int(i)] for i in tables[1]] == [str(d).encode() for d in range(10)]
-    assert ids[found[0].position] == tables[1][8]
+    assert ids[found[1].position] == tables[1][8]
 
 
 def test_the_table_of_digits_knows_what_the_vocabulary_lacks():
@@ -104,6 +112,31 @@ def test_every_choice_is_scored_against_the_target():
     np.testing.assert_allclose(first.scores, [-((d / 10 + 0.03 - 1) ** 2) for d in range(10)])
     np.testing.assert_allclose(second.scores, [-((0.8 + d / 100 - 1) ** 2) for d in range(10)])
     np.testing.assert_allclose(scored.digits[1][0].scores, [-((d / 10 + 0.02) ** 2) for d in range(10)])
+
+
+def test_before_the_point_one_is_a_choice():
+    """`0` is the confidence as it was stated, or the nearest below where 1 was; nothing but `0` and `1` is a choice."""
+    judged = [stated(R, 0.83) for R in (1, 0)] + [(judgement("p", R, 1.0, 3), ()) for R in (1, 0)]
+    before = [(DecimalToken(3, 0, 1, 0),)] * 2 + [(DecimalToken(3, 1, 1, 0),)] * 2
+    judged = [(one, token) for (one, _), token in zip(judged, before, strict=True)]
+    scored = score(OPTIONS.changed(advantage_normalization_confidence="mean"), judged)
+    expected = [[-(0.17**2), 0], [-(0.83**2), -1], [-(0.01**2), 0], [-(0.99**2), -1]]
+    np.testing.assert_allclose([digits[0].scores for digits in scored.digits], expected, atol=1e-15)
+    _, ids, _ = DigitVocabulary({1: np.arange(20, 30)}, lambda _: b"", ()).candidates([(0, scored.digits[0][0])])
+    assert ids.tolist() == [[20, 21, *[-1] * 8]]
+
+
+@pytest.mark.parametrize("p", [0.6, 0.9, 0.98, 0.9999])
+def test_a_confidence_of_one_is_left_where_less_is_better(p):
+    """Whoever always says 1.00 has no mate to compare with: the sampled gradient is 0, and this one is not, in expectation
+    over labels: it leaves 1 where 0.99 has the higher expected score."""
+    token = DecimalToken(3, 1, 1, 0)
+    expected = sum(q * score_choices(1.0, token, t, resolve(OPTIONS)) for q, t in ((p, 1.0), (1 - p, 0.0)))
+    z = torch.zeros(1, 2, requires_grad=True)
+    digit_losses(
+        DigitBatch(torch.arange(1), torch.log_softmax(z, -1), torch.tensor(expected)[None]), OPTIONS
+    ).backward()
+    assert (z.grad[0, 1] > 0) == (p < 0.995), "a positive gradient of the loss: less of `1`"
 
 
 def test_each_place_has_a_scale_of_its_own():
@@ -162,14 +195,29 @@ def test_no_damping_is_the_natural_gradient():
     np.testing.assert_allclose(gradient(logits, scores, 0.0), expected, atol=1e-12)
 
 
-def test_in_between_it_is_the_damped_natural_gradient():
-    """(F + lambda I)^-1 g with F = diag(pi), g_d = pi_d A_d, and A centred so that nothing is added to all logits."""
+@pytest.mark.parametrize("sharpness", [0.1, 3.0, 20.0])
+def test_in_between_it_is_the_damped_natural_gradient_over_W(sharpness):
+    """-(F + lambda I)^-1 g / W with the Fisher matrix F = diag(pi) - pi pi^T of the softmax, g the gradient of the expected
+    score and W = sum_d pi_d / (pi_d + lambda): exactly, by Sherman and Morrison."""
     rng = np.random.default_rng(2)
-    logits, scores = rng.normal(0, 3, size=(1, 10)), rng.normal(size=(1, 10))
-    pi = np.exp(logits) / np.exp(logits).sum()
-    w = pi / (pi + 0.001)
-    A = scores - (w * scores).sum() / w.sum()
-    np.testing.assert_allclose(gradient(logits, scores, 0.01), -w * A / w.sum(), atol=1e-12)
+    logits, scores = rng.normal(0, sharpness, size=(1, 10)), rng.normal(size=(1, 10))
+    pi = (np.exp(logits) / np.exp(logits).sum())[0]
+    F, g = np.diag(pi) - np.outer(pi, pi), pi * (scores[0] - pi @ scores[0])
+    W = (pi / (pi + 0.001)).sum()
+    expected = -np.linalg.solve(F + 0.001 * np.eye(10), g) / W
+    np.testing.assert_allclose(gradient(logits, scores, 0.01)[0], expected, atol=1e-12)
+
+
+def test_the_default_damping_keeps_digits_that_are_hardly_ever_said():
+    """A first digit 0 that the policy says 5 times in 10,000, where 0.05 is about right: a damping of 0.01 gives it up, as
+    its weight vanishes below the probability 0.01 / 10."""
+    start = [5e-4, *[(1 - 5e-4) / 9] * 9]
+    said = {
+        damping: first_digit(damping, 0.037, start, steps=1000, lr=1.0)[-1] @ (np.arange(10) / 10 + 0.05)
+        for damping in (resolve(OPTIONS).digit_damping, 0.01)
+    }
+    assert said[0.001] == pytest.approx(0.05, abs=0.005)
+    assert said[0.01] == pytest.approx(0.15, abs=0.001)
 
 
 def test_a_rare_digit_is_found_that_the_sampled_gradient_gives_up():
@@ -207,3 +255,15 @@ def test_the_loss_replaces_the_sampled_term_at_its_rows_only():
     expected = plain.clone()
     expected[rows] = digit_losses(digits, chosen.options).to(plain) * batch.weights[rows]
     torch.testing.assert_close(losses, expected)
+
+
+def test_the_clip_fraction_leaves_these_rows_out():
+    chosen = build_objective(OPTIONS.changed(clip_low=0.0, clip_high=0.0))
+    scored = chosen.score(golden_judgements(), OLD)
+    batch = token_batch(scored, chosen.token_weights(scored, chosen.counts(scored)))
+    _, plain = chosen.token_loss(batch)
+    rows = torch.arange(len(batch.logprobs))
+    choices = torch.log_softmax(torch.zeros(len(rows), 10, dtype=torch.float64), -1)
+    _, none = chosen.token_loss(dataclasses.replace(batch, digits=DigitBatch(rows, choices, choices)))
+    assert sum(plain[f"clipped/{block}"] for block in ("reasoning", "confidence")) > 0
+    assert none["clipped/reasoning"] == none["clipped/confidence"] == 0

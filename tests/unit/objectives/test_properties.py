@@ -24,6 +24,7 @@ from tests.helpers.objective_cases import (
     judgement,
     loss_and_gradient,
     objective,
+    select,
     token_batch,
 )
 
@@ -104,12 +105,12 @@ def test_micro_batches_ranks_and_padding_change_nothing(
     expected, gradient = loss_and_gradient(chosen, rows, old, new, torch.float32)
     scored = chosen.score(rows, old)
     shares = [np.arange(rank, len(rows), ranks) for rank in range(ranks)]
-    counts = sum(chosen.counts(scored.select(share)) for share in shares)
+    counts = sum(chosen.counts(select(scored, share)) for share in shares)
     np.testing.assert_array_equal(counts, chosen.counts(scored))
     total = 0.0
     for share in shares:
         for micro in np.split(share, range(size, len(share), size)):
-            part = scored.select(micro)
+            part = select(scored, micro)
             packed = token_batch(
                 part, chosen.token_weights(part, counts), [old[i] for i in micro], [new[i] for i in micro],
                 torch.float32,
@@ -323,7 +324,7 @@ def test_aggregations_have_their_own_denominators() -> None:
     blocks = np.concatenate([tokens.block_ids for tokens in scored.tokens])
     np.testing.assert_allclose(weights, np.where(blocks == BLOCK_CONFIDENCE, 3 / confidence, 2 / reasoning))
     # Global counts: a rank that has only half of the tokens still divides by all of them.
-    half = scored.select(range(4))
+    half = select(scored, range(4))
     np.testing.assert_array_equal(np.concatenate(chosen.token_weights(half, counts)), weights[: lengths[:4].sum()])
 
 
@@ -359,6 +360,23 @@ def test_kl_estimators() -> None:
     assert bounded.max() <= 10
     assert far.grad is not None
     assert torch.isfinite(far.grad).all()
+
+
+def test_kl_estimators_by_their_gradients() -> None:
+    """The mean over the policy's own samples of the estimator's gradient, no gradient through the sampling."""
+    z = torch.tensor([0.3, -0.5, 0.8], dtype=torch.float64, requires_grad=True)
+    q = torch.tensor([0.4, 0.35, 0.25], dtype=torch.float64)
+    logp = torch.log_softmax(z, -1)
+    p = logp.detach().exp()
+    divergences = {
+        "k1": torch.zeros((), dtype=torch.float64) * z.sum(),
+        "k2": (logp.exp() * (logp - q.log())).sum(),
+        "k3": (q * (q.log() - logp)).sum(),
+    }
+    for name, divergence in divergences.items():
+        (expected,) = torch.autograd.grad(divergence, z, retain_graph=True)
+        (found,) = torch.autograd.grad((p * kl_estimate(q.log() - logp, name)).sum(), z, retain_graph=True)
+        torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize(("estimator", "kl"), [("k1", 0.2), ("k2", 0.02), ("k3", np.exp(-0.2) + 0.2 - 1)])
@@ -437,7 +455,7 @@ def test_statistics_sum_over_micro_batches() -> None:
     parts = []
     for rows in (range(3), range(3, 8)):
         batch = token_batch(
-            scored.select(rows), [weights[i] for i in rows], [OLD[i] for i in rows], [NEW[i] for i in rows],
+            select(scored, rows), [weights[i] for i in rows], [OLD[i] for i in rows], [NEW[i] for i in rows],
             ref_logprobs=flat([OLD[i] for i in rows]),
         )  # fmt: skip
         parts.append(chosen.token_loss(batch)[1])

@@ -24,7 +24,7 @@ def test_fits_8_gpus_of_80_gb(path):
 
 
 def test_the_large_ones_are_all_here():
-    assert len(LARGE) == 40
+    assert len(LARGE) == 43
     for path in LARGE:
         family, name = path.relative_to(EXAMPLES).parts[0], load_config(path).model.path
         assert name.startswith("runs/") or name.endswith(f"/{FAMILIES[family]}")

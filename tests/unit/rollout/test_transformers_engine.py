@@ -8,7 +8,7 @@ import torch
 
 from megatron_dcpo.data.datasets import draw_prompts
 from megatron_dcpo.rollout import SamplingConfig, TransformersEngine
-from megatron_dcpo.rollout.engine import uniforms
+from megatron_dcpo.rollout.engine import Partial, uniforms
 from megatron_dcpo.rollout.transformers_engine import sample_token
 from megatron_dcpo.types import Prompt
 
@@ -69,6 +69,55 @@ def test_logprobs_equal_a_forward_pass(engine):
             ended = int(responses[i].token_ids[-1]) in engine.eos_token_ids
             assert responses[i].finish_reason == ("stop" if ended else "length")
             assert not set(responses[i].token_ids[:-1].tolist()) & set(engine.eos_token_ids)
+
+
+@pytest.mark.parametrize("cut", [1, 3, 10])
+def test_a_response_that_is_continued_is_the_uninterrupted_one(engine, cut):
+    """Whenever it was interrupted, and though another sample had taken its place: with the same weights the same tokens."""
+    sampling = SamplingConfig(n=3, max_tokens=25, seed=5)
+    whole = {(r.prompt_id, r.sample_index): r for r in engine.generate(prompts(7), sampling, step=2)}
+    samples = [(prompt, index) for prompt in prompts(7) for index in range(3)]
+    finished, begun, step, most = {}, {}, 2, 0
+    while len(finished) < len(samples):
+        todo = [(p, i) for p, i in samples if (p.prompt_id, i) not in finished]
+        asked = iter(range(cut))
+        partial = Partial(lambda asked=asked: next(asked, cut) >= cut - 1, dict(begun))
+        handed_over = [r for responses in engine.stream(todo, sampling, step, partial) for r in responses]
+        assert sorted((r.prompt_id, r.sample_index) for r in handed_over) == sorted((p.prompt_id, i) for p, i in todo)
+        for response in handed_over:
+            into = begun if response.finish_reason == "abort" else finished
+            into[response.prompt_id, response.sample_index] = response
+        engine.weights_version, step = engine.weights_version + 1, step + 1
+    for name, response in finished.items():
+        assert response.token_ids.tolist() == whole[name].token_ids.tolist()
+        np.testing.assert_allclose(response.logprobs, whole[name].logprobs, atol=1e-4)
+        assert (response.finish_reason, response.step) == (whole[name].finish_reason, 2)
+        if response.segments:
+            versions, tokens = zip(*response.segments, strict=True)
+            assert sum(tokens) == len(response.token_ids)
+            assert list(versions) == sorted(set(versions))
+            assert max(tokens) <= cut
+        most = max(most, len(response.segments))
+    assert most == -(-25 // cut), "the longest was interrupted as often as it can be"
+    engine.weights_version = 0
+
+
+def test_a_free_place_is_taken_by_the_next_sample(engine, monkeypatch):
+    """Only where a rollout may be partial: otherwise a batch runs to its end, and its last responses alone."""
+    monkeypatch.setattr(engine, "eos_token_ids", tuple(range(0, 331, 16)))  # many lengths
+    sampling, used = SamplingConfig(max_tokens=40, seed=3, temperature=1.5), []
+    samples = [(prompt, index) for prompt in prompts(10) for index in range(6)]
+    for partial in (None, Partial(lambda: False, {})):
+        before = dataclasses.replace(engine.slot_steps)
+        tokens = {}
+        for responses in engine.stream(samples, sampling, 1, partial):
+            tokens |= {(r.prompt_id, r.sample_index): r.token_ids.tolist() for r in responses}
+        steps, live = engine.slot_steps.total - before.total, engine.slot_steps.used - before.used
+        assert live == sum(map(len, tokens.values()))
+        assert steps % 12 == 0
+        used.append((tokens, live / steps))
+    assert used[0][0] == used[1][0]
+    assert used[1][1] > 1.3 * used[0][1]
 
 
 def test_uniforms_are_counted():

@@ -1,0 +1,60 @@
+"""A training step whose confidence an adapter states, against GRPO's step on the same responses: the price of the second
+stream (docs/adapters.md). Both leave the same gradient for the policy, bit for bit."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from measurement import Measurement, in_turns, timed
+
+ADAPTER = (
+    "objective.name=dcpo", "objective.preset=dcpo_proper", "objective.confidence_parameters=adapter",
+    "objective.confidence_sees=logprobs", "model.adapter.rank=16",
+)  # fmt: skip
+PACKED = ("parallel.sequence_packing=true", "training.max_tokens_per_micro_batch=2048")
+CASES = {  # responses to each of 4 prompts, tokens, probability of an end, options, rounds
+    "48 tokens": (8, 48, 0.0, ("training.micro_batch_size=32",), 4),
+    "256 tokens": (8, 256, 0.0, ("training.micro_batch_size=8",), 4),
+    "16 to 256 tokens, packed": (8, 256, 0.01, PACKED, 4),
+}
+
+
+def measurements() -> Iterator[Measurement]:
+    import policies
+
+    from megatron_dcpo.runtime.watchdog import Timers
+    from megatron_dcpo.training.sampling import sample_step
+    from megatron_dcpo.training.update import MiniBatch, accumulate, score, update_policy
+
+    for name, (group, tokens, stop, more, rounds) in CASES.items():
+        with tempfile.TemporaryDirectory() as scratch:
+            model = policies.write_policy(Path(scratch, "policy"), "28M", stop)
+            options = policies.overrides(model, Path(scratch, "run"), 4, group, tokens, *more)
+            grpo, ours = policies.training_run(options), policies.training_run([*options, *ADAPTER])
+            drawn = sample_step(grpo, 1, Timers(grpo.watch))
+            samples = [replace(s, judgement=replace(s.judgement, correct=i % 2)) for i, s in enumerate(drawn)]
+            gradients = []
+            for run in (grpo, ours):
+                for chunk in run.policy.chunks:
+                    chunk.zero_grad_buffer()
+                accumulate(run, score(run, MiniBatch.of(run, samples)))
+                gradients.append([b.grad_data.clone() for chunk in run.policy.chunks for b in chunk.buffers])
+            same = all(a.equal(b) for a, b in zip(*gradients, strict=True))
+            turns = in_turns(
+                rounds,
+                ours=lambda run=ours, s=samples: update_policy(run, s, 1),
+                grpo=lambda run=grpo, s=samples: update_policy(run, s, 1),
+            )
+            count = sum(len(sample.response_ids) for sample in samples)
+            reason = f"{count} response tokens, 28M parameters; the policy's gradients are equal bit for bit"
+            other = "objective.name=grpo on the same responses"
+            fields = {"goal": 1.15, "same": same, "reason": reason}
+            yield timed(f"adapter_step/{name}", turns["ours"], turns["grpo"], other, how=min, **fields)
+
+
+if __name__ == "__main__":
+    for measurement in measurements():
+        print(measurement.line("python benchmarks/run.py adapter_step"))

@@ -1,0 +1,86 @@
+"""The confidence as a continuation: a fixed lead (``<conf> Confidence: 0.``) behind the reasoning, then two decimals.
+
+The form in which an adapter states the confidence (``objective.confidence_parameters: adapter``): only the decimals are
+chosen, among the digits alone, so that no statement is malformed. Where the tokenizer has a token for every two digits
+(Llama-3) one position chooses; otherwise (Qwen) one for the tenth and, behind each of the ten, one for the hundredth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from megatron_dcpo.errors import UserError
+
+
+@dataclass(frozen=True)
+class StatementForm:
+    """``lead``: its token ids. ``digits``: int64 [K], the tokens of the choices: K = 100 (``00`` to ``99``) or 10."""
+
+    text: str
+    lead: tuple[int, ...]
+    digits: np.ndarray
+
+    @classmethod
+    def of(cls, tokenizer: Any, digits: Mapping[int, np.ndarray], marker: str) -> StatementForm:
+        """``digits``: width -> token of each value (``DigitVocabulary``).
+
+        Raises :class:`UserError` where some are missing."""
+        text = f"\n{marker} Confidence: 0."
+        lead = tuple(tokenizer.encode(text, add_special_tokens=False))
+        for width in (2, 1):
+            if (digits[width] >= 0).all():
+                return cls(text, lead, digits[width])
+        raise UserError(
+            "the tokenizer has no token for every digit, which objective.confidence_parameters=adapter needs"
+        )
+
+    @property
+    def branches(self) -> int:
+        """Digits behind the lead whose successors are chosen as well."""
+        return 0 if len(self.digits) == 100 else len(self.digits)
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        """int64 [n]: the lead, and each branch's first digit."""
+        return np.array([*self.lead, *self.digits[: self.branches]], np.int64)
+
+    @cached_property
+    def depths(self) -> np.ndarray:
+        """int64 [n]: how far behind the reasoning each of ``tokens`` stands. All branches stand at the same place."""
+        return np.array([*range(len(self.lead)), *[len(self.lead)] * self.branches], np.int64)
+
+    @cached_property
+    def sees(self) -> np.ndarray:
+        """bool [n, n]: which of ``tokens`` each attends to: those of the lead up to itself, and itself."""
+        n, lead = len(self.tokens), len(self.lead)
+        return np.tril(np.ones((n, n), bool)) & ((np.arange(n) < lead)[None] | np.eye(n, dtype=bool))
+
+    @property
+    def choosing(self) -> slice:
+        """Those of ``tokens`` behind which digits are chosen: the last of the lead, and the branches."""
+        return slice(len(self.lead) - 1, len(self.tokens))
+
+
+def reasoning_length(
+    token_ids: np.ndarray, boundary: int, piece: Callable[[int], bytes], eos_ids: Collection[int]
+) -> int:
+    """How many tokens of a response a statement follows: those before its own marker, if any, without an end token and
+    without white space at the end. ``piece(id)``: the bytes of a token."""
+    while boundary and (int(token_ids[boundary - 1]) in eos_ids or not piece(int(token_ids[boundary - 1])).strip()):
+        boundary -= 1
+    return boundary
+
+
+def reasoning_features(logprobs: np.ndarray) -> np.ndarray:
+    """What ``objective.confidence_sees: logprobs`` tells of the reasoning's log-probs [T]: float32 [4], the probability and
+    the surprise (log of 1 - log p) of all of it and of its least likely token."""
+    total, least = (min(0.0, float(x)) for x in (np.sum(logprobs), np.min(logprobs, initial=0.0)))
+    return np.array([np.exp(total), np.exp(least), np.log1p(-total), np.log1p(-least)], np.float32)
+
+
+NUM_FEATURES = 4

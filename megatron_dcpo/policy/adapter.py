@@ -1,0 +1,277 @@
+"""Low-rank adapters (LoRA) on Megatron's parallel linear layers, with an optimizer of their own.
+
+An adapted layer computes W x + (alpha / rank) B A x while the adapter is active, and W x otherwise. Parameters are named and
+shaped as PEFT has them, by the projections of Hugging Face: a fused layer of Megatron's (QKV, gate and up) has one pair for
+each of its projections. Every rank of a pipeline stage holds the stage's pairs whole, in fp32, and computes with its rows
+of B (columns of A where a layer is row-parallel); gradients are summed over the stage's ranks (docs/adapters.md).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_dcpo.config import AdapterConfig, OptimizerConfig
+from megatron_dcpo.policy.model import Policy
+from megatron_dcpo.runtime.device import current_device
+from megatron_dcpo.runtime.distributed import all_gather_objects
+from megatron_dcpo.weights.architecture import Architecture
+from megatron_dcpo.weights.peft_adapter import FEATURES
+from megatron_dcpo.weights.table import hf_shapes
+
+from megatron.core.dist_checkpointing import ShardedTensor  # isort: skip
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+
+_COLUMN = {"self_attn": ("q_proj", "k_proj", "v_proj"), "mlp": ("gate_proj", "up_proj")}
+_ROW = {"self_attn": "o_proj", "mlp": "down_proj"}
+Hook = Callable[[Any, tuple[Any, ...], tuple[Tensor, Any]], tuple[Tensor, Any] | None]  # of a forward pass
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """``A`` [rank, in] and ``B`` [out, rank] of one projection, fp32; ``scale`` is alpha / rank."""
+
+    A: Tensor
+    B: Tensor
+    scale: float
+
+    def __call__(self, x: Tensor, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
+        """The part of scale * B A x that rows of B and columns of A make."""
+        inner = F.linear(x, self.A[:, columns].to(x.dtype))
+        return F.linear(inner, self.B[rows].to(x.dtype)) * self.scale
+
+
+class Adapter:
+    """The adapter of this rank's pipeline stage. ``parameters``: by PEFT's names, fp32, the same on all ranks of the stage.
+
+    Inactive (the layers compute what they did without it) but inside :meth:`activated`.
+    """
+
+    def __init__(self, policy: Policy, config: AdapterConfig, features: int = 0) -> None:
+        self.policy, self.config = policy, config
+        self.active = False
+        self.parameters: dict[str, Tensor] = {}
+        for gpt in policy.gpt:
+            for layer in gpt.decoder.layers:
+                self._adapt(layer, layer.layer_number - 1)
+        if features and policy.gpt[0].pre_process:
+            weight = torch.zeros(policy.arch.hidden_size, features, device=current_device())
+            self.parameters[FEATURES] = weight.requires_grad_()
+
+    @contextmanager
+    def activated(self, chunk: int) -> Iterator[None]:
+        """The layers of ``chunk`` are adapted, and its own parameters frozen: backward reaches the adapter's alone. Those
+        have been gathered for a forward pass just before."""
+        wrapped, base = self.policy.chunks[chunk], [p for p in self.policy.gpt[chunk].parameters() if p.requires_grad]
+        gathers = wrapped.ddp_config.overlap_param_gather
+        if gathers:  # its hooks refuse a frozen parameter
+            wrapped.disable_forward_pre_hook(param_sync=False)
+        for parameter in base:
+            parameter.requires_grad_(False)
+        self.active = True
+        try:
+            yield
+        finally:
+            self.active = False
+            for parameter in base:
+                parameter.requires_grad_(True)
+            if gathers:
+                wrapped.enable_forward_pre_hook()
+
+    def features(self, values: Tensor) -> Tensor:
+        """[n, features] -> [n, hidden]. Every tensor-parallel rank will have the whole gradient of it, of which each keeps
+        its share, for the sum over ranks."""
+        weight = self.parameters[FEATURES]
+        added = F.linear(values.to(weight.dtype), weight)
+        share = added / self.policy.topology.tp_size
+        return share + (added - share).detach()
+
+    def whole(self) -> dict[str, Tensor]:
+        """The parameters of all stages, on the CPU of every rank. Collective."""
+        topology = self.policy.topology
+        once = topology.tp_rank == topology.dp_rank == 0
+        own = {name: tensor.detach().cpu() for name, tensor in self.parameters.items()} if once else {}
+        return {name: tensor for part in all_gather_objects(own) for name, tensor in part.items()}
+
+    # ---------------------------------------------------------------------------------------------------- layers
+    def _adapt(self, layer: Any, number: int) -> None:
+        arch, name = self.policy.arch, f"model.layers.{number}."
+        attention, mlp = name + "self_attn.", name + "mlp."
+        q, k, v = (self._low_rank(attention + p) for p in _COLUMN["self_attn"])
+        layer.self_attention.linear_qkv.register_forward_hook(
+            self._column([q, k, v], self._qkv_rows(arch), _by_group(arch))
+        )
+        layer.self_attention.linear_proj.register_forward_hook(self._row(self._low_rank(attention + _ROW["self_attn"])))
+        gate_up = [self._low_rank(mlp + p) for p in _COLUMN["mlp"]]
+        rows = self._own(arch.ffn_hidden_size)
+        layer.mlp.linear_fc1.register_forward_hook(
+            self._column(gate_up, [rows, rows], lambda parts: torch.cat(parts, -1))
+        )
+        layer.mlp.linear_fc2.register_forward_hook(self._row(self._low_rank(mlp + _ROW["mlp"])))
+
+    def _low_rank(self, module: str) -> LowRank | None:
+        """A new pair for ``module``, A as PEFT draws it, B zero; the same on every rank and in every layout."""
+        if module.rpartition(".")[2] not in self.config.targets:
+            return None
+        out, inside = hf_shapes(self.policy.arch)[f"{module}.weight"]
+        seed = int.from_bytes(hashlib.sha256(module.encode()).digest()[:8], "little") >> 1
+        bound = 1 / math.sqrt(inside)
+        A = torch.empty(self.config.rank, inside).uniform_(-bound, bound, generator=torch.Generator().manual_seed(seed))
+        pair = A.to(current_device()).requires_grad_(), torch.zeros(out, self.config.rank, device=current_device())
+        pair[1].requires_grad_()
+        self.parameters[f"{module}.lora_A.weight"], self.parameters[f"{module}.lora_B.weight"] = pair
+        return LowRank(*pair, self.config.alpha / self.config.rank)
+
+    def _own(self, size: int) -> slice:
+        """This tensor-parallel rank's part of ``size`` rows or columns."""
+        part = size // self.policy.topology.tp_size
+        return slice(self.policy.topology.tp_rank * part, (self.policy.topology.tp_rank + 1) * part)
+
+    def _qkv_rows(self, arch: Architecture) -> list[slice]:
+        heads, groups = arch.num_attention_heads * arch.kv_channels, arch.num_query_groups * arch.kv_channels
+        return [self._own(heads), self._own(groups), self._own(groups)]
+
+    def _column(
+        self, pairs: Sequence[LowRank | None], rows: Sequence[slice], join: Callable[[list[Tensor]], Tensor]
+    ) -> Hook:
+        """The hook of a column-parallel layer: each rank adds its own rows. Transformer Engine's holds the norm too."""
+
+        def hook(linear: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any] | None:
+            if not self.active or not any(pairs):
+                return None
+            x, group = inputs[0], self.policy.topology.tp_group
+            norm = getattr(linear, "layer_norm_weight", None)
+            if norm is not None:
+                x = F.rms_norm(x.float(), norm.shape, norm.float(), self.policy.arch.layernorm_epsilon).to(x.dtype)
+            if self.policy.config.sequence_parallel:
+                x = gather_from_sequence_parallel_region(x, group=group)
+            else:
+                x = copy_to_tensor_model_parallel_region(x, group=group)
+            parts = [
+                pair(x, rows=own) if pair is not None else x.new_zeros(*x.shape[:-1], own.stop - own.start)
+                for pair, own in zip(pairs, rows, strict=True)
+            ]
+            return output[0] + join(parts), output[1]
+
+        return hook
+
+    def _row(self, pair: LowRank | None) -> Hook:
+        """The hook of a row-parallel layer: each rank has its own columns of the input, and their parts are summed."""
+
+        def hook(linear: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any] | None:
+            if not self.active or pair is None:
+                return None
+            part, group = pair(inputs[0], columns=self._own(pair.A.shape[1])), self.policy.topology.tp_group
+            if self.policy.config.sequence_parallel:
+                return output[0] + reduce_scatter_to_sequence_parallel_region(part, group=group), output[1]
+            return output[0] + reduce_from_tensor_model_parallel_region(part, group=group), output[1]
+
+        return hook
+
+
+def _by_group(arch: Architecture) -> Callable[[list[Tensor]], Tensor]:
+    """Megatron's order of QKV: of each group its query heads, then its key, then its value."""
+
+    def join(parts: list[Tensor]) -> Tensor:
+        groups = parts[1].shape[-1] // arch.kv_channels
+        return torch.cat([part.unflatten(-1, (groups, -1)) for part in parts], dim=-1).flatten(-2)
+
+    return join
+
+
+class AdapterOptimizer:
+    """AdamW on an adapter's parameters: gradients summed over the ranks of the stage, clipped by the norm over all stages.
+    The learning rate falls linearly over ``steps`` steps, to a tenth."""
+
+    def __init__(self, adapter: Adapter, options: OptimizerConfig, steps: int) -> None:
+        self.adapter, self.clip_grad, self.lr, self.steps = adapter, options.clip_grad, options.adapter_lr, steps
+        self.adam = torch.optim.AdamW(
+            list(adapter.parameters.values()),
+            lr=options.adapter_lr,
+            betas=(options.adam_beta1, options.adam_beta2),
+            eps=options.adam_eps,
+            weight_decay=0.0,
+        )
+        for parameter in adapter.parameters.values():
+            moments = {name: torch.zeros_like(parameter) for name in _MOMENTS}
+            self.adam.state[parameter] = {"step": torch.zeros(()), **moments}
+
+    @property
+    def nbytes(self) -> int:
+        """Of parameters, gradients and moments."""
+        return 4 * sum(parameter.nbytes for parameter in self.adapter.parameters.values())
+
+    def zero_grad(self) -> None:
+        self.adam.zero_grad()
+
+    def reduce(self) -> float:
+        """Sum the gradients over the stage's ranks; returns the norm of the whole gradient. Collective."""
+        topology = self.adapter.policy.topology
+        parameters = list(self.adapter.parameters.values())
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        flat = torch.cat([p.grad.reshape(-1) for p in parameters if p.grad is not None])
+        for group in (topology.tp_group, topology.dp_group):
+            if group.size() > 1:
+                dist.all_reduce(flat, group=group)
+        for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+            parameter.grad = part.view_as(parameter)
+        square = flat.double().square().sum()
+        if topology.pp_size > 1:
+            dist.all_reduce(square, group=topology.pp_group)
+        return float(square.sqrt())
+
+    def step(self, norm: float) -> None:
+        """One step on gradients of norm ``norm``."""
+        if self.clip_grad and norm > self.clip_grad:
+            for parameter in self.adapter.parameters.values():
+                assert parameter.grad is not None
+                parameter.grad *= self.clip_grad / (norm + 1e-6)
+        (group,) = self.adam.param_groups
+        group["lr"] = self.lr * (1 - 0.9 * min(1.0, self.done / self.steps))
+        self.adam.step()
+
+    @property
+    def done(self) -> int:
+        """Steps taken."""
+        return int(self.adam.state[next(iter(self.adapter.parameters.values()))]["step"])
+
+    # ----------------------------------------------------------------------------------------------- checkpoints
+    def sharded_state(self) -> dict[str, Any]:
+        """Parameters and moments under names that do not depend on the layout, and the number of steps."""
+        topology = self.adapter.policy.topology
+        replica = (0, topology.tp_rank, topology.dp_rank)
+        tensors = {
+            f"adapter.{kind}.{name}": ShardedTensor.from_rank_offsets(
+                f"adapter.{kind}.{name}", tensor.detach(), replica_id=replica
+            )
+            for name, parameter in self.adapter.parameters.items()
+            for kind, tensor in {"weight": parameter, **self._moments(parameter)}.items()
+        }
+        return {"tensors": tensors, "steps": self.done}
+
+    def restore(self, loaded: dict[str, Any]) -> None:
+        """From what loading :meth:`sharded_state` gave."""
+        with torch.no_grad():
+            for name, parameter in self.adapter.parameters.items():
+                self.adam.state[parameter]["step"].fill_(loaded["steps"])
+                for kind, tensor in {"weight": parameter, **self._moments(parameter)}.items():
+                    tensor.copy_(loaded["tensors"][f"adapter.{kind}.{name}"])
+
+    def _moments(self, parameter: Tensor) -> dict[str, Tensor]:
+        return {name: self.adam.state[parameter][name] for name in _MOMENTS}

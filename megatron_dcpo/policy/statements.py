@@ -1,0 +1,228 @@
+"""The second stream of a forward pass: confidence statements that continue the reasoning with the adapter active.
+
+The first stream is the model's own pass over prompts and responses, the one of a run without adapter, operation for
+operation. Its attention leaves keys and values behind; the statements' tokens read them as they are, detached, and only
+there the adapter acts. So the loss of the statements reaches the adapter's parameters alone, and the loss of the responses
+those of the model. Between pipeline stages the hidden states of both streams travel as one tensor (docs/adapters.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_dcpo.config import AdapterConfig
+from megatron_dcpo.judging.statement import StatementForm
+from megatron_dcpo.policy.adapter import Adapter
+from megatron_dcpo.policy.model import Policy
+from megatron_dcpo.runtime.device import current_device
+
+from megatron.core.tensor_parallel.mappings import (  # isort: skip
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+
+
+@dataclass(frozen=True)
+class StatementInputs:
+    """Of each of B samples: the tokens of its prompt and response that the statement follows (``after``), the score of each
+    value that can be stated, float64 [100], its weight in the loss, and what the confidence sees beside the text, float32
+    [features] (None: nothing)."""
+
+    form: StatementForm
+    after: Sequence[int]
+    scores: np.ndarray
+    weights: np.ndarray
+    features: np.ndarray | None
+
+
+@dataclass(frozen=True)
+class Statements:
+    """The statements of a micro-batch: B sequences of n tokens. ``tokens``, ``positions``: int64 [B, n]; ``prefix``: int64
+    [B, P], where in the flat micro-batch [b * s] the tokens stand that a statement follows; ``mask``: bool [B, 1, n, P + n],
+    what each token attends to; ``scores`` [B, 100], ``weights`` [B], ``features`` [B, features] or None.
+    ``count``: samples; the others only fill up."""
+
+    form: StatementForm
+    count: int
+    tokens: Tensor
+    positions: Tensor
+    prefix: Tensor
+    mask: Tensor
+    scores: Tensor
+    weights: Tensor
+    features: Tensor | None
+
+    @classmethod
+    def of(cls, inputs: StatementInputs, offsets: Sequence[int], rows: int, multiple_of: int) -> Statements:
+        """``offsets``: of each sample's first token; ``rows``: B, of which those without a sample do nothing;
+        ``multiple_of``: what n is padded to (TP size under sequence parallelism)."""
+        form, count = inputs.form, len(inputs.after)
+        n = -(-len(form.tokens) // multiple_of) * multiple_of
+        filling = (0, n - len(form.tokens))
+        tokens, depths = np.pad(form.tokens, filling), np.pad(form.depths, filling)
+        own = np.eye(n, dtype=bool)
+        own[: len(form.sees), : len(form.sees)] = form.sees
+        after = np.array([*inputs.after, *[1] * (rows - count)], np.int64)
+        starts = np.array([*offsets[:count], *[0] * (rows - count)], np.int64)
+        places = np.arange(after.max())
+        known = places < after[:, None]
+        mask = np.concatenate([np.repeat(known[:, None], n, 1), np.repeat(own[None], rows, 0)], axis=-1)
+        features = inputs.features
+        if features is not None:
+            features = np.pad(features, ((0, rows - count), (0, 0)))
+        on = lambda array: torch.as_tensor(np.ascontiguousarray(array), device=current_device())  # noqa: E731
+        return cls(
+            form,
+            count,
+            on(np.tile(tokens, (rows, 1))),
+            on(after[:, None] + depths),
+            on(np.where(known, starts[:, None] + places, starts[:, None])),
+            on(mask[:, None]),
+            on(np.pad(inputs.scores, ((0, rows - count), (0, 0))).astype(np.float32)),
+            on(np.pad(inputs.weights, (0, rows - count)).astype(np.float32)),
+            None if features is None else on(features),
+        )
+
+
+class StatementStream:
+    """Makes a chunk's ``forward`` take ``statements``: it then returns (its output, the statements' hidden states) on the
+    last stage, and both as one tensor before."""
+
+    def __init__(self, adapter: Adapter, chunk: int) -> None:
+        self.adapter, self.chunk = adapter, chunk
+        self.gpt: Any = adapter.policy.gpt[chunk]
+        self.config = adapter.policy.config
+        self.statements: Statements | None = None  # whose keys and values are kept, or read
+        self.kept: dict[int, tuple[Tensor, Tensor]] | None = None
+        self.forward = self.gpt.forward
+        self.gpt.forward = self
+        for layer in self.gpt.decoder.layers:
+            core = layer.self_attention.core_attention
+            core.forward = partial(self._attention, layer.layer_number, core.forward)
+
+    def __call__(self, tokens: Tensor, *args: Any, statements: Statements | None = None, **options: Any) -> Any:
+        if statements is None:
+            return self.forward(tokens, *args, **options)
+        gpt, stated_input = self.gpt, None
+        if not gpt.pre_process:
+            received, shape = gpt.decoder.input_tensor, self._shape(*reversed(tokens.shape))
+            size = shape[0] * shape[1]
+            gpt.set_input_tensor(received[:size].view(*shape))
+            stated_input = received[size:]
+        self.kept = {}
+        output = self.forward(tokens, *args, **options)
+        self.statements = statements
+        try:
+            stated = self._state(statements, stated_input)
+        finally:
+            self.statements, self.kept = None, None
+        if gpt.post_process:
+            return output, stated
+        return torch.cat([output.reshape(-1, 1, output.shape[-1]), stated])
+
+    def _shape(self, length: int, batch: int) -> tuple[int, int, int]:
+        """Of hidden states of ``length`` tokens between two stages."""
+        parts = self.adapter.policy.topology.tp_size if self.config.sequence_parallel else 1
+        return length // parts, batch, self.config.hidden_size
+
+    def _state(self, statements: Statements, hidden: Tensor | None) -> Tensor:
+        """The statements' tokens through this stage's layers: [B * n, 1, h], or this rank's part of them."""
+        gpt, config = self.gpt, self.config
+        positions = statements.positions.reshape(-1)
+        rotary = gpt.rotary_pos_emb(statements.mask.shape[-1])
+        with self.adapter.activated(self.chunk), _without_recomputation(gpt.decoder):
+            if hidden is None:
+                hidden = gpt.embedding(statements.tokens.reshape(1, -1), positions[None]).detach()
+                if statements.features is not None:
+                    hidden = hidden + self._seen(statements, hidden)
+            else:
+                gpt.set_input_tensor(hidden)
+            hidden = gpt.decoder(
+                hidden_states=hidden, attention_mask=None, rotary_pos_emb=rotary.index_select(0, positions)
+            )
+            if gpt.post_process and config.sequence_parallel:
+                hidden = gather_from_sequence_parallel_region(hidden, group=self.adapter.policy.topology.tp_group)
+        return hidden
+
+    def _seen(self, statements: Statements, hidden: Tensor) -> Tensor:
+        """What the confidence sees beside the text, on the first token of each statement."""
+        assert statements.features is not None
+        rows, n = statements.tokens.shape
+        added = self.adapter.features(statements.features).to(hidden.dtype)
+        full = torch.cat([added[:, None], added.new_zeros(rows, n - 1, added.shape[-1])], dim=1).view(rows * n, 1, -1)
+        if self.config.sequence_parallel:
+            full = scatter_to_sequence_parallel_region(full, group=self.adapter.policy.topology.tp_group)
+        return full
+
+    def _attention(
+        self, layer: int, forward: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *a: Any, **o: Any
+    ) -> Tensor:
+        """The layer's attention, whose keys and values are kept in the first stream and read in the second."""
+        if self.statements is None:
+            if self.kept is not None:
+                self.kept[layer] = _flat(k), _flat(v)
+            return forward(q, k, v, *a, **o)
+        assert self.kept is not None
+        statements, (rows, n) = self.statements, self.statements.tokens.shape
+        before = (kept[statements.prefix] for kept in self.kept.pop(layer))
+        q, own_k, own_v = (x.reshape(rows, n, *x.shape[-2:]) for x in (q, k, v))
+        keys, values = (torch.cat(pair, dim=1).transpose(1, 2) for pair in zip(before, (own_k, own_v), strict=True))
+        grouped = q.shape[2] != keys.shape[1]
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2), keys, values, attn_mask=statements.mask, enable_gqa=grouped
+        )
+        return out.transpose(1, 2).reshape(rows * n, 1, -1)
+
+
+def _flat(x: Tensor) -> Tensor:
+    """Keys or values of a batch [s, b, g, d] or of packed sequences [t, g, d] as [tokens, g, d], sample by sample."""
+    return (x.transpose(0, 1).reshape(-1, *x.shape[-2:]) if x.dim() == 4 else x).detach()
+
+
+@contextmanager
+def _without_recomputation(decoder: Any) -> Iterator[None]:
+    """The layers of ``decoder`` keep their activations: their backward pass comes when the adapter is inactive again."""
+    owned = [(decoder, "training")]
+    for layer in decoder.layers:
+        owned += [(layer, name) for name in vars(layer) if name.startswith("recompute_")]
+        owned.append((layer.self_attention, "checkpoint_core_attention"))
+    before = [getattr(owner, name) for owner, name in owned]
+    for owner, name in owned:
+        setattr(owner, name, False)
+    try:
+        yield
+    finally:
+        for (owner, name), value in zip(owned, before, strict=True):
+            setattr(owner, name, value)
+
+
+def adapt(policy: Policy, config: AdapterConfig, features: int = 0) -> Adapter:
+    """A new adapter for ``policy``, whose chunks now take statements; ``features``: numbers that the confidence sees."""
+    adapter = Adapter(policy, config, features)
+    for chunk in range(len(policy.gpt)):
+        StatementStream(adapter, chunk)
+    return adapter
+
+
+def digit_logits(policy: Policy, weight: Tensor, hidden: Tensor, statements: Statements) -> Tensor:
+    """Logits fp32 [B, m, K] of the digits at the m tokens that choose one, at temperature 1. ``weight``: this rank's rows of
+    the output layer, which stays as it is; ``hidden``: [B * n, 1, h]. Collective over the tensor-parallel ranks."""
+    (rows, n), group = statements.tokens.shape, policy.topology.tp_group
+    if not policy.config.sequence_parallel:  # where they were gathered, the gradient is summed already
+        hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
+    hidden = hidden.view(rows, n, -1)[:, statements.form.choosing]
+    local = torch.as_tensor(statements.form.digits, device=weight.device) - group.rank() * len(weight)
+    here = (local >= 0) & (local < len(weight))
+    digits = weight.detach()[torch.where(here, local, 0)] * here[:, None]
+    return reduce_from_tensor_model_parallel_region(hidden @ digits.t(), group=group).float()

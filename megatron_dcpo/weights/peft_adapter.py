@@ -1,0 +1,98 @@
+"""A confidence adapter on disk: PEFT's directory (``adapter_config.json``, ``adapter_model.safetensors``), and beside it
+``confidence.json``: the statement's marker, and what the confidence sees beside the text.
+
+PEFT reads it as an activated adapter, which acts from the statement's lead on (``alora_invocation_tokens``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron_dcpo.config import AdapterConfig
+from megatron_dcpo.errors import UserError, one_line
+from megatron_dcpo.runtime.files import new_directory
+from megatron_dcpo.runtime.text import read_json_object
+
+DIRECTORY = "confidence_adapter"  # beside the model's weights
+FEATURES = "confidence_features.weight"  # [hidden, features], no part of PEFT's file
+_PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True)
+class SavedAdapter:
+    """Of ``directory``. ``tensors``: ``model.layers.0.self_attn.q_proj.lora_A.weight`` [rank, in], ``...lora_B.weight``
+    [out, rank], and :data:`FEATURES` where the confidence sees log-probs; ``scale``: alpha / rank."""
+
+    directory: Path
+    tensors: dict[str, Tensor]
+    scale: float
+    marker: str
+
+
+def write_adapter(
+    model_dir: Path, tensors: Mapping[str, Tensor], config: AdapterConfig, lead: tuple[int, ...], marker: str, base: str
+) -> None:
+    """Write ``model_dir/confidence_adapter``."""
+    peft: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": list(config.targets),
+        "bias": "none",
+        "inference_mode": True,
+        "alora_invocation_tokens": list(lead),
+    }
+    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    features = {name: whole.pop(name) for name in (FEATURES,) if name in whole}
+    with new_directory(model_dir / DIRECTORY, overwrite=True) as temporary:
+        save_file({_PREFIX + name: tensor for name, tensor in whole.items()}, temporary / "adapter_model.safetensors")
+        if features:
+            save_file(features, temporary / "confidence.safetensors")
+        (temporary / "adapter_config.json").write_text(json.dumps(peft, indent=1) + "\n")
+        about = {"marker": marker, "sees": "logprobs" if features else "text"}
+        (temporary / "confidence.json").write_text(json.dumps(about, indent=1) + "\n")
+
+
+def read_adapter(directory: Path) -> SavedAdapter:
+    """Raises :class:`UserError` naming the file that is missing or damaged."""
+    about, peft = (read_json_object(directory / name) for name in ("confidence.json", "adapter_config.json"))
+    try:
+        tensors = load_file(directory / "adapter_model.safetensors")
+        if about["sees"] == "logprobs":
+            tensors |= load_file(directory / "confidence.safetensors")
+        scale = float(peft["lora_alpha"]) / int(peft["r"])
+        tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
+        return SavedAdapter(directory, tensors, scale, str(about["marker"]))
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise UserError(
+            f"confidence adapter {directory} cannot be read ({type(error).__name__}: {one_line(error, 200)})"
+        ) from None
+
+
+def pairs(saved: SavedAdapter) -> dict[str, tuple[Tensor, Tensor]]:
+    """Module -> (A, B). Raises KeyError where one of them is missing."""
+    ending = ".lora_A.weight"
+    names = [name.removesuffix(ending) for name in saved.tensors if name.endswith(ending)]
+    return {name: (saved.tensors[name + ending], saved.tensors[f"{name}.lora_B.weight"]) for name in names}
+
+
+def check_shapes(saved: SavedAdapter, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise :class:`UserError` for a pair that fits no module of the model with these ``shapes``."""
+    where = saved.directory
+    try:
+        for name, (A, B) in pairs(saved).items():
+            if shapes.get(f"{name}.weight") != (B.shape[0], A.shape[1]) or A.shape[0] != B.shape[1]:
+                raise UserError(f"{where}: {name} is {tuple(B.shape)} x {tuple(A.shape)}, which does not fit the model")
+    except (KeyError, IndexError) as error:
+        raise UserError(f"{where}: {error} is missing or no matrix") from None

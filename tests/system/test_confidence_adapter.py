@@ -1,0 +1,139 @@
+"""A run whose confidence has parameters of its own, as a user runs it: trained, resumed, exported, evaluated."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.helpers.paths import QUICKSTART
+from tests.helpers.quickstart import SMALL, metrics, run, train, without_clocks
+
+HELDOUT = f"heldout={QUICKSTART / 'data' / 'heldout.jsonl'}"
+
+
+def digests(directory: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(directory.rglob("*.safetensors"))
+    }
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four steps without a stop."""
+    directory = tmp_path_factory.mktemp("adapter") / "run"
+    train(directory, "training.steps=4", method="dcpo_adapter")
+    return directory
+
+
+def test_the_model_is_the_one_that_grpo_trains_bit_for_bit(finished: Path, tmp_path: Path) -> None:
+    train(tmp_path / "grpo", "training.steps=4", method="grpo")
+    assert digests(tmp_path / "grpo" / "policy") == {
+        name: value for name, value in digests(finished / "policy").items() if "confidence_adapter" not in name
+    }
+
+
+def test_confidences_are_in_the_metrics(finished: Path) -> None:
+    last = metrics(finished)[-1]
+    assert last["format/violation_rate"] == 0
+    assert 0 < last["confidence/mean"] < 1
+    assert -1 <= last["reward/calibration"] <= 0
+    assert last["grad_norm/adapter_max"] > 0
+
+
+def test_resumption_is_bit_for_bit_and_works_at_another_layout(finished: Path, tmp_path: Path) -> None:
+    options = ("training.steps=4", "training.save_interval=2", "training.keep_checkpoints=9")
+    train(tmp_path / "run", *options, method="dcpo_adapter")
+    for layout in ((), ("parallel.tensor_model_parallel_size=2",)):
+        again = tmp_path / f"again{len(layout)}"
+        (again / "checkpoints").mkdir(parents=True)
+        source = tmp_path / "run" / "checkpoints"
+        (again / "checkpoints" / "iter_0000002").symlink_to(source / "iter_0000002")
+        (again / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("2")
+        train(again, *options, *layout, "training.resume=auto", method="dcpo_adapter", processes=1 + len(layout))
+        if not layout:
+            assert digests(again / "policy") == digests(finished / "policy")
+            assert without_clocks(metrics(again)) == without_clocks(metrics(finished))[2:]
+            continue
+        name = "policy/confidence_adapter/adapter_model.safetensors"
+        expected = load_file(finished / name)
+        for key, value in load_file(again / name).items():
+            np.testing.assert_allclose(value, expected[key], rtol=1e-3, atol=1e-4, err_msg=key)
+
+
+def evaluate(model: Path, out: Path, *options: str) -> dict[str, float]:
+    sampling = ("--temperature", "1", "--top-p", "1", "--top-k", "0", "--max-tokens", "32", "--repeats", "2")
+    arguments = ("--benchmarks", HELDOUT, "--limit", "20", "--template", "raw", "--engine", "transformers", *sampling)
+    done = run("evaluate", "--model", model, "--out", out, *arguments, *options)
+    assert done.returncode == 0, done.stderr
+    return json.loads((out / "evaluation.json").read_text())["benchmarks"]["heldout"]
+
+
+def test_evaluation_states_with_the_adapter_what_the_model_reasoned(finished: Path, tmp_path: Path) -> None:
+    stated = evaluate(finished / "policy", tmp_path / "with")
+    own = evaluate(finished / "policy", tmp_path / "without", "--no-adapter")
+    assert stated["accuracy"] == own["accuracy"]
+    assert stated["verbal"]["mean"] != own["verbal"]["mean"]
+    assert stated["violation_rate"] == 0
+    rows = [
+        [json.loads(line) for line in (tmp_path / name / "samples.jsonl").read_text().splitlines()]
+        for name in ("with", "without")
+    ]
+    for mine, theirs in zip(*rows, strict=True):
+        assert mine["response"].partition("<conf>")[0].rstrip() == theirs["response"].partition("<conf>")[0].rstrip()
+        assert mine["response"].endswith(f"{mine['confidence']:.2f}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "word"),
+    [
+        (("model.adapter=null",), "model.adapter"),
+        (("rollout.temperature=0.7",), "rollout.temperature=1"),
+        (("model.adapter.rank=0",), "rank"),
+        (("model.adapter.targets=[w_proj]",), "targets"),
+        (("objective.marker_block=reasoning",), "marker_block"),
+    ],
+)
+def test_contradictions_are_one_line(overrides: tuple[str, ...], word: str, tmp_path: Path) -> None:
+    config = QUICKSTART / "dcpo_adapter.yaml"
+    done = run("train", "--config", config, f"run_dir={tmp_path}/run", *overrides)
+    assert done.returncode == 2
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1, done.stderr
+    assert word in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("method", "overrides", "word"),
+    [("grpo", (), "saved with model.adapter"), ("dcpo_adapter", ("model.adapter.rank=4",), "cannot be read")],
+)
+def test_a_checkpoint_of_another_adapter_is_one_line(
+    method: str, overrides: tuple[str, ...], word: str, finished: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(finished / "checkpoints", tmp_path / "run" / "checkpoints")
+    before = digests(tmp_path / "run")
+    options = (f"run_dir={tmp_path}/run", *SMALL, "training.steps=5", "training.resume=auto", *overrides)
+    done = run("train", "--config", QUICKSTART / f"{method}.yaml", *options)
+    assert done.returncode == 2
+    lines = done.stderr.strip().splitlines()
+    assert word in lines[-1], done.stderr
+    assert "Traceback" not in done.stderr
+    assert digests(tmp_path / "run") == before
+
+
+@pytest.mark.parametrize("damage", ["adapter_model.safetensors", "confidence.json", "adapter_config.json"])
+def test_a_damaged_adapter_is_one_line(damage: str, finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished / "policy", tmp_path / "policy")
+    path = tmp_path / "policy" / "confidence_adapter" / damage
+    path.write_bytes(path.read_bytes()[:20])
+    options = ("--benchmarks", HELDOUT, "--limit", "2", "--engine", "transformers", "--template", "raw")
+    done = run("evaluate", "--model", tmp_path / "policy", "--out", tmp_path / "out", *options)
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "confidence_adapter" in done.stderr
