@@ -59,11 +59,18 @@ class ParallelConfig:
     """Megatron's parallelism options. Data parallelism is what is left of the world size.
 
     ``recompute_granularity`` ``full``: whole layers, each unit of ``recompute_num_layers`` (``uniform``) or that many of a
-    stage (``block``); ``selective``: ``recompute_modules`` of every layer."""
+    stage (``block``); ``selective``: ``recompute_modules`` of every layer. Layers are divided equally over the pipeline but
+    for ``num_layers_in_{first,last}_pipeline_stage``; ``account_for_{embedding,loss}_in_pipeline_split``: the embedding, the
+    output layer counts as one; ``pipeline_model_parallel_layout``: all stages written out, ``Et*5|(t*6|)*2t*3L``."""
 
     tensor_model_parallel_size: Positive = 1
     pipeline_model_parallel_size: Positive = 1
     virtual_pipeline_model_parallel_size: Positive = 1
+    num_layers_in_first_pipeline_stage: Positive | None = None
+    num_layers_in_last_pipeline_stage: Positive | None = None
+    account_for_embedding_in_pipeline_split: bool = False
+    account_for_loss_in_pipeline_split: bool = False
+    pipeline_model_parallel_layout: str | None = None
     context_parallel_size: Positive = 1
     sequence_parallel: bool = False
     use_distributed_optimizer: bool = False
@@ -317,6 +324,9 @@ def _elsewhere(key: str) -> str | None:
 
 def _check_together(config: Config, source: str) -> None:
     parallel, training = config.parallel, config.training
+    ends = parallel.num_layers_in_first_pipeline_stage or parallel.num_layers_in_last_pipeline_stage
+    counted = parallel.account_for_embedding_in_pipeline_split or parallel.account_for_loss_in_pipeline_split
+    ways = sum(map(bool, (ends, counted, parallel.pipeline_model_parallel_layout)))
     for refused, why in (
         (
             parallel.context_parallel_size > 1,
@@ -330,6 +340,16 @@ def _check_together(config: Config, source: str) -> None:
         (
             parallel.virtual_pipeline_model_parallel_size > 1 and parallel.pipeline_model_parallel_size == 1,
             "parallel.virtual_pipeline_model_parallel_size > 1 needs parallel.pipeline_model_parallel_size > 1",
+        ),
+        (
+            ways > 1,
+            "parallel.num_layers_in_first_pipeline_stage (or last), account_for_embedding_in_pipeline_split (or loss) and "
+            "pipeline_model_parallel_layout divide the layers each in its own way; set one of the three",
+        ),
+        (
+            ways > 0 and parallel.pipeline_model_parallel_size == 1,
+            "parallel.num_layers_in_first_pipeline_stage (or last), account_for_embedding_in_pipeline_split (or loss) and "
+            "pipeline_model_parallel_layout need parallel.pipeline_model_parallel_size > 1",
         ),
         (
             parallel.overlap_param_gather and not parallel.use_distributed_optimizer,

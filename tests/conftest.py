@@ -23,7 +23,7 @@ def shared_data() -> Path:
     return DATA
 
 
-def _save_tiny_model(path: Path, family: str, tied: bool) -> Path:
+def _save_tiny_model(path: Path, family: str, tied: bool, layers: int) -> Path:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -32,7 +32,7 @@ def _save_tiny_model(path: Path, family: str, tied: bool) -> Path:
         "vocab_size": 331,  # prime: padding is needed at every TP size
         "hidden_size": 64,
         "intermediate_size": 96,
-        "num_hidden_layers": 4,
+        "num_hidden_layers": layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 32,
@@ -64,12 +64,13 @@ def _save_tiny_model(path: Path, family: str, tied: bool) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory):
-    """``tiny_models("qwen3", tied=True)`` -> directory of a random four-layer checkpoint of the family."""
-    made: dict[tuple[str, bool], Path] = {}
+    """``tiny_models("qwen3", tied=True)`` -> directory of a random checkpoint of the family, of four layers."""
+    made: dict[tuple[str, bool, int], Path] = {}
 
-    def get(family: str, tied: bool = False) -> Path:
-        if (family, tied) not in made:
-            made[family, tied] = _save_tiny_model(tmp_path_factory.mktemp(f"{family}_{tied}"), family, tied)
-        return made[family, tied]
+    def get(family: str, tied: bool = False, layers: int = 4) -> Path:
+        key = family, tied, layers
+        if key not in made:
+            made[key] = _save_tiny_model(tmp_path_factory.mktemp(f"{family}_{tied}_{layers}"), *key)
+        return made[key]
 
     return get

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from megatron_dcpo.config import Config
 from megatron_dcpo.runtime.dtypes import dtype_bytes
 from megatron_dcpo.weights.architecture import Architecture
+from megatron_dcpo.weights.pipeline import chunk_layers, layers_per_stage
 from megatron_dcpo.weights.planner import Coordinates, Layout, interleavings, padded_vocab_size, plan
 from megatron_dcpo.weights.table import hf_shapes
 
@@ -48,14 +49,14 @@ class State:
         return self.weights + self.gradients + self.main_params + self.moments + self.adapter
 
 
-def adapter_bytes(arch: Architecture, layout: Layout, config: Config) -> int:
+def adapter_bytes(arch: Architecture, layout: Layout, config: Config, stage: int) -> int:
     """Parameters, gradients and moments in fp32 of a pipeline stage's adapter, which every rank has whole."""
     adapter, shapes = config.model.adapter, hf_shapes(arch)
     if adapter is None:
         return 0
     modules = [shapes[name] for name in shapes if name.removesuffix(".weight").rpartition(".")[2] in adapter.targets]
     numbers = sum(adapter.rank * (out + inside) for out, inside in modules)
-    return 16 * numbers // layout.pipeline_model_parallel_size
+    return 16 * numbers * layers_per_stage(arch.num_layers, layout)[stage] // arch.num_layers
 
 
 def stage_state(arch: Architecture, layout: Layout, config: Config, stage: int, data_parallel: int) -> State:
@@ -87,7 +88,7 @@ def stage_state(arch: Architecture, layout: Layout, config: Config, stage: int, 
         gradients=4 * buffer_numel,
         main_params=4 * shard if itemsize == 2 else 0,
         moments=8 * shard,
-        adapter=adapter_bytes(arch, layout, config),
+        adapter=adapter_bytes(arch, layout, config, stage),
     )
 
 
@@ -208,10 +209,11 @@ def layer_bytes(arch: Architecture, layout: Layout, config: Config, recompute: s
     return kept
 
 
-def stage_layers_bytes(arch: Architecture, layout: Layout, config: Config) -> float:
+def stage_layers_bytes(arch: Architecture, layout: Layout, config: Config, stage: int) -> float:
     """The same of all layers of a pipeline stage, as ``parallel.recompute_method`` divides them."""
     parallel, vp = config.parallel, layout.virtual_pipeline_model_parallel_size
-    layers = arch.num_layers // (layout.pipeline_model_parallel_size * vp)  # of a model chunk
+    # of a model chunk, the stage's largest: of an uneven stage the schedule may hold it most often
+    layers = max(map(len, chunk_layers(arch.num_layers, layout)[stage :: layout.pipeline_model_parallel_size]))
     one = layer_bytes(arch, layout, config, parallel.recompute_granularity)
     if parallel.recompute_granularity != "full":
         return vp * layers * one
@@ -230,8 +232,8 @@ def recomputed_share(arch: Architecture, layout: Layout, config: Config) -> floa
         return 0.1 * ("core_attn" in parallel.recompute_modules) + 0.6 * ("mlp" in parallel.recompute_modules)
     if parallel.recompute_method == "uniform":
         return 1.0
-    chunks = layout.pipeline_model_parallel_size * layout.virtual_pipeline_model_parallel_size
-    return min(1.0, parallel.recompute_num_layers * chunks / arch.num_layers)
+    chunks = chunk_layers(arch.num_layers, layout)
+    return sum(min(len(layers), parallel.recompute_num_layers) for layers in chunks) / arch.num_layers
 
 
 def _mlp(w: Widths, transformer_engine: bool) -> float:
@@ -283,9 +285,9 @@ def kept_per_token(arch: Architecture, layout: Layout, config: Config, stage: in
     """Bytes per token that a rank of pipeline ``stage`` keeps of ``flying`` micro-batches"""
     pp, vp = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
     w, recompute = widths(arch, layout, config), config.parallel.recompute_granularity
-    kept = flying * stage_layers_bytes(arch, layout, config)
+    kept = flying * stage_layers_bytes(arch, layout, config, stage)
     if config.model.adapter is not None:  # keys and values, which the statements read
-        kept += flying * (arch.num_layers // pp) * 2 * w.keys * w.bytes
+        kept += flying * layers_per_stage(arch.num_layers, layout)[stage] * 2 * w.keys * w.bytes
     if pp > 1:
         # A chunk's output stays until its backward pass; its input only as the first layer's, except that the local
         # bf16 norm keeps a copy in fp32. The first chunk receives nothing, the last sends nothing.

@@ -13,6 +13,7 @@ from megatron_dcpo.planning.memory import Activations, State, stage_activations,
 from megatron_dcpo.planning.traffic import Rates, Seconds, Traffic, Work, step_seconds, step_traffic
 from megatron_dcpo.runtime.dtypes import dtype_bytes
 from megatron_dcpo.weights.architecture import Architecture, read_architecture
+from megatron_dcpo.weights.pipeline import layers_per_stage
 from megatron_dcpo.weights.planner import Layout, check_layout, check_recomputation
 from megatron_dcpo.weights.reshard_plan import check_engine, most_received
 from megatron_dcpo.weights.table import kv_bytes_per_token, number_of_parameters
@@ -128,7 +129,7 @@ def make_plan(config: Config, machine: Machine, rates: Rates | None = None) -> P
     # on GPUs ``auto`` means Transformer Engine, whatever this machine has
     layout = Layout.of(config.model, config.parallel, config.model.transformer_impl != "local")
     check_layout(arch, layout)
-    check_recomputation(arch, config.parallel)
+    check_recomputation(arch, layout, config.parallel)
     data_parallel = _check_gpus(layout, machine.gpus)
     work, tokens, scored, per_update = _work(config, layout, machine, data_parallel)
     engine = _engine(arch, config, machine)
@@ -345,11 +346,12 @@ def _engine_advice(plan: Plan, limit: float) -> list[str]:
 def as_dict(plan: Plan) -> dict[str, Any]:
     """The plan as plain data; sizes in bytes, times in seconds."""
     stages = []
-    for stage in plan.stages:
+    for stage, layers in zip(plan.stages, layers_per_stage(plan.arch.num_layers, plan.layout), strict=True):
         acts = stage.activations
         stages.append(
             {
                 "stage": stage.stage,
+                "layers": layers,
                 **asdict(stage.state),
                 "activations": acts.layers,
                 "logits": acts.logits,

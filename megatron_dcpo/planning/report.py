@@ -13,6 +13,7 @@ from rich.table import Table
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.planning.plan import GB, Plan, advice, less_recomputation
+from megatron_dcpo.weights.pipeline import layers_per_stage
 from megatron_dcpo.weights.table import number_of_parameters
 
 
@@ -20,11 +21,13 @@ def print_plan(plan: Plan) -> None:
     """Memory, traffic, time and verdict to stdout. GB are 1e9 bytes."""
     console = Console(width=118, highlight=False)
     layout, config = plan.layout, plan.config
+    layers = layers_per_stage(plan.arch.num_layers, layout)
     parameters = number_of_parameters(plan.arch)
     console.print(
         f"{plan.arch.name}, {parameters / 1e9:.2f} billion parameters, on {plan.machine.gpus} GPUs: "
         f"TP {layout.tensor_model_parallel_size} x PP {layout.pipeline_model_parallel_size} x DP {plan.data_parallel}"
         + (f", VPP {v}" if (v := layout.virtual_pipeline_model_parallel_size) > 1 else "")
+        + (f", {'-'.join(map(str, layers))} layers" if len(layers) > 1 else "")
         + (", sequence parallel" if config.parallel.sequence_parallel else "")
         + (", distributed optimizer" if config.parallel.use_distributed_optimizer else "")
         + f", recomputation {config.parallel.recompute_granularity}"

@@ -8,6 +8,7 @@ from megatron_dcpo.config import Config
 from megatron_dcpo.planning.memory import recomputed_share
 from megatron_dcpo.runtime.dtypes import dtype_bytes
 from megatron_dcpo.weights.architecture import Architecture
+from megatron_dcpo.weights.pipeline import layers_per_stage
 from megatron_dcpo.weights.planner import Layout, padded_vocab_size
 
 
@@ -75,7 +76,7 @@ def step_traffic(
     tokens = work.tokens / data_parallel  # of a replica
     hidden = tokens * arch.hidden_size * b
     ring = (tp - 1) / tp * hidden
-    layers = arch.num_layers / pp
+    layers = max(layers_per_stage(arch.num_layers, layout))
     # Two linear pairs per layer. Each way an all-reduce, or an all-gather and a reduce-scatter: the same bytes; sequence
     # parallelism gathers the two inputs once more for the gradient of the weights.
     forward, backward = 4 * ring * layers, (6 if parallel.sequence_parallel else 4) * ring * layers
@@ -95,12 +96,26 @@ def forward_flops(arch: Architecture, layout: Layout, work: Work) -> float:
 
 def sequence_flops(arch: Architecture, layout: Layout, tokens: int, length: float) -> float:
     """The same for ``tokens`` in sequences of ``length``."""
+    per_layer, output = _flops_per_token(arch, layout, length)
+    return tokens * (arch.num_layers * per_layer + output)
+
+
+def slowest_stage(arch: Architecture, layout: Layout, length: float) -> float:
+    """Work of the pipeline stage that has most, the output layer counted, over the mean of the stages."""
+    per_layer, output = _flops_per_token(arch, layout, length)
+    work = [layers * per_layer for layers in layers_per_stage(arch.num_layers, layout)]
+    work[-1] += output
+    return max(work) * len(work) / sum(work)
+
+
+def _flops_per_token(arch: Architecture, layout: Layout, length: float) -> tuple[float, float]:
+    """Of a layer, of the output layer."""
     d = arch.kv_channels
     q, k = arch.num_attention_heads * d, arch.num_query_groups * d
     h, f = arch.hidden_size, arch.ffn_hidden_size
     # the last term: scores and values over half the length
     per_layer = 2 * (h * (q + 2 * k) + q * h + 3 * h * f) + 2 * q * length
-    return tokens * (arch.num_layers * per_layer + 2 * h * padded_vocab_size(arch, layout))
+    return per_layer, 2 * h * padded_vocab_size(arch, layout)
 
 
 def step_seconds(
@@ -121,13 +136,14 @@ def step_seconds(
     sequences an engine decodes at once.
 
     A rollout reads the engine's weights and the running sequences' keys and values once per token position; a training
-    pass computes at ``mfu`` of the peak and waits for the pipeline to fill, (PP - 1) / (micro-batches x VPP) of its time.
+    pass computes at ``mfu`` of the peak and waits for the slowest stage and for the pipeline to fill, (PP - 1) /
+    (micro-batches x VPP) of its time.
     """
     tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
     per_second = gpus * rates.peak_tflops * 1e12 * rates.mfu
     # micro_batches covers all updates of a step; the pipeline fills once for each.
     bubble = 1 + (pp - 1) * work.updates / (work.micro_batches * layout.virtual_pipeline_model_parallel_size)
-    forward = forward_flops(arch, layout, work) / per_second * bubble
+    forward = forward_flops(arch, layout, work) / per_second * bubble * slowest_stage(arch, layout, work.length)
     factor = 3 + recomputed_share(arch, layout, config)
     rounds = -(-responses_per_engine // max(1, concurrent))
     at_once = min(concurrent, responses_per_engine)

@@ -19,6 +19,7 @@ from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.weights.architecture import Architecture, read_architecture
 from megatron_dcpo.weights.hf_checkpoint import HFReader, load_into
 from megatron_dcpo.weights.planner import (
+    UNEVEN_PIPELINE,
     Coordinates,
     Copy,
     Layout,
@@ -34,6 +35,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 logger = logging.getLogger(__name__)
@@ -92,6 +94,7 @@ def transformer_config(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size if interleaved else None,
+        **_uneven_pipeline(parallel),
         # Of two interleaved stages each is the other's next and previous; only the overlapped transfers keep them apart.
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
@@ -115,6 +118,14 @@ def transformer_config(
     )
 
 
+def _uneven_pipeline(parallel: ParallelConfig) -> dict[str, Any]:
+    options = {option: getattr(parallel, option) for option in UNEVEN_PIPELINE}
+    if parallel.pipeline_model_parallel_size == 2 and options["num_layers_in_first_pipeline_stage"]:
+        # The last stage has the rest anyway; told of both, Megatron divides by its number of stages in between.
+        options["num_layers_in_last_pipeline_stage"] = None
+    return options
+
+
 def build_policy(model: ModelConfig, parallel: ParallelConfig, topology: Topology, training: bool = True) -> Policy:
     """Build this rank's chunks and load their slices of ``model.path``, wrapped in Megatron's DDP when ``training`` and
     frozen otherwise.
@@ -127,7 +138,7 @@ def build_policy(model: ModelConfig, parallel: ParallelConfig, topology: Topolog
         logger.info("layers: %s", "Transformer Engine" if engine else "local (model.transformer_impl=local)")
     layout = Layout.of(model, parallel, engine)
     check_layout(arch, layout)
-    check_recomputation(arch, parallel)
+    check_recomputation(arch, layout, parallel)
     reader = HFReader(model.path)
     reader.check(arch)
     config = transformer_config(arch, parallel, torch_dtype(model.params_dtype), engine)
@@ -148,9 +159,10 @@ def build_policy(model: ModelConfig, parallel: ParallelConfig, topology: Topolog
 def _build_chunk(arch: Architecture, layout: Layout, config: TransformerConfig, at: Coordinates) -> GPTModel:
     pp, vp = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
     spec = layer_spec(config, layout.transformer_engine)
+    layers = get_num_layers_to_build(config, at.virtual if vp > 1 else None, at.pipeline)
     gpt = GPTModel(
         config=config,
-        transformer_layer_spec=block_spec(spec, arch.num_layers // (pp * vp), layout.transformer_engine),
+        transformer_layer_spec=block_spec(spec, layers, layout.transformer_engine),
         vocab_size=padded_vocab_size(arch, layout),
         max_sequence_length=arch.max_position_embeddings,
         pre_process=at.pipeline == at.virtual == 0,

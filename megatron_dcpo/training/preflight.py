@@ -39,8 +39,9 @@ def check_wandb(config: Config) -> None:
 def check_model(config: Config) -> Architecture:
     """The architecture, checked against the parallel layout. Raises :class:`UserError`."""
     arch = read_architecture(config.model.path)
-    check_layout(arch, Layout.of(config.model, config.parallel))
-    check_recomputation(arch, config.parallel)
+    layout = Layout.of(config.model, config.parallel)
+    check_layout(arch, layout)
+    check_recomputation(arch, layout, config.parallel)
     return arch
 
 

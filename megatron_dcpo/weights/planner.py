@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.weights.architecture import Architecture
+from megatron_dcpo.weights.pipeline import chunk_layers
 from megatron_dcpo.weights.table import (
     EMBEDDING_ROW,
     FINAL_NORM_ROW,
@@ -30,6 +31,14 @@ from megatron_dcpo.weights.table import (
     hf_shapes,
     layer_rows,
     output_row,
+)
+
+UNEVEN_PIPELINE = (  # options that divide the layers other than equally
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout",
 )
 
 
@@ -42,6 +51,11 @@ class Layout:
     virtual_pipeline_model_parallel_size: int = 1
     make_vocab_size_divisible_by: int = 128
     transformer_engine: bool = False
+    num_layers_in_first_pipeline_stage: int | None = None
+    num_layers_in_last_pipeline_stage: int | None = None
+    account_for_embedding_in_pipeline_split: bool = False
+    account_for_loss_in_pipeline_split: bool = False
+    pipeline_model_parallel_layout: str | None = None
 
     @classmethod
     def of(cls, model: ModelConfig, parallel: ParallelConfig, transformer_engine: bool = False) -> Layout:
@@ -52,6 +66,7 @@ class Layout:
             parallel.virtual_pipeline_model_parallel_size,
             model.make_vocab_size_divisible_by,
             transformer_engine,
+            *(getattr(parallel, option) for option in UNEVEN_PIPELINE),
         )
 
 
@@ -91,21 +106,20 @@ def padded_vocab_size(arch: Architecture, layout: Layout) -> int:
     return -(-arch.vocab_size // multiple) * multiple
 
 
-def check_recomputation(arch: Architecture, parallel: ParallelConfig) -> None:
+def check_recomputation(arch: Architecture, layout: Layout, parallel: ParallelConfig) -> None:
     """Raise :class:`UserError` when the units of a uniform recomputation do not divide a model chunk."""
-    chunks = parallel.pipeline_model_parallel_size * parallel.virtual_pipeline_model_parallel_size
-    layers, unit = arch.num_layers // chunks, parallel.recompute_num_layers
-    if parallel.recompute_method == "uniform" and layers % unit:
-        raise UserError(
-            f"parallel.recompute_num_layers={unit} does not divide the {layers} layers of a pipeline stage's chunk; "
-            "choose a divisor, or parallel.recompute_method=block"
-        )
+    unit = parallel.recompute_num_layers
+    for layers in map(len, chunk_layers(arch.num_layers, layout)):
+        if parallel.recompute_method == "uniform" and layers % unit:
+            raise UserError(
+                f"parallel.recompute_num_layers={unit} does not divide the {layers} layers of a pipeline stage's chunk; "
+                "choose a divisor, or parallel.recompute_method=block"
+            )
 
 
 def check_layout(arch: Architecture, layout: Layout) -> None:
     """Raise :class:`UserError` for a layout that does not divide the model."""
     tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
-    stages = pp * layout.virtual_pipeline_model_parallel_size
     for what, size in (
         ("attention heads", arch.num_attention_heads),
         ("query groups (key/value heads)", arch.num_query_groups),
@@ -116,11 +130,7 @@ def check_layout(arch: Architecture, layout: Layout) -> None:
                 f"parallel.tensor_model_parallel_size={tp} does not divide the model's {size} {what}; "
                 f"choose a divisor of {size}"
             )
-    if arch.num_layers % stages:
-        raise UserError(
-            f"parallel.pipeline_model_parallel_size={pp} (x virtual stages = {stages}) does not divide the model's "
-            f"{arch.num_layers} layers; choose a divisor of {arch.num_layers}"
-        )
+    chunk_layers(arch.num_layers, layout)
     if layout.virtual_pipeline_model_parallel_size > 1 and pp == 1:
         raise UserError("parallel.virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size > 1")
 
@@ -154,18 +164,17 @@ def _chunk_rows(arch: Architecture, layout: Layout, at: Coordinates) -> Iterator
     """The rows of one model chunk with the global layer number filled in on the Hugging Face side."""
     pp, vp = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
     first, last = at.pipeline == at.virtual == 0, at.pipeline == pp - 1 and at.virtual == vp - 1
-    per_chunk = arch.num_layers // (pp * vp)
-    offset = (at.virtual * pp + at.pipeline) * per_chunk
+    layers = chunk_layers(arch.num_layers, layout)[at.virtual * pp + at.pipeline]
     if first:
         yield EMBEDDING_ROW, True
-    for local in range(per_chunk):
+    for local, layer in enumerate(layers):
         for row in layer_rows(arch):
             megatron = row.megatron.format(layer=local)
             if layout.transformer_engine:
                 prefix = f"decoder.layers.{local}."
                 name = megatron.removeprefix(prefix)
                 megatron = prefix + TRANSFORMER_ENGINE_NAMES.get(name, name)
-            yield Row(megatron, tuple(name.format(layer=offset + local) for name in row.hf), row.interleaving), True
+            yield Row(megatron, tuple(name.format(layer=layer) for name in row.hf), row.interleaving), True
     if last:
         yield FINAL_NORM_ROW, True
         if not (arch.tied_embeddings and first):  # tied and on the embedding's own stage: Megatron shares the tensor

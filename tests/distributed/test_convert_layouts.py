@@ -25,8 +25,8 @@ MODELS = [
 LAYOUTS = {
     "one": (1, {"use_distributed_optimizer": True}),
     "tp2": (2, {"tensor_model_parallel_size": 2}),
-    "pp2": (2, {"pipeline_model_parallel_size": 2}),
     "pp2_virtual2": (2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
+    "pp2_uneven": (2, {"pipeline_model_parallel_size": 2, "num_layers_in_last_pipeline_stage": 1}),
     "tp2_pp2": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
     "tp4": (4, {"tensor_model_parallel_size": 4}),
 }

@@ -27,6 +27,26 @@ LAYOUTS = {
 }
 
 
+PP2 = {"pipeline_model_parallel_size": 2}
+# number of layers, processes, options
+UNEVEN = {
+    "pp2_first": (5, 2, PP2 | {"num_layers_in_first_pipeline_stage": 2}),
+    "pp2_written_packed": (
+        5,
+        2,
+        PP2 | {"pipeline_model_parallel_layout": "Et*3|t*2L", "sequence_packing": True},
+    ),
+    "pp2_virtual2_first": (
+        6,
+        2,
+        PP2 | {"virtual_pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 2},
+    ),
+    "pp2_embedding_counts": (5, 2, PP2 | {"account_for_embedding_in_pipeline_split": True}),
+    "pp3_first": (5, 3, {"pipeline_model_parallel_size": 3, "num_layers_in_first_pipeline_stage": 1}),
+}
+# what a run saved at "pp2_first" continues at
+RESUMED = {"pp2_written": PP2 | {"pipeline_model_parallel_layout": "Et*4|tL"}, "dp2": {}}
+
 ONE_PROCESS = [("qwen3", False), ("qwen3", True), ("llama", False), ("qwen2", True)]
 SEVERAL = [("qwen3", True), ("llama", False)]
 MICRO_BATCHES = (1, 3, 12)
@@ -44,6 +64,16 @@ def runs(tiny_models, tmp_path_factory):
     for layout, (processes, parallel) in LAYOUTS.items():
         options = {"parallel": parallel, "probe": True, "bucket_bytes": 20_000}
         wanted |= {(layout, *which): (processes, model(*which) | options) for which in SEVERAL}
+    for layout, (layers, processes, parallel) in UNEVEN.items():
+        deep = {"model": str(tiny_models("qwen3", True, layers)), "probe": True}
+        saves = {"save": "checkpoints"} if layout == "pp2_first" else {}
+        wanted[layout] = processes, deep | {"parallel": parallel, "bucket_bytes": 20_000} | saves
+        wanted["one", layers] = 1, deep
+        wanted |= {
+            ("resumed", name): (2, deep | {"parallel": other, "load": "checkpoints", "steps": 2, "probe": False})
+            for name, other in RESUMED.items()
+            if saves
+        }
     wanted["bf16"] = 2, model("qwen3") | {"dtype": "bf16", "parallel": {"use_distributed_optimizer": True}}
     made = {}
 
@@ -83,9 +113,24 @@ def test_one_process_equals_transformers(tiny_models, one_process, family, tied)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("family", "tied"), SEVERAL)
 def test_layout_equals_one_process(runs, one_process, layout, family, tied):
-    _, parallel = LAYOUTS[layout]
-    ranks = runs(layout, family, tied)
-    expected = one_process(family, tied)
+    agrees(runs(layout, family, tied), one_process(family, tied), LAYOUTS[layout][1])
+
+
+@pytest.mark.parametrize("layout", UNEVEN)
+def test_uneven_pipeline_equals_one_process(runs, layout):
+    layers, _, parallel = UNEVEN[layout]
+    agrees(runs(layout), runs("one", layers)[0], parallel)
+
+
+@pytest.mark.parametrize("layout", RESUMED)
+def test_resumes_at_another_division_of_the_layers(runs, layout):
+    """Saved after one step at 2 + 3 layers: the next steps are those of the run that went on."""
+    went_on, resumed = runs("pp2_first")[0], runs("resumed", layout)[0]
+    np.testing.assert_allclose(resumed["losses"], went_on["losses"][1:], rtol=1e-5)
+    np.testing.assert_allclose(resumed["norms"], went_on["norms"][1:], rtol=2e-5)
+
+
+def agrees(ranks, expected, parallel):
     logprobs = {index: values for rank in ranks for index, values in rank["logprobs"].items()}
     for index, values in expected["logprobs"].items():
         np.testing.assert_allclose(logprobs[index], values, atol=1e-4)

@@ -13,8 +13,8 @@ OVERLAP = {**DISTRIBUTED, "overlap_grad_reduce": True}
 @pytest.mark.parametrize(
     ("family", "tied", "parallel"),
     [
-        ("qwen2", True, {"pipeline_model_parallel_size": 2}),
         ("llama", False, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
+        ("qwen2", True, {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 1}),
         ("qwen3", False, {}),  # two data-parallel ranks
     ],
 )

@@ -15,6 +15,7 @@ from megatron_dcpo.policy.optimizer import build_optimizer
 from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.runtime.distributed import all_gather_objects, barrier
 from megatron_dcpo.weights.architecture import read_architecture
+from megatron_dcpo.weights.planner import UNEVEN_PIPELINE
 from tests.distributed.cases.common import initialize_layout
 
 from megatron.core import dist_checkpointing, parallel_state  # isort: skip
@@ -50,6 +51,7 @@ def stock_chunks(arch, vocab_size, dtype, parallel, **config_options):
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=True,
+        **{option: getattr(parallel, option) for option in UNEVEN_PIPELINE},
         **config_options,
     )
     if capabilities().transformer_engine:  # the stand-in

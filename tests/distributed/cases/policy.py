@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from megatron_dcpo.checkpoints.state import load_checkpoint
 from megatron_dcpo.config import ParallelConfig
 from megatron_dcpo.policy.gradient_probe import probe_block_gradients
 from megatron_dcpo.policy.model import build_policy
@@ -19,6 +21,7 @@ from megatron_dcpo.rollout import TransformersEngine
 from megatron_dcpo.runtime.distributed import all_gather_objects
 from megatron_dcpo.weights.reshard import Traffic, export_buckets, plan_for
 from tests.distributed.cases.common import config_for_test, initialize_layout, samples_for_test, shared_out
+from tests.distributed.cases.optimizer_shards import save
 
 
 def compare_with_engine(policy, options, samples, splits):
@@ -72,6 +75,8 @@ def run(options: dict[str, Any]) -> Any:
         return sum(part["loss"] for rank in all_gather_objects(parts if once else []) for part in rank)
 
     losses, norms, probes = [], [], []
+    if "load" in options:
+        load_checkpoint(Path(options["out"]) / options["load"], 1, policy, optimizer, scheduler)
     for step in range(options.get("steps", 3)):
         zero_gradients(policy, optimizer)
         if step < 2 and options.get("probe"):
@@ -97,6 +102,8 @@ def run(options: dict[str, Any]) -> Any:
         scheduler.step(1)
         losses.append(everywhere(collected))
         norms.append(norm)
+        if step == 0 and "save" in options:
+            save(Path(options["out"]) / options["save"], policy, optimizer, scheduler, topology)
 
     weights, difference = compare_with_engine(policy, options, mine, splits)
     return {

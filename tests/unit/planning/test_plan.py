@@ -10,7 +10,7 @@ from megatron_dcpo.policy import output_layer
 from megatron_dcpo.weights.architecture import parse_architecture
 from megatron_dcpo.weights.planner import Layout
 from megatron_dcpo.weights.reshard_plan import reshard_plan
-from tests.helpers.paths import EXAMPLES
+from tests.helpers.paths import EXAMPLES, REPOSITORY
 
 LLAMA_70B = {
     "architectures": ["LlamaForCausalLM"],
@@ -141,3 +141,29 @@ def test_less_recomputation_is_named_where_it_fits(plan):
     assert line in plan(64, *small, json_output=False)[1]
     assert line not in plan(64, *small, "parallel.recompute_granularity=none", json_output=False)[1]
     assert line not in plan(64, *small, "--gpu-memory-gb", "20", json_output=False)[1]
+
+
+def test_layers_of_every_stage_are_shown(capsys):
+    """40 layers on 8 stages, fewer where the output layer is: the time of the slowest stage falls, nothing else changes."""
+    config, model = str(EXAMPLES / "qwen3_14b" / "math" / "dcpo.yaml"), REPOSITORY / "tests/fixtures/models/Qwen3-14B"
+    command = ["plan", "--config", config, "--gpus", "64", f"model.path={model}", f"{PP}=8", f"{TP}=4"]
+    written = "parallel.pipeline_model_parallel_layout=Et*5|(t*5|)*4(t*6|)*2t*3L"
+    found = {}
+    for name, options in (("even", []), ("uneven", [written])):
+        assert main([*command, *options]) == 0
+        assert f"{'-'.join('5' * 8) if name == 'even' else '5-5-5-5-5-6-6-3'} layers" in capsys.readouterr().out
+        assert main([*command, *options, "--json"]) == 0
+        found[name] = json.loads(capsys.readouterr().out)
+    even, uneven = found["even"], found["uneven"]
+    assert [stage["layers"] for stage in uneven["stages"]] == [5, 5, 5, 5, 5, 6, 6, 3]
+    assert sum(stage["numel"] for stage in uneven["stages"]) == sum(stage["numel"] for stage in even["stages"])
+    layer = even["stages"][1]["numel"] // 5
+    numel = [stage["numel"] for stage in uneven["stages"]]
+    assert [b - a for a, b in zip([s["numel"] for s in even["stages"]], numel, strict=True)] == [
+        *[0] * 5, layer, layer, -2 * layer
+    ]  # fmt: skip
+    # work: 6 layers against 5 and the output layer, which is 2.1 layers' (attention over 4,024 tokens counted)
+    q, k, h = 40 * 128, 8 * 128, 5120
+    flops = 2 * (h * (q + 2 * k) + q * h + 3 * h * 17408) + 2 * q * 4024
+    slowest = 6 * flops / (5 * flops + 2 * h * 152064)
+    assert uneven["step_seconds"]["update"] / even["step_seconds"]["update"] == pytest.approx(slowest, rel=1e-6)

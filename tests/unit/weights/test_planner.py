@@ -20,10 +20,13 @@ def architecture(**changes) -> Architecture:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", ["Qwen3ForCausalLM", "LlamaForCausalLM", "Qwen2ForCausalLM"])
-@pytest.mark.parametrize(("tp", "pp", "vp"), [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 2), (4, 4, 1)])
-def test_primary_copies_cover_every_element_once(name, tied, tp, pp, vp):
+@pytest.mark.parametrize(
+    ("tp", "pp", "vp", "first"),
+    [(1, 1, 1, None), (2, 1, 1, None), (4, 1, 1, None), (1, 2, 1, 3), (2, 2, 2, None), (4, 3, 1, 2), (4, 4, 1, None)],
+)
+def test_primary_copies_cover_every_element_once(name, tied, tp, pp, vp, first):
     arch = architecture(architectures=[name], tie_word_embeddings=tied)
-    layout = Layout(tp, pp, vp, make_vocab_size_divisible_by=8, transformer_engine=tp == 2)
+    layout = Layout(tp, pp, vp, 8, transformer_engine=tp == 2, num_layers_in_first_pipeline_stage=first)
     count = {hf: np.zeros(shape, int) for hf, shape in hf_shapes(arch).items()}
     for at in [Coordinates(t, p, v) for t in range(tp) for p in range(pp) for v in range(vp)]:
         for copy in plan(arch, layout, at):

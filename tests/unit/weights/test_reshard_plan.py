@@ -27,6 +27,9 @@ def cells(name, dim, start, stop):
     return {(name, dim, index) for index in range(start, stop)}
 
 
+UNEVEN = Layout(2, 2, num_layers_in_first_pipeline_stage=1)
+
+
 def held_by(arch, layout, rank):
     tensor, pipeline = rank % layout.tensor_model_parallel_size, rank // layout.tensor_model_parallel_size
     held = set()
@@ -39,7 +42,7 @@ def held_by(arch, layout, rank):
 @pytest.mark.parametrize("engine_tp", [1, 2, 4, 8])
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize(
-    "layout", [Layout(1, 1), Layout(2, 1), Layout(1, 2), Layout(2, 2), Layout(4, 1), Layout(1, 2, 2)]
+    "layout", [Layout(1, 1), Layout(2, 1), Layout(1, 2), Layout(2, 2), Layout(4, 1), Layout(1, 2, 2), UNEVEN]
 )
 @pytest.mark.parametrize(("kind", "tied"), [("qwen3", True), ("llama", False), ("qwen2", True)])
 def test_every_missing_byte_arrives_once(kind, tied, layout, replicas, engine_tp):
@@ -76,7 +79,7 @@ def test_owners_hold_what_they_send_and_buckets_are_in_order():
 
 
 @pytest.mark.parametrize("engine_tp", [1, 2, 8])
-@pytest.mark.parametrize("layout", [Layout(1, 1), Layout(2, 1), Layout(1, 2), Layout(2, 2)])
+@pytest.mark.parametrize("layout", [Layout(1, 1), Layout(2, 1), Layout(1, 2), Layout(2, 2), UNEVEN])
 @pytest.mark.parametrize("bucket_bytes", [1100, 4000, 2**16, 2**20])
 def test_peak_is_one_bucket(bucket_bytes, layout, engine_tp):
     """Whatever is larger comes in chunks: neighbours in order, one of a tensor per bucket, together the rank's slice."""
