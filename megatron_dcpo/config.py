@@ -170,12 +170,39 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, config=_STRICT)
+class ValidationConfig:
+    """Validation every ``interval`` steps (0: off), before the first (``at_start``) and after the last one, by the run's own
+    engine. ``benchmarks``: as ``dcpo evaluate --benchmarks``, or a list; the first ``limit`` problems of each (0: all),
+    ``samples`` responses to each. Sampling: the paper's evaluation. ``max_tokens`` 0: ``rollout.max_response_length``."""
+
+    interval: NonNegative = 0
+    benchmarks: str | tuple[str, ...] = ""
+    samples: Positive = 1
+    limit: NonNegative = 0
+    at_start: bool = True
+    temperature: Annotated[float, Field(gt=0)] = 0.7
+    top_p: Annotated[float, Field(gt=0, le=1)] = 0.8
+    top_k: NonNegative = 20
+    max_tokens: NonNegative = 0
+    seed: int = 0
+
+
+@dataclass(frozen=True, config=_STRICT)
+class EarlyStop:
+    """The run ends when ``patience`` validations in a row have not improved on the best ``metric`` before them."""
+
+    metric: str
+    patience: Positive = 3
+
+
+@dataclass(frozen=True, config=_STRICT)
 class TrainingConfig:
     """``updates_per_rollout``: optimizer steps on one rollout (mini-batches). ``save_interval`` 0: only at the end.
 
     ``async_save`` writes checkpoints beside the training (``auto``: on a GPU); ``max_nonfinite_steps`` skipped updates
     in a row end the run; a phase longer than ``phase_warning_seconds`` is reported with the place where every rank
-    waits. ``profile_steps``: steps of which the first rank leaves a trace in ``profile/``."""
+    waits. ``profile_steps``: steps of which the first rank leaves a trace in ``profile/``. ``keep_best``: BENCHMARK/METRIC
+    or METRIC of the validation, whose best checkpoint is kept beside the newest ``keep_checkpoints``."""
 
     steps: Positive = 120
     updates_per_rollout: Positive = 1
@@ -183,6 +210,8 @@ class TrainingConfig:
     max_tokens_per_micro_batch: Positive = 16384
     save_interval: NonNegative = 20
     keep_checkpoints: Positive = 2
+    keep_best: str = ""
+    early_stop: EarlyStop | None = None
     resume: Literal["none", "auto"] = "none"
     export_hf: bool = True
     gradient_probe_interval: NonNegative = 10
@@ -219,6 +248,7 @@ class Config:
     objective: ObjectiveConfig = dataclasses.field(default_factory=ObjectiveConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     training: TrainingConfig = dataclasses.field(default_factory=TrainingConfig)
+    evaluation: ValidationConfig = dataclasses.field(default_factory=ValidationConfig)
     logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)
 
 
@@ -371,6 +401,15 @@ def _check_together(config: Config, source: str) -> None:
         (
             config.optimizer.min_lr > config.optimizer.lr,
             f"optimizer.min_lr={config.optimizer.min_lr} is above optimizer.lr={config.optimizer.lr}",
+        ),
+        (
+            not config.evaluation.interval and bool(training.keep_best or training.early_stop),
+            "training.keep_best and training.early_stop need evaluation.interval: every how many steps to validate",
+        ),
+        (
+            config.evaluation.interval > 0 and not config.evaluation.benchmarks,
+            f"evaluation.interval={config.evaluation.interval} needs evaluation.benchmarks, for instance math500 or "
+            "NAME=PATH",
         ),
     ):
         if refused:

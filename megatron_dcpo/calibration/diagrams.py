@@ -182,6 +182,22 @@ def logged_curves(
     return [c for c in curves if any(len(_series(rows, key)[0]) for rows in runs.values() for key in c.keys)]
 
 
+def validation_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Curve]:
+    """Those of the held-out problems on which any of the runs was validated."""
+    keys = (key.split("/") for rows in runs.values() for row in rows for key in row if key.startswith("evaluation/"))
+    return [
+        curve
+        for name in dict.fromkeys(parts[1] for parts in keys)
+        for key in (f"evaluation/{name}/",)
+        for curve in (
+            Curve(f"{name}: accuracy", (key + "accuracy",), percent=True),
+            Curve(f"{name}: mean confidence", (key + "mean_confidence",), percent=True),
+            Curve(f"{name}: ECE (solid), Brier (dashed)", (key + "ece", key + "brier")),
+            Curve(f"{name}: AUROC", (key + "auroc",)),
+        )
+    ]
+
+
 # ------------------------------------------------------------------------------------------------ panels
 
 
@@ -243,7 +259,7 @@ def draw_curve(axes: Axes, runs: Mapping[str, Sequence[Mapping[str, Any]]], curv
             axes.plot(steps, values, linestyle=style, color=color, linewidth=0.7, alpha=0.28)
             label = _literal(name) if key == curve.keys[0] else None
             axes.plot(steps, _running_mean(values), linestyle=style, color=color, linewidth=1.7, label=label)
-    axes.set_title(curve.title, loc="left", fontsize=9.5)
+    axes.set_title(_literal(curve.title), loc="left", fontsize=9.5)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
     axes.set_xlabel("Step")
     if curve.percent:

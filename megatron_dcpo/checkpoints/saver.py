@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 import os
 import queue
 import shutil
@@ -32,6 +33,7 @@ from megatron_dcpo.checkpoints.manifest import (
     sync_directory,
     write_manifest,
 )
+from megatron_dcpo.conversion.megatron_checkpoint import BEST
 from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.runtime.distributed import all_gather_objects, barrier, broadcast_object, max_over_ranks
 from megatron_dcpo.runtime.files import write_atomically
@@ -84,7 +86,8 @@ class Saver:
 
     ``background``: :meth:`begin` returns as soon as the state is copied, into memory that is kept for the next save.
     ``replicas``: the ranks that hold the same weights share the writing of them. ``damaged``: iterations that failed
-    their check; they do not count among those to keep.
+    their check; they do not count among those to keep. ``best``: what ``best.json`` is to say of the best one, which is
+    kept.
     """
 
     def __init__(
@@ -93,6 +96,7 @@ class Saver:
         self.directory, self.rank, self.keep, self.background = directory, rank, keep, background
         self.replicas = replicas
         self.damaged: set[int] = set()
+        self.best: dict[str, Any] | None = None
         self._pending: Pending | None = None
         self._known: _Plan | None = None
 
@@ -188,6 +192,8 @@ class Saver:
         """Rank 0: metadata, manifest, the final name, the announcement; then remove what is too old."""
         try:
             self._rename(pending, written)
+            if self.best and iteration_dir(self.directory, self.best["iteration"]).is_dir():
+                write_atomically(self.directory / BEST, json.dumps(self.best) + "\n")
             self._prune()
         except Exception as refused:  # nothing may be lost in the thread
             pending.error = _line(refused)
@@ -210,6 +216,8 @@ class Saver:
 
     def _prune(self) -> None:
         kept = [iteration for iteration in iterations(self.directory) if iteration not in self.damaged][-self.keep :]
+        if self.best:
+            kept.append(self.best["iteration"])
         for iteration in iterations(self.directory):
             if iteration not in kept and iteration not in self.damaged:
                 shutil.rmtree(iteration_dir(self.directory, iteration), ignore_errors=True)

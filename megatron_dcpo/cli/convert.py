@@ -64,6 +64,10 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
         help="Megatron checkpoint, or the directory whose latest_checkpointed_iteration.txt names one",
     )  # fmt: skip
     parser.add_argument(
+        "--checkpoint", choices=("latest", "best"), default="latest",
+        help="which of a training's checkpoints: the newest, or the one that training.keep_best kept",
+    )  # fmt: skip
+    parser.add_argument(
         "--to", "--hf-path", "--save-dir", dest="target", type=Path, required=True, metavar="DIR",
         help="Hugging Face directory to write",
     )  # fmt: skip
@@ -114,7 +118,12 @@ def run(args: argparse.Namespace) -> int:
             )
         else:
             result = export_checkpoint(
-                args.source, args.target, hf_config=args.hf_config, max_shard_bytes=args.max_shard_size, **common
+                args.source,
+                args.target,
+                which=args.checkpoint,
+                hf_config=args.hf_config,
+                max_shard_bytes=args.max_shard_size,
+                **common,
             )
     print(json.dumps(result.__dict__, indent=1) if args.json else _line(result))
     return 0

@@ -245,6 +245,7 @@ def export_checkpoint(
     source: Path,
     target: Path,
     *,
+    which: str = "latest",
     hf_config: Path | None = None,
     max_shard_bytes: int | None = None,
     verify: bool = False,
@@ -253,13 +254,13 @@ def export_checkpoint(
 ) -> Conversion:
     """Write the model of the Megatron checkpoint ``source`` as the Hugging Face directory ``target``.
 
-    ``hf_config``: the directory with config and tokenizer, unless import left them in the checkpoint. The weights are
-    split into files as they were before import, or into files of at most ``max_shard_bytes``. Raises
-    :class:`UserError`, and leaves no ``target``, for every kind of bad input.
+    ``which``: of a training's checkpoints, ``latest`` or ``best``. ``hf_config``: the directory with config and tokenizer,
+    unless import left them in the checkpoint. The weights are split into files as they were before import, or into files
+    of at most ``max_shard_bytes``. Raises :class:`UserError`, and leaves no ``target``, for every kind of bad input.
     """
     clock = time.perf_counter()
     with PeakMemory() as memory:
-        source = find_checkpoint(source)
+        source = find_checkpoint(source, which)
         side = hf_config or source / HF_SUBDIRECTORY
         require_apart(target, source, side)
         if not (side / "config.json").is_file():

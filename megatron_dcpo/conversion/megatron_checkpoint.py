@@ -35,8 +35,10 @@ from torch.distributed.checkpoint.utils import _create_file_view
 from megatron_dcpo.conversion.checkpoint_metadata import METADATA, read_metadata
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.dtypes import dtype_bytes, name_of, torch_dtype
+from megatron_dcpo.runtime.text import read_json_object
 
 LATEST = "latest_checkpointed_iteration.txt"
+BEST = "best.json"  # what training.keep_best keeps: iteration, metric, value
 CONFIG = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -164,8 +166,18 @@ class MegatronCheckpoint:
         return flat.view(*chunk.sizes, dtype_bytes(tensor.dtype))
 
 
-def find_checkpoint(path: Path) -> Path:
-    """``path`` itself, or the checkpoint that its ``latest_checkpointed_iteration.txt`` names."""
+def find_checkpoint(path: Path, which: str = "latest") -> Path:
+    """``path`` itself, or the checkpoint that its ``latest_checkpointed_iteration.txt`` or, ``best``, its ``best.json``
+    names."""
+    if which == "best":
+        if not (path / BEST).is_file():
+            raise UserError(
+                f"{path} has no {BEST}, which names the best checkpoint of a training with training.keep_best"
+            )
+        best = read_json_object(path / BEST).get("iteration")
+        if type(best) is not int:
+            raise UserError(f"{path / BEST} is damaged: it names {best!r:.80} and not an iteration")
+        path = path / f"iter_{best:07d}"
     tracker = path / LATEST
     if not (path / METADATA).is_file() and tracker.is_file():
         text = tracker.read_text(errors="replace").strip()

@@ -26,7 +26,7 @@ from megatron_dcpo.data.datasets import read_json_lines
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation import published
 from megatron_dcpo.evaluation.published import Published
-from megatron_dcpo.evaluation.scoring import CONFIDENCE_KINDS, HEADLINE, bins_from_json, headline
+from megatron_dcpo.evaluation.scoring import BETTER, CONFIDENCE_KINDS, HEADLINE, bins_from_json, headline
 from megatron_dcpo.runtime.text import encodable, read_json_object
 from megatron_dcpo.types import CONFIDENCE_TAG
 
@@ -40,7 +40,6 @@ LABELS = {
     "violation_rate": "Violations",
     "n": "n",
 }
-_BEST = {"accuracy": max, "ece": min, "pce": min, "brier": min, "auroc": max, "violation_rate": min}
 _PERCENT = {"accuracy", "mean_confidence", "violation_rate"}
 _NOTED = ("accuracy", "ece", "pce", "auroc")
 _SAMPLES_SHOWN = 6
@@ -200,7 +199,9 @@ def render_report(
         legend=list(zip(trained, colours, strict=True)),
         curves=[
             _Picture(_svg(diagrams.curve_figure(trained, curve), curve.title))
-            for curve in diagrams.logged_curves(trained)
+            for curve in diagrams.logged_curves(
+                trained, (*diagrams.TRAINING_CURVES, *diagrams.validation_curves(trained))
+            )
         ],
         samples={run.name: _samples(run) for run in runs if run.samples},
         data=_embedded(comparison(runs)),
@@ -251,7 +252,7 @@ def _cells(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, list[dict[str, An
 
 def _best(key: str, values: Sequence[Any]) -> float | None:
     defined = [value for value in values if _is_number(value)]
-    return _BEST[key](defined) if key in _BEST and len(defined) > 1 else None
+    return BETTER[key](defined) if key in BETTER and len(defined) > 1 else None
 
 
 def format_value(key: str, value: Any) -> str:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 import os
-from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_dcpo.data import LoadedBenchmark, load_benchmark, render_prompts
-from megatron_dcpo.data.benchmarks import parse_specs
+from megatron_dcpo.config import ValidationConfig
+from megatron_dcpo.data import LoadedBenchmark, render_prompts
 from megatron_dcpo.data.datasets import message_prompts
 from megatron_dcpo.data.prompts import find_template
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.evaluate import (
     Complete,
     Generate,
-    Judge,
     Progress,
     complete_in_batches,
     equivalent_math,
@@ -27,12 +24,11 @@ from megatron_dcpo.evaluation.evaluate import (
     rejudge,
     write_evaluation,
 )
+from megatron_dcpo.evaluation.heldout import judge_of, load_problems
 from megatron_dcpo.evaluation.posthoc import TOP_LOGPROBS, Posthoc
 from megatron_dcpo.evaluation.programs import is_code, read_tests, same_program, write_tests
 from megatron_dcpo.evaluation.samples import Sample, SampleLog, read_samples
 from megatron_dcpo.evaluation.scoring import parse_kinds, score_samples
-from megatron_dcpo.judging.answers import FENCED
-from megatron_dcpo.judging.judge import judge_many
 from megatron_dcpo.judging.programs import PackedTests, ProgramVerifier
 from megatron_dcpo.judging.statement import StatementForm
 from megatron_dcpo.judging.token_bytes import TokenBytes, token_bytes
@@ -43,8 +39,6 @@ from megatron_dcpo.runtime.text import read_json_object
 from megatron_dcpo.sandbox.local import CodeLimits
 from megatron_dcpo.types import CONFIDENCE_TAG, Prompt
 from megatron_dcpo.weights.peft_adapter import DIRECTORY, read_adapter
-
-logger = logging.getLogger(__name__)
 
 Render = Callable[[LoadedBenchmark], list[Prompt]]
 
@@ -87,9 +81,9 @@ class EvaluationConfig:
     rejudge: bool = False
     resamples: int = 1000
     # sampling: the paper's evaluation
-    temperature: float = _saved(0.7)
-    top_p: float = _saved(0.8)
-    top_k: int = _saved(20)
+    temperature: float = _saved(ValidationConfig.temperature)
+    top_p: float = _saved(ValidationConfig.top_p)
+    top_k: int = _saved(ValidationConfig.top_k)
     max_tokens: int = _saved(3000)
     seed: int = _saved(0)
     batch_size: int = 64
@@ -168,14 +162,6 @@ def _evaluation_beside(samples: str) -> dict[str, Any]:
     return read_json_object(path) if path.exists() else {}
 
 
-def _judge(config: EvaluationConfig, programs: ProgramVerifier | None) -> Judge:
-    """The judge of programs where there is a verifier of programs, else of mathematics."""
-    assert config.marker is not None
-    if programs is None:
-        return partial(judge_many, marker=config.marker)
-    return partial(judge_many, marker=config.marker, verifier=programs, form=FENCED)
-
-
 # ------------------------------------------------------------------------------------------------ samples of before
 
 
@@ -201,7 +187,8 @@ def _judged_anew(samples: list[Sample], tests: PackedTests, config: EvaluationCo
     for code in (False, True):
         places = [place for place, sample in enumerate(samples) if is_code(sample) is code]
         if places:
-            judge, equivalent = _judge(config, programs if code else None), same_program if code else equivalent_math
+            judge = judge_of(config.marker or CONFIDENCE_TAG, programs if code else None)
+            equivalent = same_program if code else equivalent_math
             judged |= dict(zip(places, rejudge([samples[p] for p in places], judge, equivalent), strict=True))
     return [judged[place] for place in range(len(samples))]
 
@@ -216,27 +203,23 @@ def _new_samples(config: EvaluationConfig, progress: Progress | None) -> tuple[l
     find_template(config.template)
     # Everything that can be wrong with the data, or with running programs here, is known before the model is loaded.
     options = config.data_dir, config.corrections, config.untested
-    loaded = [load_benchmark(spec, *options) for spec in parse_specs(config.benchmarks)]
-    for warning in (text for benchmark in loaded for text in benchmark.warnings):
-        logger.warning(warning)
-    tests_of = {b.name: {r.answer: r.tests for r in b.records if r.tests is not None} for b in loaded}
-    tests = dict(ChainMap(*tests_of.values()))
-    programs = ProgramVerifier(tests, config.limits, config.sandbox) if tests else None
-    model, render, complete = _server(config) if config.endpoint else _local_model(config, loaded)
+    loaded = load_problems(config.benchmarks, config.marker or CONFIDENCE_TAG, config.limits, config.sandbox, *options)
+    tests = {key: packed for problems in loaded for key, packed in problems.tests.items()}
+    benchmarks = [problems.benchmark for problems in loaded]
+    model, render, complete = _server(config) if config.endpoint else _local_model(config, benchmarks)
     samples: list[Sample] = []
     # A model directory may hold other weights under the same name: only a server's samples are taken up again.
     with SampleLog(config.out, config.settings(model), fresh=config.fresh or not config.endpoint) as log:
         if tests:
             write_tests(tests, Path(config.out) / TESTS_FILE)
-        for benchmark in loaded:
-            code = bool(tests_of[benchmark.name])
+        for problems in loaded:
             samples += evaluate_benchmark(
-                benchmark,
-                render(benchmark),
+                problems.benchmark,
+                render(problems.benchmark),
                 complete,
                 repeats=config.repeats,
-                judge=_judge(config, programs if code else None),
-                equivalent=same_program if code else equivalent_math,
+                judge=problems.judge,
+                equivalent=problems.equivalent,
                 log=log,
                 keep_features=config.features,
                 progress=progress,

@@ -30,6 +30,9 @@ CONFIDENCE_KINDS: Mapping[str, Callable[[Sample], float | None]] = MappingProxyT
     }
 )
 RANKING_ONLY = frozenset({"token_mean_logprob", "logprob"})  # in nats, no probability: they rank, nothing else
+BETTER: Mapping[str, Callable[..., float]] = MappingProxyType(
+    {"accuracy": max, "ece": min, "pce": min, "brier": min, "auroc": max, "violation_rate": min}
+)
 HEADLINE = ("accuracy", "ece", "pce", "brier", "auroc", "mean_confidence", "violation_rate", "n")
 
 

@@ -104,6 +104,34 @@ def compute_logprobs(
     return result
 
 
+@torch.no_grad()
+def compute_statements(
+    policy: Policy,
+    samples: Sequence[TokenSequence],
+    splits: Sequence[Sequence[int]],
+    inputs: Callable[[Sequence[Any]], LossInputs],
+    *,
+    packing: bool,
+) -> list[Tensor]:
+    """Logits [m, K] of the digits that the adapter chooses behind every sample, on every rank of the replica. ``inputs``
+    makes the statements."""
+
+    def collect(batch: MicroBatch, output: Any, non_loss_data: bool = True) -> list[Tensor]:
+        assert batch.statements is not None
+        logits = digit_logits(policy, _output_weight(policy), output[1], batch.statements)
+        return list(logits[: batch.statements.count].cpu())
+
+    parts = broadcast_from_last_stage(
+        policy, _run(policy, samples, splits, collect, packing, forward_only=True, inputs=inputs)
+    )
+    found = {
+        index: logits
+        for rows, part in zip(splits, parts, strict=True)
+        for index, logits in zip(rows, part, strict=True)
+    }
+    return [found[index] for index in range(len(samples))]
+
+
 def broadcast_from_last_stage(policy: Policy, value: Any) -> Any:
     """``value`` of the last pipeline stage, on every stage."""
     if policy.topology.pp_size == 1:
@@ -156,14 +184,23 @@ def _output_layer(
     ``output``: the last stage's hidden states [b, s, h], [b, s / tp, h] under sequence parallelism. Each tensor-parallel
     rank has the gradient of its own part of the vocabulary; their sum is taken on the way back.
     """
-    gpt, group = policy.gpt[-1], policy.topology.tp_group
+    group = policy.topology.tp_group
     if policy.config.sequence_parallel:
         output = gather_from_sequence_parallel_region(output.transpose(0, 1), group=group).transpose(0, 1)
     hidden = output.reshape(-1, output.shape[-1]).index_select(0, batch.rows)
     if not policy.config.sequence_parallel:
         hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
-    weight = gpt.shared_embedding_or_output_weight() if policy.arch.tied_embeddings else gpt.output_layer.weight
     others = batch.candidates
     queries = Queries.of(batch.targets, *((others.rows, others.token_ids) if others is not None else ()))
     overlapped = policy.config.no_sync_func is not None
-    return OutputLayer.of(weight, policy.arch.vocab_size, temperature, group, overlapped), hidden, queries
+    return (
+        OutputLayer.of(_output_weight(policy), policy.arch.vocab_size, temperature, group, overlapped),
+        hidden,
+        queries,
+    )
+
+
+def _output_weight(policy: Policy) -> Tensor:
+    gpt = policy.gpt[-1]
+    weight: Tensor = gpt.shared_embedding_or_output_weight() if policy.arch.tied_embeddings else gpt.output_layer.weight
+    return weight

@@ -6,7 +6,7 @@ statement's tokens alone, as in training (docs/adapters.md#evaluation).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -59,7 +59,8 @@ class ConfidenceAdapter:
 
     def restated(self, responses: Sequence[Response], prompts: Mapping[str, Prompt]) -> list[Response]:
         """The responses with their reasoning as it is and, behind it, the confidence that the adapter states; with text."""
-        cut = [self._reasoning(response, prompts[response.prompt_id]) for response in responses]
+        eos = self.engine.eos_token_ids
+        cut = [reasoning_of(r, prompts[r.prompt_id], self.tokens, eos, self.marker) for r in responses]
         order = sorted(range(len(cut)), key=lambda i: len(cut[i].token_ids) + len(prompts[cut[i].prompt_id].token_ids))
         c: dict[int, float] = {}
         size = self.engine.max_num_seqs
@@ -68,24 +69,7 @@ class ConfidenceAdapter:
             ids = [[*prompts[cut[i].prompt_id].token_ids, *cut[i].token_ids.tolist()] for i in rows]
             seen = np.stack([reasoning_features(cut[i].logprobs) for i in rows])
             c |= dict(zip(rows, stated(self.logits(ids, seen)).tolist(), strict=True))
-        return [self._with_statement(response, f"{round(100 * c[i]):02d}") for i, response in enumerate(cut)]
-
-    def _reasoning(self, response: Response, prompt: Prompt) -> Response:
-        form = BOXED if prompt.tests is None else FENCED
-        eos = self.engine.eos_token_ids
-        split = split_blocks(response.token_ids, self.tokens, eos, self.marker, form)
-        assert split.boundary is not None
-        length = reasoning_length(response.token_ids, split.boundary, self.tokens.__getitem__, eos)
-        tops = None if response.top_logprobs is None else response.top_logprobs[:length]
-        ids, logprobs = response.token_ids[:length], response.logprobs[:length]
-        return replace(response, token_ids=ids, logprobs=logprobs, top_logprobs=tops)
-
-    def _with_statement(self, response: Response, digits: str) -> Response:
-        pieces = self.tokens.pieces(response.token_ids)
-        text = b"".join(pieces).decode(errors="replace") + self.form.text + digits
-        return replace(
-            response, text=text, token_ends=np.cumsum([*map(len, pieces)], dtype=np.int64), finish_reason="stop"
-        )
+        return [with_statement(response, self.form, c[i], self.tokens) for i, response in enumerate(cut)]
 
     @torch.no_grad()
     def logits(self, ids: Sequence[Sequence[int]], seen: np.ndarray) -> Tensor:
@@ -110,3 +94,23 @@ class ConfidenceAdapter:
             )
         choices = torch.as_tensor(form.digits, device=device)
         return out.logits[:, form.choosing][..., choices].float()
+
+
+def reasoning_of(
+    response: Response, prompt: Prompt, tokens: TokenBytes, eos_ids: Collection[int], marker: str
+) -> Response:
+    """A response up to where its statement begins."""
+    split = split_blocks(response.token_ids, tokens, eos_ids, marker, BOXED if prompt.tests is None else FENCED)
+    assert split.boundary is not None
+    length = reasoning_length(response.token_ids, split.boundary, tokens.__getitem__, eos_ids)
+    tops = None if response.top_logprobs is None else response.top_logprobs[:length]
+    ids, logprobs = response.token_ids[:length], response.logprobs[:length]
+    return replace(response, token_ids=ids, logprobs=logprobs, top_logprobs=tops)
+
+
+def with_statement(reasoning: Response, form: StatementForm, c: float, tokens: TokenBytes) -> Response:
+    """``reasoning`` with its text and, behind it, the confidence ``c``."""
+    pieces = tokens.pieces(reasoning.token_ids)
+    text = b"".join(pieces).decode(errors="replace") + form.text + f"{round(100 * c):02d}"
+    ends = np.cumsum([*map(len, pieces)], dtype=np.int64)
+    return replace(reasoning, text=text, token_ends=ends, finish_reason="stop")

@@ -110,6 +110,10 @@ class Engine(Protocol):
         """
         ...
 
+    def forget_prompts(self) -> None:
+        """Drop what is kept of earlier prompts, so that what comes next is computed as if they had not been."""
+        return
+
     def sleep(self) -> None:
         """Give back the memory that the next weights and prompts will need anew, where the engine can."""
         ...

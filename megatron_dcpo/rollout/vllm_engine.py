@@ -235,9 +235,12 @@ class VllmEngine(Engine):
             raise _engine_error("vLLM could not finish the weight update", error) from error
         self._wake("kv_cache")
         self._asleep = False
-        if not self.llm.reset_prefix_cache():  # or prompts would be continued from the old weights' keys and values
-            raise EngineError("vLLM did not clear its prefix cache: a request is still running")
+        self.forget_prompts()  # or they would be continued from the old weights' keys and values
         self.weights_version = version
+
+    def forget_prompts(self) -> None:
+        if not self.llm.reset_prefix_cache():
+            raise EngineError("vLLM did not clear its prefix cache: a request is still running")
 
     def sleep(self) -> None:
         """Level 2: weights and KV cache are discarded, for new weights are about to come."""

@@ -15,15 +15,16 @@ from megatron_dcpo.training.run import TrainingRun, build_run
 from megatron_dcpo.training.sampling import sample_step
 from megatron_dcpo.training.stating import with_confidences
 from megatron_dcpo.training.update import update_policy
+from megatron_dcpo.training.validation import restore, save_best, stop_early, validate
 from megatron_dcpo.training.weight_sync import check_plan, export_policy, synchronise_engine
 
 
 def train(config: Config) -> None:
     """Train as ``config`` says; collective over all processes of ``torchrun``.
 
-    Leaves ``config.yaml``, ``metrics.jsonl``, ``checkpoints/``, ``samples/``, TensorBoard events and the trained policy
-    as a Hugging Face directory ``policy/`` in ``run_dir``. Raises :class:`UserError` on bad input, and :class:`Stopped`
-    after a signal, when everything done is saved.
+    Leaves ``config.yaml``, ``metrics.jsonl``, ``checkpoints/``, ``samples/``, ``evaluation/``, TensorBoard events and the
+    trained policy as a Hugging Face directory ``policy/`` in ``run_dir``. Raises :class:`UserError` on bad input, and
+    :class:`Stopped` after a signal, when everything done is saved.
     """
     run = build_run(config)
     with run.watch, lock_run_dir(run.directory, run.topology.rank):
@@ -33,11 +34,16 @@ def train(config: Config) -> None:
 def _train(run: TrainingRun) -> None:
     config = run.config
     first = resume(run) + 1
+    restore(run, done=first - 1)
     timers = Timers(run.watch)
     with Recorder(run, first) as recorder:
         check_plan(run)
         synchronise_engine(run, version=first - 1)
+        recorder.log_evaluation(first - 1, validate(run, first - 1, timers))
+        timers.clear()
         for step in range(first, config.training.steps + 1):
+            if stop_early(run, done=step - 1):
+                break
             timers.step = step
             with _traced(run, step):
                 samples = sample_step(run, step, timers)
@@ -51,8 +57,10 @@ def _train(run: TrainingRun) -> None:
                 with timers("reshard"):
                     run.offload.offload()
                     traffic = synchronise_engine(run, version=step)
-                recorder.log(step, samples, statistics, timers, traffic | run.progress.rollout)
+                measured = validate(run, step, timers)
+                recorder.log(step, samples, statistics, timers, traffic | run.progress.rollout | measured)
             with timers("save"):  # announced when its records are written
+                save_best(run, step)
                 finish_save(run, step)
             stop_if_asked(run, done=step)
     if config.training.export_hf:

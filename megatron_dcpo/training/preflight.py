@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_dcpo.config import Config
 from megatron_dcpo.errors import UserError, check_world_size
+from megatron_dcpo.evaluation.heldout import benchmark_names, check_validation
 from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.weights.architecture import Architecture, read_architecture
 from megatron_dcpo.weights.planner import Layout, check_layout, check_recomputation
@@ -52,7 +53,9 @@ def describe(config: Config) -> dict[str, Any]:
     objective = build_objective(config.objective)
     check_processes(config, int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None)
     check_wandb(config)
-    parallel, training = config.parallel, config.training
+    parallel, training, evaluation = config.parallel, config.training, config.evaluation
+    if evaluation.interval:
+        check_validation(config)
     model_parallel = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     responses = config.data.prompts_per_step * config.rollout.group_size
     if os.path.exists(config.model.path):
@@ -74,5 +77,10 @@ def describe(config: Config) -> dict[str, Any]:
         "responses per update": responses // training.updates_per_rollout,
         "longest sequence": config.data.max_prompt_length + config.rollout.max_response_length,
         "steps": training.steps,
+        **(
+            {"validation": f"every {evaluation.interval} steps on {', '.join(benchmark_names(evaluation))}"}
+            if evaluation.interval
+            else {}
+        ),
         "run_dir": config.run_dir,
     }

@@ -8,6 +8,7 @@ import logging
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,9 @@ class Recorder:
             except OSError as error:
                 refused = _why(error)
         timers.clear()
+        self._end_if(refused, step)
+
+    def _end_if(self, refused: str | None, step: int) -> None:
         if (refused := broadcast_object(refused)) is not None:
             self.run.saver.wait()  # says so itself if that one was refused too
             raise UserError(
@@ -107,15 +111,35 @@ class Recorder:
                 f"{last_complete(self.run.checkpoints)}. Free space, and continue with --resume auto"
             )
 
-    def _log(self, step: int, samples: Sequence[TrainingSample], metrics: Mapping[str, Any], seconds: float) -> None:
-        with self.metrics_path.open("a") as file:
-            file.write(json.dumps(json_ready(metrics)) + "\n")
+    def log_evaluation(self, step: int, measured: Mapping[str, float]) -> None:
+        """The validation of a step whose training is not recorded now: before the first one, or cut short by a signal.
+        Collective; raises as :meth:`log` does."""
+        refused: str | None = None
+        if self.writes and measured:
+            rows = logged_rows(self.metrics_path)
+            row: dict[str, Any] = rows.pop() if rows and rows[-1]["step"] == step else {"step": step}
+            lines = [json.dumps(json_ready(each)) + "\n" for each in (*rows, {**row, **measured})]
+            try:
+                write_atomically(self.metrics_path, "".join(lines))
+                self._scalars(step, measured)
+            except OSError as error:
+                refused = _why(error)
+        self._end_if(refused, step)
+
+    def _scalars(self, step: int, metrics: Mapping[str, Any]) -> None:
         finite = {k: v for k, v in metrics.items() if isinstance(v, int | float) and math.isfinite(v)}
         if self.tensorboard is not None:
             for key, value in finite.items():
                 self.tensorboard.add_scalar(key, value, step)
         if self.wandb is not None:
             self.wandb.log(finite, step=step)
+        if held_out := evaluation_line(metrics):
+            logger.info("step %d  held out: %s", step, held_out)
+
+    def _log(self, step: int, samples: Sequence[TrainingSample], metrics: Mapping[str, Any], seconds: float) -> None:
+        with self.metrics_path.open("a") as file:
+            file.write(json.dumps(json_ready(metrics)) + "\n")
+        self._scalars(step, metrics)
         interval = self.run.config.logging.samples_interval
         if interval and (step == 1 or step % interval == 0 or step == self.run.config.training.steps):
             self._write_samples(step, samples)
@@ -261,16 +285,29 @@ def _loss_metrics(sums: dict[str, float]) -> dict[str, float]:
 
 def _keep_steps_before(path: Path, first_step: int) -> None:
     """Drop the records of steps that will be done again: a killed run has usually logged past its last checkpoint."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text().splitlines():
-        try:
-            if parse_json(line)["step"] < first_step:
-                kept.append(line)
-        except (ValueError, KeyError, TypeError):  # the line that the kill cut off
-            continue
-    write_atomically(path, "".join(line + "\n" for line in kept))
+    if path.exists():
+        kept = [row for row in logged_rows(path) if row["step"] < first_step]
+        write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
+
+
+def logged_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of ``metrics.jsonl`` or ``mismatch.jsonl`` that have a step; without the line that a kill cut off."""
+    rows = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with suppress(ValueError, KeyError, TypeError, OverflowError):
+            row = parse_json(line)
+            rows.append(row | {"step": int(row["step"])})
+    return rows
+
+
+def evaluation_line(metrics: Mapping[str, Any]) -> str:
+    """Accuracy and ECE of every benchmark that was validated, in words."""
+    names = [key.split("/")[1] for key in metrics if key.startswith("evaluation/") and key.endswith("/accuracy")]
+    shown = (("acc", "accuracy"), ("ECE", "ece"))
+    return "; ".join(
+        f"{name} " + "  ".join(f"{label} {metrics[f'evaluation/{name}/{key}']:.3f}" for label, key in shown)
+        for name in names
+    )
 
 
 def _progress_bar(total: int, completed: int) -> Any:

@@ -67,6 +67,13 @@ def begin_save(run: TrainingRun, step: int) -> None:
         _begin(run, step)
 
 
+def save_now(run: TrainingRun, step: int) -> None:
+    """Checkpoint after ``step``, where the schedule has not. The engine sleeps afterwards. Collective."""
+    if run.progress.saved_step != step:
+        run.engine.sleep()
+        _begin(run, step)
+
+
 def finish_save(run: TrainingRun, step: int) -> None:
     """Announce the checkpoint that is written; wait for it after the last step. Collective."""
     if step == run.config.training.steps:
@@ -84,9 +91,8 @@ def stop_if_asked(run: TrainingRun, done: int) -> None:
     number = max_over_ranks(signals.stop_requested() or 0)
     if not number or done == run.config.training.steps:
         return
-    if done and run.progress.saved_step != done:
-        run.engine.sleep()
-        _begin(run, done)
+    if done:
+        save_now(run, done)
     run.saver.wait()
     signals.ignore_signals()
     raise Stopped(

@@ -14,6 +14,7 @@ from megatron_dcpo.config import Config
 from megatron_dcpo.data import load_prompts
 from megatron_dcpo.data.datasets import fingerprint
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.evaluation.heldout import HeldOut, load_held_out
 from megatron_dcpo.judging.answers import BOXED, FENCED, AnswerForm
 from megatron_dcpo.judging.judge import Verifier, judge_many
 from megatron_dcpo.judging.math.pool import verify_answers
@@ -42,7 +43,8 @@ class RunState:
     """What changes while a run goes on, beside model and optimizer.
 
     ``extra_prompts``: consumed so far beyond ``prompts_per_step`` a step, by ``rollout.filter_groups`` and
-    ``max_staleness``; ``carried``: what the latter left for the next step; ``rollout``: the last rollout's metrics.
+    ``max_staleness``; ``carried``: what the latter left for the next step; ``rollout``: the last rollout's metrics;
+    ``evaluations``: those of the validations so far, by step; ``best_step``: of the checkpoint that ``keep_best`` keeps.
     """
 
     saved_step: int = 0
@@ -50,6 +52,8 @@ class RunState:
     extra_prompts: int = 0
     carried: list[Group] = field(default_factory=list)
     rollout: dict[str, float] = field(default_factory=dict)
+    evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
+    best_step: int | None = None
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,7 @@ class TrainingRun:
     digits: DigitVocabulary
     statement_form: StatementForm | None
     adapter: AdapterOptimizer | None
+    held_out: HeldOut | None
     judge: Callable[[Sequence[Response], Mapping[str, Prompt]], list[Judgement]]
 
     @property
@@ -101,6 +106,7 @@ def build_run(config: Config) -> TrainingRun:
         marker=config.judging.marker,
         untested=config.data.untested,
     )
+    held_out = load_held_out(config, tokenizer, vocabulary)
     verifier, form = build_verifier(config, prompts)
     parallel = config.parallel
     topology = distributed.initialize(
@@ -117,14 +123,13 @@ def build_run(config: Config) -> TrainingRun:
     ledger.put("weights", sum(p.nbytes for gpt in policy.gpt for p in gpt.parameters()))
     optimizer, scheduler = build_optimizer(config, policy)
     adapter = build_adapter(config, objective, policy)
-    reference = None
-    if any(objective.options.blocks("kl_coef")):
-        reference = build_policy(config.model, parallel, topology, training=False)
+    regularised = any(objective.options.blocks("kl_coef"))
+    reference = build_policy(config.model, parallel, topology, training=False) if regularised else None
     reference_memory = on_host(reference) if reference else None
     # The engine measures what is left of the device: what a rollout does without leaves before it starts.
     offload = Offload(policy, optimizer, config.training.offload_optimizer_during_rollout)
     offload.offload()
-    engine = build_engine(config, topology)
+    engine = build_engine(config, topology, held_out)
     digits = DigitVocabulary.of(vocabulary.table, engine.eos_token_ids)
     statement_form = StatementForm.of(tokenizer, digits.token_ids, config.judging.marker) if adapter else None
     return TrainingRun(
@@ -154,6 +159,7 @@ def build_run(config: Config) -> TrainingRun:
         digits=digits,
         statement_form=statement_form,
         adapter=adapter,
+        held_out=held_out,
         judge=partial(
             judge_many,
             tokens=vocabulary,
@@ -176,13 +182,22 @@ def build_adapter(config: Config, objective: Objective, policy: Policy) -> Adapt
     return adapter
 
 
-def build_engine(config: Config, topology: Topology) -> Engine:
+def build_engine(config: Config, topology: Topology, held_out: HeldOut | None = None) -> Engine:
     """The engine of this rank, with any weights: the first synchronisation brings the policy's."""
     rollout, size = config.rollout, config.rollout.tensor_model_parallel_size
     if topology.world_size % size:
         raise UserError(
             f"rollout.tensor_model_parallel_size={size} does not divide the {topology.world_size} process(es) started"
         )
+    longest = config.data.max_prompt_length + rollout.max_response_length
+    if held_out:
+        validated = held_out.longest + (config.evaluation.max_tokens or rollout.max_response_length)
+        longest = max(longest, validated)
+        if 0 < rollout.max_model_len < validated:
+            raise UserError(
+                f"rollout.max_model_len={rollout.max_model_len} is less than the {validated} tokens that "
+                "evaluation.benchmarks may need; raise it, set it to 0, or lower evaluation.max_tokens"
+            )
     dtype = config.model.params_dtype if rollout.dtype == "same" else rollout.dtype
     if rollout.engine == "server":
         from megatron_dcpo.rollout.vllm_server import ServerEngine
@@ -196,7 +211,7 @@ def build_engine(config: Config, topology: Topology) -> Engine:
             dtype=dtype,
             tensor_model_parallel_size=size,
             gpu_memory_utilization=rollout.gpu_memory_utilization,
-            max_model_len=rollout.max_model_len or config.data.max_prompt_length + rollout.max_response_length,
+            max_model_len=rollout.max_model_len or longest,
             max_num_seqs=rollout.max_num_seqs,
             enforce_eager=rollout.enforce_eager,
             kv_cache_memory_bytes=rollout.kv_cache_memory_bytes,

@@ -8,13 +8,12 @@ import logging
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
-from typing import Any
 
 import numpy as np
 
@@ -23,7 +22,7 @@ from megatron_dcpo.errors import UserError
 from megatron_dcpo.objectives.expected_digits import DecimalToken, DigitScores
 from megatron_dcpo.objectives.stated import StatementTarget
 from megatron_dcpo.rollout import EngineError, SamplingConfig
-from megatron_dcpo.rollout.engine import Partial, SlotSteps
+from megatron_dcpo.rollout.engine import Partial, Samples, SlotSteps
 from megatron_dcpo.runtime.distributed import all_gather_objects
 from megatron_dcpo.runtime.signals import RolloutAbandoned
 from megatron_dcpo.runtime.watchdog import Timers
@@ -208,31 +207,50 @@ def roll_out(run: TrainingRun, groups: Sequence[Group], wanted: int, step: int, 
         max_tokens=config.max_response_length,
         seed=run.config.seed,
     )
-    size = run.engine.tensor_model_parallel_size  # ranks of an engine: neighbours, which sample the same
-    engine, engines = run.topology.rank // size, run.topology.world_size // size
+    size, engine, engines = engines_of(run)
     mine = groups[engine::engines]
     by_id = {group.prompt.prompt_id: group.prompt for group in mine}
     samples = [(group.prompt, index) for group in mine for index in group.unfinished]
     share = {(prompt.prompt_id, index) for prompt, index in samples[run.topology.rank % size :: size]}
-    options: dict[str, Any] = {}
+    partial = None
     if config.max_staleness:
         quota, oldest = len(range(engine, wanted, engines)), step - config.max_staleness
         needs = [(group.prompt.prompt_id, len(group.unfinished), group.step <= oldest) for group in mine]
-        options["partial"] = Partial(lambda: _full(needs, quota, rollout), _begun(mine))
+        partial = Partial(lambda: _full(needs, quota, rollout), _begun(mine))
+
+    def judge(responses: Sequence[Response]) -> None:
+        _check_versions(responses, version, config.max_staleness)
+        own = [r for r in responses if _name(r) in share and r.finish_reason != "abort"]
+        if own:
+            rollout.pending.append(_JUDGE.submit(_judge, run, own, by_id))
+        if rollout.pending and rollout.pending[0].done():
+            rollout.pending[0].result()  # a judge that cannot work at all ends the run now
+
+    generate(run, samples, sampling, step, version, rollout, judge, partial)
+
+
+def generate(
+    run: TrainingRun,
+    samples: Samples,
+    sampling: SamplingConfig,
+    step: int,
+    version: int,
+    rollout: Rollout,
+    finished: Callable[[Sequence[Response]], None],
+    partial: Partial | None = None,
+) -> None:
+    """Every one of ``samples`` by this rank's engine into ``rollout.responses``, each handed to ``finished`` as well, unless
+    a signal cuts it short. Engines that fail start anew with the weights ``version``. Collective."""
+    options = {"partial": partial} if partial else {}
     for restarts in range(MAX_RESTARTS + 1):
         failure = ""
         missing = [(prompt, i) for prompt, i in samples if (prompt.prompt_id, i) not in rollout.responses]
         try:
-            if missing and not (options and options["partial"].full()):
+            if missing and not (partial and partial.full()):
                 with closing(run.engine.stream(missing, sampling, step, **options)) as stream:
                     for responses in stream:
-                        _check_versions(responses, version, config.max_staleness)
                         rollout.responses |= {_name(response): response for response in responses}
-                        own = [r for r in responses if _name(r) in share and r.finish_reason != "abort"]
-                        if own:
-                            rollout.pending.append(_JUDGE.submit(_judge, run, own, by_id))
-                        if rollout.pending and rollout.pending[0].done():
-                            rollout.pending[0].result()  # a judge that cannot work at all ends the run now
+                        finished(responses)
         except RolloutAbandoned:
             pass
         except EngineError as error:
@@ -240,6 +258,12 @@ def roll_out(run: TrainingRun, groups: Sequence[Group], wanted: int, step: int, 
         if not recover_engines(run, failure, version=version, restarts=restarts):
             return
         rollout.responses = _agreed(run, rollout.responses)
+
+
+def engines_of(run: TrainingRun) -> tuple[int, int, int]:
+    """Ranks of an engine, which are neighbours and sample the same; which engine is this rank's; how many there are."""
+    size = run.engine.tensor_model_parallel_size
+    return size, run.topology.rank // size, run.topology.world_size // size
 
 
 def _begun(groups: Sequence[Group]) -> dict[Sample, Response]:

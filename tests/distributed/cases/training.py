@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +33,24 @@ def digest(run, moments: bool = True) -> str:
     return hashed.hexdigest()
 
 
+def topology_rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def forget_evaluations(path: Path) -> None:
+    """What a signal leaves that comes while the last step is validated."""
+    *rows, last = map(json.loads, path.read_text().splitlines())
+    rows.append({key: value for key, value in last.items() if not key.startswith("evaluation/")})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def run(options: dict[str, Any]) -> Any:
     torch.set_num_threads(1)
     out = Path(options["out"])
     fixed = [f"run_dir={out / 'run'}", "logging.tensorboard=false", "training.export_hf=false"]
-    config = load_config(QUICKSTART / "dcpo.yaml", [*fixed, *options["overrides"]])
+    config = load_config(QUICKSTART / f"{options.get('method', 'dcpo')}.yaml", [*fixed, *options["overrides"]])
+    if options.get("forget_evaluations") and topology_rank() == 0:
+        forget_evaluations(Path(config.run_dir) / "metrics.jsonl")
     digests, parameters, seen = [], [], {"step": 0}
     updated, loss_of = loop.update_policy, update.micro_batch_loss
 
@@ -64,4 +79,6 @@ def run(options: dict[str, Any]) -> Any:
         loop.train(config)
     except UserError as refused:
         error = str(refused)
+    finally:
+        loop.update_policy, update.micro_batch_loss = updated, loss_of
     return {"digests": digests, "parameters": parameters, "error": error}
