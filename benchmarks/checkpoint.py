@@ -68,7 +68,7 @@ def worker(options: dict[str, Any]) -> None:
     out = Path(options["out"])
     policy, optimizer, scheduler = after_one_step(Path(options["model"]), out)
     topology = policy.topology
-    saver = Saver(out / "checkpoints", topology.rank, 1, True, topology.dp_group)
+    saver = Saver(out / "checkpoints", topology.rank, 1, True, topology.replica_group)
     numbers = iter(range(1, 100))
     run = {part: {} for part in RUN_PARTS if part not in ("iteration", "rng_state", "distributed_optimizer")}
     own: list[Any] = []

@@ -115,11 +115,7 @@ def loss(batch, outputs):
 def measure(options: dict[str, Any]) -> list[dict[str, Any]]:
     """Of every one of ``options["settings"]``: bytes measured and predicted."""
     parallel = ParallelConfig(**options.get("parallel", {}))
-    topology = initialize(
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        parallel.virtual_pipeline_model_parallel_size,
-    )
+    topology = initialize(*parallel.sizes)
     output_layer.CHUNK_ROWS = LOGITS_AT_ONCE  # the plan is of a GPU, which takes as many rows as fit
     results = []
     for setting in options["settings"]:
@@ -133,7 +129,7 @@ def measure(options: dict[str, Any]) -> list[dict[str, Any]]:
         )
         policy = build_policy(config.model, config.parallel, topology)
         optimizer, _ = build_optimizer(config, policy)
-        state = stage_state(policy.arch, policy.layout, config, topology.pp_rank, topology.dp_size)
+        state = stage_state(policy.arch, policy.layout, config, topology.pp_rank, topology.replicas)
         result = {"predicted": {k: getattr(state, k) for k in ("weights", "gradients", "main_params", "moments")}}
         prompt, response = options["prompt_tokens"], options["response_tokens"]
         rng = np.random.default_rng(0)

@@ -72,6 +72,7 @@ class ParallelConfig:
     account_for_loss_in_pipeline_split: bool = False
     pipeline_model_parallel_layout: str | None = None
     context_parallel_size: Positive = 1
+    cp_comm_type: Literal["p2p", "all_gather"] = "p2p"
     sequence_parallel: bool = False
     use_distributed_optimizer: bool = False
     overlap_grad_reduce: bool = False
@@ -82,6 +83,16 @@ class ParallelConfig:
     recompute_modules: tuple[Literal["core_attn", "mlp"], ...] = ("core_attn",)
     sequence_packing: bool = False
     distributed_timeout_minutes: Positive = 30
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Tensor, pipeline, virtual pipeline, context parallelism: how ``runtime.distributed.initialize`` takes them."""
+        return (
+            self.tensor_model_parallel_size,
+            self.pipeline_model_parallel_size,
+            self.virtual_pipeline_model_parallel_size,
+            self.context_parallel_size,
+        )
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -357,11 +368,17 @@ def _check_together(config: Config, source: str) -> None:
     ends = parallel.num_layers_in_first_pipeline_stage or parallel.num_layers_in_last_pipeline_stage
     counted = parallel.account_for_embedding_in_pipeline_split or parallel.account_for_loss_in_pipeline_split
     ways = sum(map(bool, (ends, counted, parallel.pipeline_model_parallel_layout)))
+    uneven = "num_layers_in_*_pipeline_stage, account_for_*_in_pipeline_split and pipeline_model_parallel_layout"
     for refused, why in (
         (
-            parallel.context_parallel_size > 1,
-            f"parallel.context_parallel_size={parallel.context_parallel_size}: context parallelism is not in this version; "
-            "for long sequences use sequence_parallel, recompute_granularity and more tensor parallelism",
+            parallel.context_parallel_size > 1 and config.model.adapter is not None,
+            f"parallel.context_parallel_size={parallel.context_parallel_size} does not go with model.adapter, whose "
+            "statements attend to whole responses; for long sequences use sequence_parallel and recompute_granularity",
+        ),
+        (
+            parallel.cp_comm_type != "p2p" and (parallel.context_parallel_size == 1 or parallel.sequence_packing),
+            f"parallel.cp_comm_type={parallel.cp_comm_type} needs parallel.context_parallel_size > 1 and no "
+            "sequence_packing",
         ),
         (
             parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1,
@@ -371,15 +388,10 @@ def _check_together(config: Config, source: str) -> None:
             parallel.virtual_pipeline_model_parallel_size > 1 and parallel.pipeline_model_parallel_size == 1,
             "parallel.virtual_pipeline_model_parallel_size > 1 needs parallel.pipeline_model_parallel_size > 1",
         ),
-        (
-            ways > 1,
-            "parallel.num_layers_in_first_pipeline_stage (or last), account_for_embedding_in_pipeline_split (or loss) and "
-            "pipeline_model_parallel_layout divide the layers each in its own way; set one of the three",
-        ),
+        (ways > 1, f"parallel: {uneven} divide the layers each in its own way; set one of the three"),
         (
             ways > 0 and parallel.pipeline_model_parallel_size == 1,
-            "parallel.num_layers_in_first_pipeline_stage (or last), account_for_embedding_in_pipeline_split (or loss) and "
-            "pipeline_model_parallel_layout need parallel.pipeline_model_parallel_size > 1",
+            f"parallel: {uneven} need parallel.pipeline_model_parallel_size > 1",
         ),
         (
             parallel.overlap_param_gather and not parallel.use_distributed_optimizer,

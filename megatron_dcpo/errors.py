@@ -51,12 +51,15 @@ def validation_message(error: Any) -> str:
     return f"{'.'.join(map(str, first['loc']))}: {message} (found {first['input']!r})"
 
 
-def check_world_size(tensor_model_parallel_size: int, pipeline_model_parallel_size: int, processes: int) -> None:
+def check_world_size(
+    tensor_model_parallel_size: int, pipeline_model_parallel_size: int, context_parallel_size: int, processes: int
+) -> None:
     """Raise :class:`UserError` when the model-parallel size does not divide the number of ``processes``."""
-    model_parallel = tensor_model_parallel_size * pipeline_model_parallel_size
+    model_parallel = tensor_model_parallel_size * pipeline_model_parallel_size * context_parallel_size
+    context = f" x context_parallel_size={context_parallel_size}" if context_parallel_size > 1 else ""
     if processes % model_parallel:
         raise UserError(
             f"parallel: tensor_model_parallel_size={tensor_model_parallel_size} x pipeline_model_parallel_size="
-            f"{pipeline_model_parallel_size} = {model_parallel} does not divide the {processes} process(es) started; "
-            f"launch with torchrun --nproc-per-node a multiple of {model_parallel}"
+            f"{pipeline_model_parallel_size}{context} = {model_parallel} does not divide the {processes} process(es) "
+            f"started; launch with torchrun --nproc-per-node a multiple of {model_parallel}"
         )

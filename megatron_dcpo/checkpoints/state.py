@@ -102,7 +102,7 @@ def load_checkpoint(
         _check_parts(path, optimizer, adapter)
         try:
             wanted = _sharded_state(policy, optimizer, scheduler, adapter, is_loading=True)
-            loaded = dist_checkpointing.load(wanted, str(path), SharedRead(policy.topology.dp_group))
+            loaded = dist_checkpointing.load(wanted, str(path), SharedRead(policy.topology.replica_group))
         finally:
             metadata_of.cache_clear()
             CHECKED.clear()

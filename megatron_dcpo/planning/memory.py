@@ -199,6 +199,9 @@ def layer_bytes(arch: Architecture, layout: Layout, config: Config, recompute: s
     if recompute == "full":
         return b * w.hidden
     kept = _transformer_engine(arch, w) if layout.transformer_engine else _local(arch, w)
+    cp = config.parallel.context_parallel_size
+    if cp > 1 and not layout.transformer_engine:  # the keys and values of all ranks instead of the rank's keys
+        kept += b * w.keys * (2 * cp - 1)
     modules = config.parallel.recompute_modules if recompute == "selective" else ()
     if "core_attn" in modules:
         # The checkpoint keeps q, k and v, which the attention would have kept anyway.
@@ -303,7 +306,8 @@ def kept_per_token(arch: Architecture, layout: Layout, config: Config, stage: in
 def stage_activations(
     arch: Architecture, layout: Layout, config: Config, stage: int, tokens: int, responses: int, micro_batches: int
 ) -> Activations:
-    """The activations of a rank of pipeline ``stage`` with micro-batches of ``tokens``, ``responses`` of them scored."""
+    """The activations of a rank of pipeline ``stage`` with micro-batches of which it has ``tokens``, ``responses`` of them
+    scored."""
     w, recompute = widths(arch, layout, config), config.parallel.recompute_granularity
     b, flying = w.bytes, in_flight(layout, stage, micro_batches)
     last = stage == layout.pipeline_model_parallel_size - 1
@@ -314,6 +318,9 @@ def stage_activations(
         working += int(tokens * unit * layer_bytes(arch, layout, config, "none"))
     if recompute == "selective" and "mlp" in config.parallel.recompute_modules:
         working += int(tokens * _mlp(w, layout.transformer_engine))
+    cp = config.parallel.context_parallel_size
+    if cp > 1:  # keys and values on their way and their gradients, received beside what is sent; or all ranks' at once
+        working += tokens * 2 * w.keys * b * (4 if config.parallel.cp_comm_type == "p2p" else 2 * cp)
     return Activations(
         layers=int(tokens * kept_per_token(arch, layout, config, stage, flying)),
         logits=output_layer_bytes(w, arch.hidden_size, tokens, responses) if last else 0,

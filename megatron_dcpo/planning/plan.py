@@ -130,19 +130,22 @@ def make_plan(config: Config, machine: Machine, rates: Rates | None = None) -> P
     layout = Layout.of(config.model, config.parallel, config.model.transformer_impl != "local")
     check_layout(arch, layout)
     check_recomputation(arch, layout, config.parallel)
-    data_parallel = _check_gpus(layout, machine.gpus)
+    context = config.parallel.context_parallel_size
+    replicas = _check_gpus(layout, context, machine.gpus)
+    data_parallel = replicas // context
     work, tokens, scored, per_update = _work(config, layout, machine, data_parallel)
     engine = _engine(arch, config, machine)
     objective = build_objective(config.objective)
     reference = any(objective.options.blocks("kl_coef"))
     needs_old = config.training.updates_per_rollout > 1 or objective.method.needs_old_logprobs
     work = replace(work, forward_passes=int(needs_old) + int(reference))
+    batch = tokens // context, math.ceil(scored / context), per_update
     stages = tuple(
-        _stage(arch, layout, config, stage, data_parallel, (tokens, scored, per_update), engine, reference)
+        _stage(arch, layout, config, stage, replicas, batch, engine, reference)
         for stage in range(layout.pipeline_model_parallel_size)
     )
-    traffic = step_traffic(arch, layout, config, data_parallel, max(stage.state.buffer_numel for stage in stages), work)
-    resharding = _resharding(arch, layout, config, engine, data_parallel)
+    traffic = step_traffic(arch, layout, config, replicas, max(stage.state.buffer_numel for stage in stages), work)
+    resharding = _resharding(arch, layout, config, engine, replicas)
     seconds = step_seconds(
         arch,
         layout,
@@ -175,12 +178,12 @@ def make_plan(config: Config, machine: Machine, rates: Rates | None = None) -> P
     )
 
 
-def _check_gpus(layout: Layout, gpus: int) -> int:
-    """The data-parallel size."""
+def _check_gpus(layout: Layout, context_parallel_size: int, gpus: int) -> int:
+    """How many ranks hold the same part of the model: data- times context-parallel size."""
     if not 1 <= gpus <= MOST_GPUS:
         raise UserError(f"--gpus {gpus} is outside 1 ... {MOST_GPUS}")
     tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
-    check_world_size(tp, pp, gpus)
+    check_world_size(tp, pp, context_parallel_size, gpus)
     return gpus // (tp * pp)
 
 
@@ -201,6 +204,8 @@ def _work(config: Config, layout: Layout, machine: Machine, data_parallel: int) 
         together = min(training.micro_batch_size, per_rank)
         tokens = together * sequence
     multiple = layout.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    if parallel.context_parallel_size > 1:
+        multiple = parallel.context_parallel_size * math.lcm(2, multiple)
     tokens = -(-tokens // multiple) * multiple
     scored = math.ceil(tokens * longest / sequence)
     rounds = layout.pipeline_model_parallel_size if layout.virtual_pipeline_model_parallel_size > 1 else 1
@@ -221,12 +226,12 @@ def _stage(
     layout: Layout,
     config: Config,
     stage: int,
-    data_parallel: int,
+    replicas: int,
     batch: tuple[int, int, int],
     engine: Engine,
     reference: bool,
 ) -> Stage:
-    state = stage_state(arch, layout, config, stage, data_parallel)
+    state = stage_state(arch, layout, config, stage, replicas)
     training, weights = config.training, state.numel * dtype_bytes(config.model.params_dtype)
     # The probe keeps one block's gradient, as it enters the norm, through the step's backward pass.
     probe = 4 * state.shard_numel if training.gradient_probe_interval else 0
@@ -235,7 +240,7 @@ def _stage(
     own = (
         12 * state.shard_numel
         if config.parallel.use_distributed_optimizer
-        else (state.main_params + state.moments) // data_parallel
+        else (state.main_params + state.moments) // replicas
     )
     return Stage(
         stage=stage,
@@ -245,7 +250,7 @@ def _stage(
         engine=engine.resident,
         resting=resting,
         host_copies=probe + offloaded + (weights if reference else 0),
-        saved=own + weights // data_parallel,
+        saved=own + weights // replicas,
     )
 
 
@@ -278,12 +283,12 @@ def _engine(arch: Architecture, config: Config, machine: Machine) -> Engine:
     return Engine(kind, size, weights, cache, kv, 0, concurrent, responses, 0 if rollout.sleep else weights + cache)
 
 
-def _resharding(arch: Architecture, layout: Layout, config: Config, engine: Engine, data_parallel: int) -> int:
+def _resharding(arch: Architecture, layout: Layout, config: Config, engine: Engine, replicas: int) -> int:
     """Bytes that the rank receiving most gets in a weight synchronisation: its engine's part less what it holds of it."""
     if engine.kind == "server":
         return 0
     itemsize = dtype_bytes(config.model.params_dtype)
-    return most_received(arch, layout, engine.tensor_model_parallel_size, data_parallel, itemsize)
+    return most_received(arch, layout, engine.tensor_model_parallel_size, replicas, itemsize)
 
 
 def advice(plan: Plan) -> list[str]:
@@ -307,7 +312,7 @@ def advice(plan: Plan) -> list[str]:
             changes.append("parallel.sequence_parallel=true")
         if activations.total > over / 4:
             key = "max_tokens_per_micro_batch" if parallel.sequence_packing else "micro_batch_size"
-            changes.append(f"a smaller training.{key}")
+            changes.append(f"a smaller training.{key}, or a larger parallel.context_parallel_size")
         if largest.engine:
             changes.append("an engine that does not stay on the GPU while the policy trains (rollout.engine)")
         changes.append("more tensor or pipeline parallelism, or more GPUs")
@@ -371,6 +376,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "parameters": number_of_parameters(plan.arch),
         "gpus": plan.machine.gpus,
         "layout": asdict(plan.layout) | {"data_parallel_size": plan.data_parallel},
+        "context_parallel_size": plan.config.parallel.context_parallel_size,
         "tokens_per_micro_batch": plan.tokens_per_micro_batch,
         "micro_batches_per_update": plan.micro_batches,
         "stages": stages,

@@ -26,6 +26,7 @@ def print_plan(plan: Plan) -> None:
     console.print(
         f"{plan.arch.name}, {parameters / 1e9:.2f} billion parameters, on {plan.machine.gpus} GPUs: "
         f"TP {layout.tensor_model_parallel_size} x PP {layout.pipeline_model_parallel_size} x DP {plan.data_parallel}"
+        + (f" x CP {cp}" if (cp := config.parallel.context_parallel_size) > 1 else "")
         + (f", VPP {v}" if (v := layout.virtual_pipeline_model_parallel_size) > 1 else "")
         + (f", {'-'.join(map(str, layers))} layers" if len(layers) > 1 else "")
         + (", sequence parallel" if config.parallel.sequence_parallel else "")
@@ -35,7 +36,7 @@ def print_plan(plan: Plan) -> None:
     packed = "packed" if config.parallel.sequence_packing else "padded"
     console.print(
         f"{plan.work.updates} update(s) of {plan.micro_batches} micro-batches per rank, {packed}, "
-        f"{plan.tokens_per_micro_batch:,} tokens at most each"
+        f"{plan.tokens_per_micro_batch:,} tokens at most each" + (f", {cp} ranks share them" if cp > 1 else "")
     )
     console.print(_memory(plan))
     console.print(_host(plan))
@@ -109,6 +110,7 @@ def _traffic(plan: Plan) -> Table:
         (f"log-probs of old and reference policy ({plan.work.forward_passes} pass(es))", 0, seconds.forward),
         ("update: forward and backward", 0, seconds.update),
         (f"tensor parallel ({activations})", traffic.tensor_parallel, seconds.tensor_parallel),
+        ("context parallel (keys and values)", traffic.context_parallel, seconds.context_parallel),
         (f"data parallel ({gradients})", traffic.data_parallel, seconds.data_parallel),
         ("pipeline (point to point)", traffic.pipeline, seconds.pipeline),
         ("weights into the engine (received)", plan.resharding, seconds.resharding),

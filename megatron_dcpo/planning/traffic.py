@@ -44,6 +44,7 @@ class Traffic:
 
     data_parallel: int
     tensor_parallel: int
+    context_parallel: int
     pipeline: int
 
 
@@ -55,6 +56,7 @@ class Seconds:
     forward: float
     update: float
     tensor_parallel: float
+    context_parallel: float
     data_parallel: float
     pipeline: float
     resharding: float
@@ -64,29 +66,31 @@ class Seconds:
         return sum(vars(self).values())
 
 
-def step_traffic(
-    arch: Architecture, layout: Layout, config: Config, data_parallel: int, numel: int, work: Work
-) -> Traffic:
+def step_traffic(arch: Architecture, layout: Layout, config: Config, replicas: int, numel: int, work: Work) -> Traffic:
     """Ring collectives: an all-gather or reduce-scatter of n bytes over r ranks sends (r - 1) / r * n, an all-reduce
-    twice that. ``numel``: length of the rank's gradient buffer. Gradients are sent in fp32."""
+    twice that. ``numel``: length of the rank's gradient buffer. Gradients are sent in fp32. ``replicas``: data- times
+    context-parallel size."""
     tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
     parallel, b = config.parallel, dtype_bytes(config.model.params_dtype)
-    share = (data_parallel - 1) / data_parallel
+    share = (replicas - 1) / replicas
     per_update = share * numel * ((4 + b) if parallel.use_distributed_optimizer else 8)
-    tokens = work.tokens / data_parallel  # of a replica
+    tokens = work.tokens / replicas  # of a rank and those it shares its layers with
     hidden = tokens * arch.hidden_size * b
     ring = (tp - 1) / tp * hidden
     layers = max(layers_per_stage(arch.num_layers, layout))
     # Two linear pairs per layer. Each way an all-reduce, or an all-gather and a reduce-scatter: the same bytes; sequence
     # parallelism gathers the two inputs once more for the gradient of the weights.
     forward, backward = 4 * ring * layers, (6 if parallel.sequence_parallel else 4) * ring * layers
-    recomputed = forward * recomputed_share(arch, layout, config) * (parallel.recompute_granularity == "full")
+    repeated = recomputed_share(arch, layout, config) * (parallel.recompute_granularity == "full")
     ends = 2 * ring  # the embedding's output and the output layer's input gradient
     passes = work.forward_passes
-    tensor = passes * (forward + ends) + forward + backward + recomputed + 2 * ends
+    tensor = passes * (forward + ends) + forward * (1 + repeated) + backward + 2 * ends
     boundary = hidden / (tp if parallel.sequence_parallel else 1) * layout.virtual_pipeline_model_parallel_size
     pipeline = boundary * (passes + 2) if pp > 1 else 0.0
-    return Traffic(int(work.updates * per_update), int(tensor), int(pipeline))
+    # Keys and values go once around the context-parallel ranks, on the way back with their gradients.
+    around = (parallel.context_parallel_size - 1) * tokens * 2 * arch.num_query_groups // tp * arch.kv_channels * b
+    context = around * layers * (passes + 3 + repeated)
+    return Traffic(int(work.updates * per_update), int(tensor), int(context), int(pipeline))
 
 
 def forward_flops(arch: Architecture, layout: Layout, work: Work) -> float:
@@ -140,6 +144,7 @@ def step_seconds(
     (micro-batches x VPP) of its time.
     """
     tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
+    cp = config.parallel.context_parallel_size
     per_second = gpus * rates.peak_tflops * 1e12 * rates.mfu
     # micro_batches covers all updates of a step; the pipeline fills once for each.
     bubble = 1 + (pp - 1) * work.updates / (work.micro_batches * layout.virtual_pipeline_model_parallel_size)
@@ -156,6 +161,7 @@ def step_seconds(
         forward=work.forward_passes * forward,
         update=factor * forward,
         tensor_parallel=traffic.tensor_parallel / (within if tp <= rates.gpus_per_node else across),
+        context_parallel=traffic.context_parallel / (within if tp * cp <= rates.gpus_per_node else across),
         data_parallel=traffic.data_parallel / across,
         pipeline=traffic.pipeline / across,
         resharding=resharding / (within if tp * pp <= rates.gpus_per_node else across),

@@ -104,7 +104,7 @@ class Adapter:
     def whole(self) -> dict[str, Tensor]:
         """The parameters of all stages, on the CPU of every rank. Collective."""
         topology = self.policy.topology
-        once = topology.tp_rank == topology.dp_rank == 0
+        once = topology.tp_rank == topology.replica == 0
         own = {name: tensor.detach().cpu() for name, tensor in self.parameters.items()} if once else {}
         return {name: tensor for part in all_gather_objects(own) for name, tensor in part.items()}
 
@@ -226,7 +226,7 @@ class AdapterOptimizer:
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         flat = torch.cat([p.grad.reshape(-1) for p in parameters if p.grad is not None])
-        for group in (topology.tp_group, topology.dp_group):
+        for group in (topology.tp_group, topology.replica_group):
             if group.size() > 1:
                 dist.all_reduce(flat, group=group)
         for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
@@ -255,7 +255,7 @@ class AdapterOptimizer:
     def sharded_state(self) -> dict[str, Any]:
         """Parameters and moments under names that do not depend on the layout, and the number of steps."""
         topology = self.adapter.policy.topology
-        replica = (0, topology.tp_rank, topology.dp_rank)
+        replica = (0, topology.tp_rank, topology.replica)
         tensors = {
             f"adapter.{kind}.{name}": ShardedTensor.from_rank_offsets(
                 f"adapter.{kind}.{name}", tensor.detach(), replica_id=replica

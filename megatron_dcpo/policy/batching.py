@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_dcpo.policy.context_parallel import positions_of
 from megatron_dcpo.policy.statements import StatementInputs, Statements
 from megatron_dcpo.runtime.device import current_device
 
@@ -61,7 +63,10 @@ class MicroBatch:
     """``tokens``, ``position_ids``: int64 [b, s], or [1, t] when packed. ``rows``: int64 [N], flat index of the logits
     that score each response token; ``targets``: int64 [N], those tokens; ``sequence_ids``: int64 [N], 0-based sample of
     each within the micro-batch; ``samples``: the samples, in that order; ``columns``: what else the loss reads of each
-    response token, [N] each, None where no sample has it. ``part``: a few response tokens of a micro-batch."""
+    response token, [N] each, None where no sample has it. ``part``: a few response tokens of a micro-batch.
+
+    Under context parallelism ``tokens`` and ``position_ids`` are this rank's, [b, s / CP]. ``here`` int64 [n], ascending:
+    the response tokens whose logits this rank has; ``rows`` of the others is -1."""
 
     tokens: Tensor
     position_ids: Tensor
@@ -74,13 +79,32 @@ class MicroBatch:
     columns: Mapping[str, Tensor | None] = field(default_factory=dict)
     statements: Statements | None = None
     is_part: bool = False
+    here: Tensor | None = None
 
     def part(self, rows: slice, inside: slice) -> MicroBatch:
         """The response tokens ``rows``, with the ``inside`` ones of the candidates."""
+        offsets = None if self.candidates is None else self.candidates.rows[inside] - rows.start
+        return self._of(rows, inside, offsets)
+
+    def local(self) -> MicroBatch:
+        """The response tokens that this context-parallel rank has."""
+        if self.here is None:
+            return self
+        inside = self.candidates_here()
+        offsets = None if self.candidates is None else torch.searchsorted(self.here, self.candidates.rows[inside])
+        return self._of(self.here, inside, offsets)
+
+    def candidates_here(self) -> Tensor:
+        """Which of the candidates are this context-parallel rank's."""
+        assert self.here is not None
+        if self.candidates is None:
+            return self.here[:0]
+        return torch.isin(self.candidates.rows, self.here).nonzero()[:, 0]
+
+    def _of(self, rows: slice | Tensor, inside: slice | Tensor, offsets: Tensor | None) -> MicroBatch:
         candidates = self.candidates
-        if candidates is not None:
-            offset = candidates.rows[inside] - rows.start
-            candidates = Candidates(offset, candidates.token_ids[inside], candidates.values[inside])
+        if candidates is not None and offsets is not None:
+            candidates = Candidates(offsets, candidates.token_ids[inside], candidates.values[inside])
         return dataclasses.replace(
             self,
             rows=self.rows[rows],
@@ -186,8 +210,10 @@ def collate(
     multiple_of: int = 1,
     uniform: bool = False,
     inputs: Callable[[Sequence[Any]], LossInputs] | None = None,
+    context_parallel: tuple[int, int] = (0, 1),
 ) -> Iterator[MicroBatch]:
     """Build the micro-batches one at a time. ``multiple_of``: row length multiple (TP size under sequence parallel).
+    ``context_parallel``: rank and size; every sequence is then a multiple of 2 x size long.
 
     ``uniform`` gives all of them one shape: Megatron's interleaved schedule mixes up shapes that differ. ``inputs``: from
     the samples of a micro-batch, what its loss reads of them.
@@ -195,14 +221,19 @@ def collate(
     nothing = Sample(np.zeros(1, np.int64), np.zeros(0, np.int64))
     members = [tuple(samples[i] for i in split) for split in splits]
     chosen: list[Sequence[TokenSequence]] = [batch or (nothing,) for batch in members]
-    sizes = [_packed_size(batch) if packing else _padded_size(batch) for batch in chosen]
+    cp = context_parallel[1]
+    chunks = 2 * cp if cp > 1 else 1
+    multiple_of = math.lcm(chunks, cp * multiple_of)
+    sizes = [_packed_size(batch, chunks) if packing else _padded_size(batch) for batch in chosen]
     largest = tuple(max(column) for column in zip(*sizes, strict=True))
     most = max(map(len, chosen))
     for batch, size, own in zip(chosen, sizes, members, strict=True):
         rows, width = largest if uniform else size
         width = -(-width // multiple_of) * multiple_of
-        offsets = _offsets(batch, None if packing else width)
-        micro_batch = _packed(batch, offsets, width) if packing else _padded(batch, offsets, rows, width)
+        offsets = _offsets(batch, None if packing else width, chunks)
+        micro_batch = _packed(batch, offsets, width, chunks) if packing else _padded(batch, offsets, rows, width)
+        if cp > 1:
+            micro_batch = _cut(micro_batch, context_parallel)
         read = inputs(own) if inputs is not None else LossInputs()
         statements = None
         if read.statements is not None:
@@ -212,19 +243,23 @@ def collate(
         )
 
 
-def _offsets(samples: Sequence[TokenSequence], width: int | None) -> list[int]:
-    """Where each sample begins: every ``width`` tokens, or without padding between them."""
+def _offsets(samples: Sequence[TokenSequence], width: int | None, chunks: int) -> list[int]:
+    """Where each sample begins: every ``width`` tokens, or with no more padding between them than ``chunks`` ask for."""
     if width is not None:
         return [row * width for row in range(len(samples))]
-    return [0, *itertools.accumulate(map(sequence_length, samples))][:-1]
+    return [0, *itertools.accumulate(_padded_length(sample, chunks) for sample in samples)][:-1]
+
+
+def _padded_length(sample: TokenSequence, chunks: int) -> int:
+    return -(-sequence_length(sample) // chunks) * chunks
 
 
 def _padded_size(samples: Sequence[TokenSequence]) -> tuple[int, int]:
     return len(samples), max(map(sequence_length, samples))
 
 
-def _packed_size(samples: Sequence[TokenSequence]) -> tuple[int, int]:
-    return 1, sum(map(sequence_length, samples))
+def _packed_size(samples: Sequence[TokenSequence], chunks: int) -> tuple[int, int]:
+    return 1, sum(_padded_length(sample, chunks) for sample in samples)
 
 
 def _padded(samples: Sequence[TokenSequence], offsets: Sequence[int], rows: int, width: int) -> MicroBatch:
@@ -235,12 +270,12 @@ def _padded(samples: Sequence[TokenSequence], offsets: Sequence[int], rows: int,
     return _micro_batch(samples, tokens, positions, offsets, None)
 
 
-def _packed(samples: Sequence[TokenSequence], offsets: Sequence[int], total: int) -> MicroBatch:
-    bounds = [*offsets, offsets[-1] + sequence_length(samples[-1])]
+def _packed(samples: Sequence[TokenSequence], offsets: Sequence[int], total: int, chunks: int) -> MicroBatch:
+    bounds = [*offsets, offsets[-1] + _padded_length(samples[-1], chunks)]
     tokens = np.zeros((1, total), np.int64)
     positions = np.zeros((1, total), np.int64)
     for sample, (start, stop) in zip(samples, itertools.pairwise(bounds), strict=True):
-        tokens[0, start:stop] = np.concatenate([sample.prompt_ids, sample.response_ids])
+        tokens[0, start : start + sequence_length(sample)] = np.concatenate([sample.prompt_ids, sample.response_ids])
         positions[0, start:stop] = np.arange(stop - start)
     if total > bounds[-1]:
         bounds = [*bounds, total]  # the filling is a sequence of its own, which nothing attends to
@@ -248,6 +283,26 @@ def _packed(samples: Sequence[TokenSequence], offsets: Sequence[int], total: int
     longest = max(stop - start for start, stop in itertools.pairwise(bounds))
     params = PackedSeqParams("thd", cu, cu, None, None, longest, longest)
     return _micro_batch(samples, tokens, positions, offsets, params)
+
+
+def _cut(batch: MicroBatch, context_parallel: tuple[int, int]) -> MicroBatch:
+    """This context-parallel rank's tokens of a micro-batch."""
+    count, width = batch.tokens.shape
+    ends = [row * width for row in range(count + 1)]
+    if batch.packed_seq_params is not None:
+        ends = batch.packed_seq_params.cu_seqlens_q.tolist()
+    order = torch.from_numpy(positions_of(list(itertools.pairwise(ends)), *context_parallel)).to(batch.tokens.device)
+    place = torch.full((count * width,), -1, device=order.device).index_copy_(
+        0, order, torch.arange(len(order), device=order.device)
+    )
+    rows = place[batch.rows]
+    return dataclasses.replace(
+        batch,
+        tokens=batch.tokens.reshape(-1)[order].view(count, -1),
+        position_ids=batch.position_ids.reshape(-1)[order].view(count, -1),
+        rows=rows,
+        here=(rows >= 0).nonzero()[:, 0],
+    )
 
 
 def _micro_batch(

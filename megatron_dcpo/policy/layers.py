@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import importlib
 import itertools
+from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -24,6 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_dcpo.errors import UserError, one_line
+from megatron_dcpo.policy.context_parallel import gather_keys_and_values
 from megatron_dcpo.runtime.device import capabilities
 
 
@@ -103,21 +106,37 @@ class CausalAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
         """Returns [s, b, heads * d], or [t, heads * d] for packed sequences (cu_seqlens: int32 [sequences + 1])."""
+        bounds = [0, len(query) * self.config.context_parallel_size]
+        if packed_seq_params is not None:
+            bounds = packed_seq_params.cu_seqlens_q.tolist()
+        if self.config.context_parallel_size > 1:
+            group = parallel_state.get_context_parallel_group()
+            key, value = gather_keys_and_values(key, value, list(itertools.pairwise(bounds)), group)
         if packed_seq_params is None:
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, d]
             out = self._attend(q, k, v).permute(2, 0, 1, 3)
             return out.reshape(*out.shape[:2], -1)
-        bounds = packed_seq_params.cu_seqlens_q.tolist()
         pieces = []
         for start, stop in itertools.pairwise(bounds):
-            q, k, v = (x[start:stop].transpose(0, 1).unsqueeze(0) for x in (query, key, value))  # [1, heads, t_i, d]
+            own = slice(start // self.config.context_parallel_size, stop // self.config.context_parallel_size)
+            parts = query[own], key[start:stop], value[start:stop]
+            q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in parts)  # [1, heads, t_i, d]
             pieces.append(self._attend(q, k, v).squeeze(0).transpose(0, 1))
         out = torch.cat(pieces)
         return out.reshape(out.shape[0], -1)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        grouped = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=grouped)
+        attend = partial(F.scaled_dot_product_attention, scale=self.softmax_scale, enable_gqa=q.shape[1] != k.shape[1])
+        size = self.config.context_parallel_size
+        if size == 1:
+            return attend(q, k, v, is_causal=True)
+        width, rank = q.shape[2] // 2, parallel_state.get_context_parallel_rank()
+        parts = []
+        for part, chunk in zip(q.split(width, 2), (rank, 2 * size - 1 - rank), strict=True):
+            stop = (chunk + 1) * width
+            mask = torch.ones(width, stop, dtype=torch.bool, device=q.device).tril(stop - width)
+            parts.append(attend(part, k[:, :, :stop], v[:, :, :stop], attn_mask=mask))
+        return torch.cat(parts, 2)
 
 
 def layer_spec(config: TransformerConfig, transformer_engine: bool) -> ModuleSpec | TransformerBlockSubmodules:

@@ -98,6 +98,8 @@ def transformer_config(
         # Of two interleaved stages each is the other's next and previous; only the overlapped transfers keep them apart.
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
+        context_parallel_size=parallel.context_parallel_size,
+        cp_comm_type=parallel.cp_comm_type,
         sequence_parallel=parallel.sequence_parallel,
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,

@@ -2,8 +2,8 @@
 
 How the loss is scaled. The token losses carry their global denominators already, so the loss of an optimizer step is the
 plain sum over all tokens of all micro-batches and data-parallel ranks. Megatron's schedules divide by ``num_tokens`` and
-by the number of micro-batches, and DDP averages over data-parallel ranks; the closure returns ``num_tokens = 1`` and
-multiplies the other two back (``forward_step_calc_loss`` in ``megatron/core/pipeline_parallel/schedules.py``).
+by the number of micro-batches, and DDP averages over data- and context-parallel ranks; the closure returns ``num_tokens =
+1`` and multiplies the other two back (``forward_step_calc_loss`` in ``megatron/core/pipeline_parallel/schedules.py``).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dcpo.policy.batching import LossInputs, MicroBatch, TokenSequence, collate, sequence_length
+from megatron_dcpo.policy.context_parallel import together
 from megatron_dcpo.policy.model import Policy
 from megatron_dcpo.policy.output_layer import OutputLayer, Queries, TokenOutputs, fused_loss, token_outputs
 from megatron_dcpo.policy.statements import digit_logits
@@ -53,21 +54,23 @@ def accumulate_gradients(
     ``statement_loss``: of the confidence statements that ``inputs`` makes; its gradient is the adapter's, not reduced.
     Returns the statistics of each micro-batch on the last pipeline stage, nothing on the others.
     """
-    upstream = policy.topology.dp_size  # what is left of the factor below when the schedule has divided
+    upstream = policy.topology.replicas  # what is left of the factor below when the schedule has divided
     scale = len(splits) * upstream
 
     def loss_closure(batch: MicroBatch, output: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
         stated = None
         if batch.statements is not None:
             output, stated = output
-        layer, hidden, queries = _output_layer(policy, batch, output, temperature)
+        local = batch.local()
+        layer, hidden, queries = _output_layer(policy, local, output, temperature)
         if separable:
-            part = lambda rows, inside, outputs: loss_function(batch.part(rows, inside), outputs)[0]  # noqa: E731
+            part = lambda rows, inside, outputs: loss_function(local.part(rows, inside), outputs)[0]  # noqa: E731
             loss, outputs = fused_loss(layer, hidden, queries, part, upstream)
+            outputs = _of_all_ranks(policy, batch, outputs)
             with torch.no_grad():
                 _, stats = loss_function(batch, outputs)
         else:
-            outputs = token_outputs(layer, hidden, queries)
+            outputs = _of_all_ranks(policy, batch, token_outputs(layer, hidden, queries))
             loss, stats = loss_function(batch, outputs)
         if batch.statements is not None and stated is not None and statement_loss is not None:
             logits = digit_logits(policy, layer.weight, stated, batch.statements)
@@ -90,7 +93,8 @@ def compute_logprobs(
     """Log-probs float32 [T_i] of every sample's response tokens, on every rank of the replica."""
 
     def collect(batch: MicroBatch, output: Tensor, non_loss_data: bool = True) -> list[np.ndarray]:
-        logprobs = token_outputs(*_output_layer(policy, batch, output, temperature)).logprobs
+        outputs = token_outputs(*_output_layer(policy, batch.local(), output, temperature))
+        logprobs = _of_all_ranks(policy, batch, outputs).logprobs
         counts = [len(sample.response_ids) for sample in batch.samples]
         return [piece.cpu().numpy() for piece in logprobs.split(counts)]
 
@@ -151,7 +155,11 @@ def _run(
     inputs: Callable[[Sequence[Any]], LossInputs] | None = None,
 ) -> list[Any]:
     multiple = policy.topology.tp_size if policy.config.sequence_parallel else 1
-    shapes = partial(collate, packing=packing, multiple_of=multiple, uniform=len(policy.chunks) > 1, inputs=inputs)
+    place = policy.topology.cp_rank, policy.topology.cp_size
+    uniform = len(policy.chunks) > 1
+    shapes = partial(
+        collate, packing=packing, multiple_of=multiple, uniform=uniform, inputs=inputs, context_parallel=place
+    )
     batches = [shapes(samples, splits) for _ in policy.chunks]
     longest = max(map(sequence_length, samples), default=1)
     return get_forward_backward_func()(
@@ -174,6 +182,14 @@ def _forward_step(
         options = options | {"statements": batch.statements}
     output = model(batch.tokens, batch.position_ids, None, packed_seq_params=batch.packed_seq_params, **options)
     return output, partial(closure, batch)
+
+
+def _of_all_ranks(policy: Policy, batch: MicroBatch, outputs: TokenOutputs) -> TokenOutputs:
+    """From this context-parallel rank's outputs those of all response tokens."""
+    if batch.here is None:
+        return outputs
+    counts = len(batch.targets), 0 if batch.candidates is None else len(batch.candidates.rows)
+    return together(outputs, batch.here, batch.candidates_here(), counts, policy.topology.cp_group)
 
 
 def _output_layer(

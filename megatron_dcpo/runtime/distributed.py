@@ -23,7 +23,8 @@ from megatron.core import parallel_state, tensor_parallel  # noqa: E402 - after 
 
 @dataclass(frozen=True)
 class Topology:
-    """Where this rank stands in the grid. ``model_group`` spans the TP x PP ranks of one data-parallel replica."""
+    """Where this rank stands in the grid. ``model_group`` spans the TP x PP ranks that have the model once, a replica.
+    The CP replicas of a data-parallel rank share its samples."""
 
     rank: int
     world_size: int
@@ -33,6 +34,22 @@ class Topology:
     pp_size: int
     dp_rank: int
     dp_size: int
+    cp_rank: int
+    cp_size: int
+
+    @property
+    def replica(self) -> int:
+        """Megatron counts tensor before context before data before pipeline ranks."""
+        return self.dp_rank * self.cp_size + self.cp_rank
+
+    @property
+    def replicas(self) -> int:
+        return self.dp_size * self.cp_size
+
+    @property
+    def reports(self) -> bool:
+        """Of the ranks that have the same samples, the one whose statistics count."""
+        return self.is_last_stage and self.tp_rank == self.cp_rank == 0
 
     @property
     def tp_group(self) -> dist.ProcessGroup:
@@ -43,8 +60,13 @@ class Topology:
         return parallel_state.get_pipeline_model_parallel_group()
 
     @property
-    def dp_group(self) -> dist.ProcessGroup:
-        return parallel_state.get_data_parallel_group()
+    def cp_group(self) -> dist.ProcessGroup:
+        return parallel_state.get_context_parallel_group()
+
+    @property
+    def replica_group(self) -> dist.ProcessGroup:
+        """The ranks that hold the same part of the model."""
+        return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
     @property
     def model_group(self) -> dist.ProcessGroup:
@@ -59,6 +81,7 @@ def initialize(
     tensor_model_parallel_size: int = 1,
     pipeline_model_parallel_size: int = 1,
     virtual_pipeline_model_parallel_size: int = 1,
+    context_parallel_size: int = 1,
     seed: int = 1,
     timeout_minutes: int = 30,
 ) -> Topology:
@@ -67,7 +90,7 @@ def initialize(
     Raises :class:`UserError` when the parallel sizes do not divide the world size.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    check_world_size(tensor_model_parallel_size, pipeline_model_parallel_size, world_size)
+    check_world_size(tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size, world_size)
     set_threads()
     if not dist.is_initialized():
         if has_cuda():
@@ -82,6 +105,7 @@ def initialize(
             tensor_model_parallel_size,
             pipeline_model_parallel_size,
             virtual_pipeline_model_parallel_size if virtual_pipeline_model_parallel_size > 1 else None,
+            context_parallel_size=context_parallel_size,
             distributed_timeout_minutes=timeout_minutes,
         )
     # Dropout is off in RL and sampling has counted random numbers of its own; Megatron still needs its tracker.
@@ -102,6 +126,8 @@ def topology() -> Topology:
         pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=parallel_state.get_data_parallel_world_size(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        cp_size=parallel_state.get_context_parallel_world_size(),
     )
 
 

@@ -35,6 +35,7 @@ _LITERAL_CUDA_MODULES = (
     "optimizer.optimizer",
     "optimizer.distrib_optimizer",
     "distributed.finalize_model_grads",
+    "models.common.embeddings.rope_utils",
     "tensor_parallel.data",
     "utils",
     "dist_checkpointing.exchange_utils",

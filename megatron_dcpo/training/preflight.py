@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,12 @@ def check_processes(config: Config, processes: int | None) -> None:
     :class:`UserError`."""
     parallel = config.parallel
     if processes is not None:
-        check_world_size(parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, processes)
+        check_world_size(
+            parallel.tensor_model_parallel_size,
+            parallel.pipeline_model_parallel_size,
+            parallel.context_parallel_size,
+            processes,
+        )
     if config.model.transformer_impl == "transformer_engine" or capabilities().transformer_engine:
         from megatron_dcpo.policy.layers import use_transformer_engine
 
@@ -56,7 +62,7 @@ def describe(config: Config) -> dict[str, Any]:
     parallel, training, evaluation = config.parallel, config.training, config.evaluation
     if evaluation.interval:
         check_validation(config)
-    model_parallel = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    sizes = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, parallel.context_parallel_size
     responses = config.data.prompts_per_step * config.rollout.group_size
     if os.path.exists(config.model.path):
         arch = check_model(config)
@@ -72,7 +78,7 @@ def describe(config: Config) -> dict[str, Any]:
         "objective options": str(objective.options),
         "model": model,
         "data": data,
-        "processes": f"a multiple of {model_parallel}",
+        "processes": f"a multiple of {math.prod(sizes)}",
         "responses per step": responses,
         "responses per update": responses // training.updates_per_rollout,
         "longest sequence": config.data.max_prompt_length + config.rollout.max_response_length,

@@ -110,11 +110,7 @@ def build_run(config: Config) -> TrainingRun:
     verifier, form = build_verifier(config, prompts)
     parallel = config.parallel
     topology = distributed.initialize(
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        parallel.virtual_pipeline_model_parallel_size,
-        seed=config.seed,
-        timeout_minutes=parallel.distributed_timeout_minutes,
+        *parallel.sizes, seed=config.seed, timeout_minutes=parallel.distributed_timeout_minutes
     )
     watch = Watchdog(
         Path(config.run_dir) / "heartbeat", topology.rank, topology.world_size, config.training.phase_warning_seconds
@@ -153,7 +149,7 @@ def build_run(config: Config) -> TrainingRun:
             topology.rank,
             config.training.keep_checkpoints,
             capabilities().separate_memory if config.training.async_save == "auto" else config.training.async_save,
-            topology.dp_group,
+            topology.replica_group,
         ),
         progress=RunState(),
         digits=digits,

@@ -362,9 +362,8 @@ def _check_logprob_diff(run: TrainingRun, collected: Sequence[dict[str, float]],
 
 def _reduce(run: TrainingRun, collected: Sequence[dict[str, float]], statistics: UpdateStatistics) -> float:
     """Add up all micro-batches of all replicas, each counted once; returns the loss of the update."""
-    once = run.topology.is_last_stage and run.topology.tp_rank == 0
     loss = 0.0
-    for part in all_gather_objects(list(collected) if once else []):
+    for part in all_gather_objects(list(collected) if run.topology.reports else []):
         for stats in part:
             loss += stats.get("loss", 0.0)
             statistics.stated |= stats.pop("stated", {})

@@ -114,7 +114,7 @@ def _wait_for_the_engine(run: TrainingRun, failure: str) -> None:
 
 def check_plan(run: TrainingRun) -> None:
     """Raise :class:`UserError` when the ranks of a replica would move different bytes. Collective; once per run."""
-    sums = all_gather_objects((run.topology.dp_rank, _plan(run).checksum))
+    sums = all_gather_objects((run.topology.replica, _plan(run).checksum))
     for replica in sorted({replica for replica, _ in sums}):
         found = {checksum for owner, checksum in sums if owner == replica}
         if len(found) > 1:

@@ -66,11 +66,11 @@ def plan_for(
         policy.arch,
         policy.layout,
         engine_tensor_model_parallel_size,
-        topology.dp_size,
+        topology.replicas,
         bucket_bytes,
         itemsize,
         names,
-        topology.dp_rank,
+        topology.replica,
     )
 
 

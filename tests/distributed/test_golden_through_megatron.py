@@ -17,6 +17,8 @@ CASES = {
     "packed_micro4": (1, {"sequence_packing": True}, 4, [0, 1, 2, 3, 4, 5, 6, 7]),
     "dp2_micro2": (2, {"use_distributed_optimizer": True}, 2, [7, 6, 5, 4, 3, 2, 1, 0]),
     "tp2_packed": (2, {"tensor_model_parallel_size": 2, "sequence_packing": True}, 4, [0, 1, 2, 3, 4, 5, 6, 7]),
+    "cp2_micro4": (2, {"context_parallel_size": 2}, 4, [7, 0, 6, 1, 5, 2, 4, 3]),
+    "cp2_packed": (2, {"context_parallel_size": 2, "sequence_packing": True}, 4, [0, 1, 2, 3, 4, 5, 6, 7]),
     "pp2_micro1": (2, {"pipeline_model_parallel_size": 2}, 1, [1, 0, 3, 2, 5, 4, 7, 6]),
 }
 RATIO_ONLY = [name for name in GOLDEN_OPTIONS if not name.startswith("ccgspg")]

@@ -1,6 +1,6 @@
 """The invariance grid: loss and gradient norm do not depend on how the work is laid out (relative 1e-5 in fp32).
 
-TP x PP x VPP x SP x DP x distributed optimizer x packing x micro-batch x recomputation x overlap. ``DCPO_GRID=full``
+TP x PP x VPP x SP x CP x DP x distributed optimizer x packing x micro-batch x recomputation x overlap. ``DCPO_GRID=full``
 (``make test-grid``) runs every legal combination; by default a subset in which every pair of values that can stand
 together does so at least once.
 """
@@ -19,13 +19,14 @@ AXES = {
     "vpp": (1, 2),
     "sp": (False, True),
     "dp": (1, 2),
+    "cp": (1, 2),
     "do": (False, True),
     "packing": (False, True),
     "micro_batch": (1, 2, 4),
     "recompute": ("none", "selective", "full"),
     "overlap": (False, True),
 }
-LAYOUT = ("tp", "pp", "vpp", "sp", "dp")
+LAYOUT = ("tp", "pp", "vpp", "sp", "dp", "cp")
 
 
 def legal(point):
@@ -36,13 +37,17 @@ def every_point():
     return [p for values in itertools.product(*AXES.values()) if legal(p := dict(zip(AXES, values, strict=True)))]
 
 
+def processes_of(point):
+    return point["tp"] * point["pp"] * point["dp"] * point["cp"]
+
+
 def pairs_of(point):
     return set(itertools.combinations(point.items(), 2))
 
 
 def covering(points):
     """Greedy: the layout on at most four processes that adds most, so that few process groups are started."""
-    points = [p for p in points if p["tp"] * p["pp"] * p["dp"] <= 4]
+    points = [p for p in points if processes_of(p) <= 4]
     missing = set().union(*map(pairs_of, points))
     chosen = []
     while missing:
@@ -77,6 +82,7 @@ def setting(point):
         "pipeline_model_parallel_size": point["pp"],
         "virtual_pipeline_model_parallel_size": point["vpp"],
         "sequence_parallel": point["sp"],
+        "context_parallel_size": point["cp"],
         "use_distributed_optimizer": point["do"],
         "sequence_packing": point["packing"],
         "recompute_granularity": point["recompute"],
@@ -111,24 +117,25 @@ def runs(tiny_models, tmp_path_factory):
 
 
 def ranks_of(layout):
-    return layout[0] * layout[1] * layout[4]
+    return processes_of(dict(zip(LAYOUT, layout, strict=True)))
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("layout", POINTS, ids=lambda layout: "tp{}_pp{}_vpp{}_sp{:d}_dp{}".format(*layout))
+@pytest.mark.parametrize("layout", POINTS, ids=lambda layout: "tp{}_pp{}_vpp{}_sp{:d}_dp{}_cp{}".format(*layout))
 def test_same_loss_and_gradient_norm(runs, expected, layout):
     points, processes, worst = POINTS[layout], ranks_of(layout), 0.0
     for rank in runs(layout):
         for point, result in zip(points, rank, strict=True):
             np.testing.assert_allclose(result["measured"], expected, rtol=1e-5, err_msg=str(point))
+            assert result["keys_per_query"] == [point["cp"]], "a context-parallel rank has its part of the queries"
             worst = max(worst, float(np.max(np.abs(np.divide(result["measured"], expected) - 1))))
     print(f"{len(points)} settings on {processes} processes, worst relative deviation {worst:.1e}")
 
 
 def test_the_subset_covers_every_pair():
     full, subset = every_point(), covering(every_point())
-    assert len(full) == 9 * 2 * 2 * 2 * 3 * 3 * 2
-    small = [p for p in full if p["tp"] * p["pp"] * p["dp"] <= 4]
+    assert len(full) == 9 * 2 * 2 * 2 * 2 * 3 * 3 * 2
+    small = [p for p in full if processes_of(p) <= 4]
     wanted = set().union(*map(pairs_of, small))
     assert set().union(*map(pairs_of, subset)) == wanted == set().union(*map(pairs_of, full))
 

@@ -9,6 +9,7 @@ import pytest
 from tests.helpers.launch import torchrun_all
 
 TP2 = {"tensor_model_parallel_size": 2}
+CP2 = {"context_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 UNEVEN = PP2 | {"num_layers_in_first_pipeline_stage": 1}
 VPP = PP2 | {"virtual_pipeline_model_parallel_size": 2}
@@ -19,7 +20,7 @@ READ_BACK = ("digest", "megatron read by the other code", "ours read by the othe
     ("saved_at", "loaded_at", "dtype"),
     [
         ({}, [{}, TP2, UNEVEN], "bf16"),
-        (TP2 | {"sequence_parallel": True}, [TP2, TP2 | PP2], "fp32"),
+        (TP2 | CP2 | {"sequence_parallel": True}, [TP2 | CP2, TP2 | PP2, TP2], "fp32"),
         (VPP | {"overlap_grad_reduce": True}, [VPP | {"overlap_grad_reduce": True}, {}], "bf16"),
     ],
     ids=["dp4", "tp2", "vpp2"],

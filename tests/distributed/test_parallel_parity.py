@@ -22,6 +22,7 @@ LAYOUTS = {
         2,
         {"tensor_model_parallel_size": 2, "sequence_parallel": True, "sequence_packing": True},
     ),
+    "cp2_packed": (2, {"context_parallel_size": 2, "sequence_packing": True}),
     "pp2_packed": (2, {"pipeline_model_parallel_size": 2, "sequence_packing": True}),
     "pp2_virtual2": (2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
 }

@@ -24,6 +24,8 @@ LAYOUTS = {
         {"tensor_model_parallel_size": 2, "sequence_parallel": True, "sequence_packing": True},
     ),
     "pp2_virtual2": (2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
+    "cp2": (2, {"context_parallel_size": 2, "cp_comm_type": "all_gather"}),
+    "cp2_packed": (2, {"context_parallel_size": 2, "sequence_packing": True}),
     "dp2_distributed_optimizer": (2, {"use_distributed_optimizer": True}),
 }
 FAMILIES = [("qwen3", True), ("llama", False), ("qwen2", True)]

@@ -20,11 +20,7 @@ def samples_for_test() -> list[Sample]:
 
 
 def initialize_layout(parallel: ParallelConfig) -> Topology:
-    return initialize(
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        parallel.virtual_pipeline_model_parallel_size,
-    )
+    return initialize(*parallel.sizes)
 
 
 def config_for_test(model: str, dtype: str, parallel: ParallelConfig, layers: str = "auto", **optimizer: Any) -> Config:

@@ -106,7 +106,7 @@ def save_and_resume(options: dict[str, Any]) -> dict[str, Any]:
     for _ in range(2):
         first.update(samples)
     saved, steps = digest(first.state()), [first.steps()]
-    saver = Saver(out, first.topology.rank, 1, background=True, replicas=first.topology.dp_group)
+    saver = Saver(out, first.topology.rank, 1, background=True, replicas=first.topology.replica_group)
     saver.begin(1, checkpoint_state(first.policy, first.optimizer, first.scheduler, 1, RUN))
     norm = first.update(samples)
     saver.wait()
@@ -193,7 +193,7 @@ def memory(options: dict[str, Any]) -> dict[str, Any]:
     zero_gradients(trainer.policy, trainer.optimizer)
     empty_cache()
     reset_peak()
-    saver = Saver(Path(options["out"], "checkpoints"), 0, 1, background=True, replicas=trainer.topology.dp_group)
+    saver = Saver(Path(options["out"], "checkpoints"), 0, 1, background=True, replicas=trainer.topology.replica_group)
     saver.begin(1, checkpoint_state(trainer.policy, trainer.optimizer, trainer.scheduler, 1, RUN))
     measured["save"] = peak(trainer) - base
     saver.wait()

@@ -34,8 +34,7 @@ def measure(setting, options, topology) -> list[float]:
         zero_gradients(policy, optimizer)
         options_of_pass = {"temperature": 1.0, "packing": parallel.sequence_packing, "separable": separable}
         parts = accumulate_gradients(policy, mine, splits, loss, **options_of_pass)
-        once = topology.is_last_stage and topology.tp_rank == 0
-        everyone = all_gather_objects(parts if once else [])
+        everyone = all_gather_objects(parts if topology.reports else [])
         measured += [sum(part["loss"] for rank in everyone for part in rank), gradient_norm(optimizer)]
         optimizer.step()
         scheduler.step(1)
@@ -44,19 +43,20 @@ def measure(setting, options, topology) -> list[float]:
 
 
 def counted(function, calls):
-    def call(*arguments):
-        calls.append(1)
-        return function(*arguments)
+    def call(attention, query, key, value):
+        calls.append(key.shape[2] / query.shape[2])
+        return function(attention, query, key, value)
 
     return call
 
 
 def run(options: dict[str, Any]) -> Any:
     topology = initialize_layout(ParallelConfig(**options["settings"][0]["parallel"]))
-    calls: list[int] = []
+    calls: list[float] = []
     results = []
     with patch.object(CausalAttention, "_attend", counted(CausalAttention._attend, calls)):
         for setting in options["settings"]:
             calls.clear()
-            results.append({"measured": measure(setting, options, topology), "attention_calls": len(calls)})
+            measured = measure(setting, options, topology)
+            results.append({"measured": measured, "attention_calls": len(calls), "keys_per_query": sorted(set(calls))})
     return results

@@ -66,7 +66,7 @@ def run(options: dict[str, Any]) -> Any:
 
 def save(directory, policy, optimizer, scheduler, topology):
     state = checkpoint_state(policy, optimizer, scheduler, 1, dict.fromkeys(("seed", "data", "reward", "engine"), 0))
-    saver = Saver(directory, topology.rank, 1, background=False, replicas=topology.dp_group)
+    saver = Saver(directory, topology.rank, 1, background=False, replicas=topology.replica_group)
     saver.begin(1, state)
     saver.wait()
 

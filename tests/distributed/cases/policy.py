@@ -71,8 +71,7 @@ def run(options: dict[str, Any]) -> Any:
         return value, {"loss": float(value.detach())}
 
     def everywhere(parts):
-        once = topology.is_last_stage and topology.tp_rank == 0
-        return sum(part["loss"] for rank in all_gather_objects(parts if once else []) for part in rank)
+        return sum(part["loss"] for rank in all_gather_objects(parts if topology.reports else []) for part in rank)
 
     losses, norms, probes = [], [], []
     if "load" in options:

@@ -167,3 +167,43 @@ def test_layers_of_every_stage_are_shown(capsys):
     flops = 2 * (h * (q + 2 * k) + q * h + 3 * h * 17408) + 2 * q * 4024
     slowest = 6 * flops / (5 * flops + 2 * h * 152064)
     assert uneven["step_seconds"]["update"] / even["step_seconds"]["update"] == pytest.approx(slowest, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "tp", "cp", "recompute"),
+    [
+        ("Qwen3-8B", 8, 2, 4, "none"),
+        ("Qwen3-8B", 64, 2, 4, "none"),
+        ("Qwen3-14B", 8, 4, 2, "full"),
+        ("Qwen3-14B", 64, 4, 2, "none"),
+    ],
+)
+def test_responses_of_32k_fit_with_context_parallelism(capsys, name, gpus, tp, cp, recompute):
+    """Each rank has 1 / CP of a sequence's activations; weights and optimizer state are as without."""
+    family = name.lower().replace("-", "_")
+    config, model = str(EXAMPLES / family / "math" / "dcpo.yaml"), REPOSITORY / "tests/fixtures/models" / name
+    long = ["rollout.max_response_length=32768", "training.max_tokens_per_micro_batch=33792"]
+    facts = []
+    for size in (1, cp):
+        layout = [f"{TP}={tp}", f"parallel.context_parallel_size={size}", f"parallel.recompute_granularity={recompute}"]
+        assert (
+            main(["plan", "--config", config, "--gpus", str(gpus), f"model.path={model}", *long, *layout, "--json"])
+            == 0
+        )
+        facts.append(json.loads(capsys.readouterr().out))
+    without, context = facts
+    assert context["fits"], context["change"]
+    assert without["fits"] == (recompute == "full")
+    assert context["tokens_per_micro_batch"] == 33792
+    assert context["layout"]["data_parallel_size"] * cp == without["layout"]["data_parallel_size"]
+    ours, theirs = context["stages"][0], without["stages"][0]
+    assert [ours[key] for key in ("weights", "gradients", "moments")] == [
+        theirs[key] for key in ("weights", "gradients", "moments")
+    ]
+    assert ours["activations"] == pytest.approx(theirs["activations"] / cp, rel=1e-6)
+    assert context["resharding_bytes"] == without["resharding_bytes"]
+    # a ring of (CP - 1) sends of the rank's keys and values; forward, backward (with gradients), recomputed, log-prob pass
+    layers, tokens = (36 if name == "Qwen3-8B" else 40), 2048 * 33792 / (gpus / tp)
+    sent = (cp - 1) * tokens * 2 * 8 // tp * 128 * 2 * layers * (1 + 3 + (recompute == "full"))
+    assert context["bytes_sent_per_step"]["context_parallel"] == pytest.approx(sent, rel=1e-6)
+    assert without["bytes_sent_per_step"]["context_parallel"] == 0

@@ -17,8 +17,13 @@ ILLEGAL = [
     ([f"{TP}=3"], "does not divide the model's 2 attention heads"),
     ([f"{TP}=4"], "does not divide the model's 2 attention heads"),
     (
-        ["parallel.context_parallel_size=2"],
-        "parallel.context_parallel_size=2: context parallelism is not in this version",
+        ["parallel.context_parallel_size=2", "model.adapter.rank=2", "objective.confidence_parameters=adapter"],
+        "parallel.context_parallel_size=2 does not go with model.adapter",
+    ),
+    (["parallel.cp_comm_type=all_gather"], "parallel.cp_comm_type=all_gather needs parallel.context_parallel_size > 1"),
+    (
+        ["parallel.cp_comm_type=all_gather", "parallel.context_parallel_size=2", "parallel.sequence_packing=true"],
+        "and no sequence_packing",
     ),
     (["parallel.overlap_param_gather=true"], "parallel.overlap_param_gather needs parallel.use_distributed_optimizer"),
     (

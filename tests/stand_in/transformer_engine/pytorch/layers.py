@@ -133,13 +133,19 @@ def _extra_state_may_be_missing(_: nn.Module, keys: Any) -> None:
 
 
 class DotProductAttention(_Module):
-    """Causal attention of [s, b, heads, d], or of packed [t, heads, d] with ``padding_causal`` and ``cu_seqlens``."""
+    """Causal attention of [s, b, heads, d], or of packed [t, heads, d] with ``padding_causal`` and ``cu_seqlens``.
+
+    With a ``cp_group`` each rank has the first and the last of what is left of every sequence's 2 x CP chunks."""
 
     @checked("DotProductAttention.__init__")
     def __init__(self, num_attention_heads: int, kv_channels: Any, **options: Any) -> None:
         super().__init__()
         self.attention_dropout = options.get("attention_dropout", 0.0)
         self.softmax_scale = options.get("softmax_scale")
+        self.cp_group = options.get("cp_group")
+        if self.cp_group is not None:
+            assert options["cp_comm_type"] in ("p2p", "all_gather")
+            assert options["cp_global_ranks"] == torch.distributed.get_process_group_ranks(self.cp_group)
         self.register_load_state_dict_post_hook(_extra_state_may_be_missing)
 
     @checked("DotProductAttention.forward")
@@ -148,6 +154,8 @@ class DotProductAttention(_Module):
     ) -> Tensor:
         layers = query_layer, key_layer, value_layer
         assert self.attention_dropout == 0.0
+        if self.cp_group is not None:
+            return self._across_ranks(layers, options)
         if options.get("qkv_format", "sbhd") == "thd":
             assert options["attn_mask_type"] == "padding_causal", "thd has no other mask in the real package"
             bounds = options["cu_seqlens_q"].tolist()
@@ -160,8 +168,28 @@ class DotProductAttention(_Module):
         assert options["attn_mask_type"] == "causal"
         return self._attend(*layers)
 
-    def _attend(self, *layers: Tensor) -> Tensor:
+    def _across_ranks(self, layers: tuple[Tensor, ...], options: dict[str, Any]) -> Tensor:
+        """Keys and values of all ranks in the ranks' order; who sees whom is said by a mask of sequences and positions."""
+        from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+
+        size, packed, bounds = self.cp_group.size(), layers[0].dim() == 3, [0, len(layers[0]) * self.cp_group.size()]
+        if packed:
+            bounds = options["cu_seqlens_q"].tolist()
+            assert bounds[-1] == size * len(layers[0]), "the bounds are those of whole sequences"
+            assert all(bound % (2 * size) == 0 for bound in bounds)
+        chunks = torch.cat([torch.arange(b - a) * 2 * size // (b - a) for a, b in itertools.pairwise(bounds)])
+        owners = torch.minimum(chunks, 2 * size - 1 - chunks)
+        held = torch.cat([(owners == rank).nonzero()[:, 0] for rank in range(size)])
+        number = torch.bucketize(torch.arange(bounds[-1]), torch.tensor(bounds[1:]), right=True)
+        own = (owners == self.cp_group.rank()).nonzero()[:, 0]
+        mask = (number[own, None] == number[held]) & (own[:, None] >= held)
+        q, *keys_and_values = (x.unsqueeze(1) if packed else x for x in layers)
+        gathered = (gather_from_sequence_parallel_region(x.contiguous(), group=self.cp_group) for x in keys_and_values)
+        out = self._attend(q, *gathered, mask=mask)
+        return out.squeeze(1) if packed else out
+
+    def _attend(self, *layers: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v = (x.permute(1, 2, 0, 3) for x in layers)
-        grouped = q.shape[1] != k.shape[1]
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=grouped)
+        how = {"scale": self.softmax_scale, "enable_gqa": q.shape[1] != k.shape[1]}
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, **how)
         return out.permute(2, 0, 1, 3).flatten(2)

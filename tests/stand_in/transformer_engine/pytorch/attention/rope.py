@@ -14,7 +14,12 @@ def apply_rotary_pos_emb(t: Tensor, freqs: Tensor, **options: object) -> Tensor:
     assert not options.get("interleaved")
     if options.get("tensor_format", "sbhd") == "thd":
         bounds = options["cu_seqlens"].tolist()  # type: ignore[attr-defined]
-        positions = torch.cat([torch.arange(stop - start) for start, stop in itertools.pairwise(bounds)])
+        size, rank = options.get("cp_size", 1), options.get("cp_rank", 0)
+        parts = []
+        for start, stop in itertools.pairwise(bounds):
+            chunks = torch.arange(stop - start).chunk(2 * size if size > 1 else 1)
+            parts += [chunks[rank], chunks[-1 - rank]] if size > 1 else chunks
+        positions = torch.cat(parts)
         angles = freqs[positions].squeeze(1)
         assert len(angles) == len(t), "cu_seqlens end where the tokens end"
     else:

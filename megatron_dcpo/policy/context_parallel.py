@@ -1,0 +1,73 @@
+"""Context parallelism: every sequence is cut into 2 x CP chunks, of which rank r has r and 2 CP - 1 - r, first and last
+together, so that all ranks attend to as many keys. Megatron's rotary embeddings and Transformer Engine's attention count so.
+
+A rank scores the response tokens whose logits it has; log-probs and entropies of all are put together before the loss, which
+sees whole responses. Its gradient goes back to the ranks that have the tokens, and DDP sums theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_dcpo.policy.output_layer import TokenOutputs
+
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region  # isort: skip
+
+
+def positions_of(bounds: Sequence[tuple[int, int]], rank: int, size: int) -> np.ndarray:
+    """int64: where the tokens of context-parallel ``rank`` stand, in its order. ``bounds``: start and stop of the sequences,
+    each a multiple of 2 x ``size`` long."""
+    pieces = []
+    for start, stop in bounds:
+        width = (stop - start) // (2 * size)
+        for chunk in (rank, 2 * size - 1 - rank):
+            pieces.append(np.arange(start + chunk * width, start + (chunk + 1) * width))
+    return np.concatenate(pieces)
+
+
+def gather_keys_and_values(
+    key: Tensor, value: Tensor, bounds: Sequence[tuple[int, int]], group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """Keys and values [s / CP, ...] of all ranks, [s, ...] in the order of the tokens. Its backward pass sums over ranks."""
+    size = group.size()
+    both = gather_from_sequence_parallel_region(torch.cat([key, value], dim=-1), group=group)
+    order = np.concatenate([positions_of(bounds, rank, size) for rank in range(size)])
+    both = both.index_select(0, torch.from_numpy(np.argsort(order)).to(both.device))
+    return both.split([key.shape[-1], value.shape[-1]], dim=-1)  # type: ignore[return-value]
+
+
+class _Together(torch.autograd.Function):
+    """From the values [n, ...] that this rank has at ``here`` those of all, [count, ...]. Every rank computes the whole
+    loss; its gradient is its own tokens' part."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, here: Tensor, count: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.save_for_backward(here)
+        whole = values.new_zeros(count, *values.shape[1:]).index_copy_(0, here, values)
+        dist.all_reduce(whole, group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0].index_select(0, ctx.saved_tensors[0]), None, None, None
+
+
+def together(
+    outputs: TokenOutputs, here: Tensor, candidates_here: Tensor, counts: tuple[int, int], group: dist.ProcessGroup
+) -> TokenOutputs:
+    """The outputs of all ``counts`` = (N, m) response tokens and candidates, of which this rank has those at ``here`` and
+    ``candidates_here``. Differentiable, collective."""
+    rows, others = counts
+    return TokenOutputs(
+        _Together.apply(outputs.logprobs, here, rows, group),
+        _Together.apply(outputs.entropy, here, rows, group),
+        _Together.apply(outputs.candidate_logprobs, candidates_here, others, group)
+        if others
+        else outputs.candidate_logprobs,
+    )

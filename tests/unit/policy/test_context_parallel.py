@@ -1,0 +1,55 @@
+"""Sequences cut for context parallelism: the ranks have every token once, first and last chunk together, and every response
+token is scored where the position before it is."""
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_dcpo.policy.batching import Candidates, LossInputs, Sample, collate
+from megatron_dcpo.policy.context_parallel import positions_of
+
+LENGTHS = ((3, 9), (1, 1), (5, 20))
+SAMPLES = [Sample(np.arange(1, 1 + p), np.arange(100 * i, 100 * i + t)) for i, (p, t) in enumerate(LENGTHS, 1)]
+
+
+def test_first_and_last_chunk_together():
+    assert positions_of([(0, 8)], 0, 2).tolist() == [0, 1, 6, 7]
+    assert positions_of([(0, 8)], 1, 2).tolist() == [2, 3, 4, 5]
+    assert positions_of([(0, 4), (4, 12)], 1, 2).tolist() == [1, 2, 6, 7, 8, 9]
+
+
+def cut(packing, size, multiple_of):
+    others = Candidates(
+        torch.tensor([0, 8, 9, 20]), torch.arange(8).view(4, 2), torch.arange(4.0)[:, None].expand(4, 2)
+    )
+    columns = {"number": torch.arange(30), "absent": None}
+    read = lambda samples: LossInputs(columns, others)  # noqa: E731
+    options = {"packing": packing, "multiple_of": multiple_of, "inputs": read}
+    return [next(collate(SAMPLES, [[0, 1, 2]], context_parallel=(rank, size), **options)) for rank in range(size)]
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize(("size", "multiple_of"), [(2, 1), (3, 1), (2, 2), (4, 4)])
+def test_every_token_is_on_one_rank_and_scored_there(packing, size, multiple_of):
+    parts = cut(packing, size, multiple_of)
+    (whole,) = cut(packing, 1, 1)
+    assert all(part.tokens.shape[1] % multiple_of == 0 for part in parts)
+    found = torch.cat([part.here for part in parts])
+    assert sorted(found.tolist()) == list(range(30)), "each response token's logits are on one rank"
+    for part in parts:
+        assert part.targets.tolist() == whole.targets.tolist(), "the loss sees all"
+        local = part.local()
+        tokens, positions = part.tokens.reshape(-1)[local.rows], part.position_ids.reshape(-1)[local.rows]
+        assert tokens.tolist() == whole.tokens.reshape(-1)[whole.rows[part.here]].tolist()
+        assert positions.tolist() == whole.position_ids.reshape(-1)[whole.rows[part.here]].tolist()
+        assert local.targets.tolist() == whole.targets[part.here].tolist()
+        assert local.columns["number"].tolist() == part.here.tolist()
+        inside = [row in part.here.tolist() for row in (0, 8, 9, 20)]
+        assert part.here[local.candidates.rows].tolist() == [
+            row for row, own in zip((0, 8, 9, 20), inside, strict=True) if own
+        ]
+        assert local.candidates.token_ids.tolist() == whole.candidates.token_ids[torch.tensor(inside)].tolist()
+    if packing:
+        bounds = parts[0].packed_seq_params.cu_seqlens_q.tolist()
+        assert all(bound % (2 * size) == 0 for bound in bounds)
+        assert bounds[-1] == size * parts[0].tokens.shape[1], "Megatron divides them itself"
