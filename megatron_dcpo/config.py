@@ -35,11 +35,13 @@ Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_pr
 
 @dataclass(frozen=True, config=_STRICT)
 class AdapterConfig:
-    """A low-rank adapter: (alpha / rank) B A x is added to the projections ``targets`` of every layer."""
+    """A low-rank adapter: (alpha / rank) B A x is added to the projections ``targets`` of every layer. ``activated``: on the
+    confidence alone, which reads the reasoning as the policy left it; else on the whole text, as servers apply adapters."""
 
     rank: Positive = 16
     alpha: Annotated[float, Field(gt=0)] = 32.0
     targets: Annotated[tuple[Projection, ...], Field(min_length=1)] = get_args(Projection)
+    activated: bool = True
 
 
 @dataclass(frozen=True, config=_STRICT)

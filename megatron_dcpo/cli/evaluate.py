@@ -80,10 +80,22 @@ def add_parser(subparsers: Any) -> None:
         help="the model states its confidence itself, and not its confidence_adapter",
     )
     add_sandbox_arguments(parser.add_argument_group("programs (code benchmarks)"))
-    server = parser.add_argument_group("endpoint")
+    _add_server_arguments(parser.add_argument_group("endpoint"))
+    parser.add_argument("--resamples", type=int, help="bootstrap resamples for 95%% intervals (default 1000, 0: none)")
+    parser.add_argument("--json", action="store_true", default=False, help="print evaluation.json instead of a table")
+    parser.argument_default = None  # of the arguments that every verb has
+    parser.set_defaults(run=run)
+
+
+def _add_server_arguments(server: Any) -> None:
     server.add_argument("--model-name", help="model to ask the server for (default: the only one it offers)")
     server.add_argument(
         "--tokenizer", metavar="DIR", help="render the prompts here, as training does, and send token ids (completions)"
+    )
+    server.add_argument(
+        "--confidence-model",
+        metavar="NAME",
+        help="the server's name of the adapter that states the confidence (model.adapter.activated=false)",
     )
     server.add_argument(
         "--api", choices=["chat", "completions"], help="default: completions for --template raw, else chat"
@@ -96,10 +108,6 @@ def add_parser(subparsers: Any) -> None:
     server.add_argument("--attempts", type=positive_int, help="tries per sample, with growing pauses (default 8)")
     server.add_argument("--extra-body", type=_json_object, metavar="JSON", help="added to every request")
     server.add_argument("--fresh", action="store_true", help="drop the samples of an earlier run in --out")
-    parser.add_argument("--resamples", type=int, help="bootstrap resamples for 95%% intervals (default 1000, 0: none)")
-    parser.add_argument("--json", action="store_true", default=False, help="print evaluation.json instead of a table")
-    parser.argument_default = None  # of the arguments that every verb has
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

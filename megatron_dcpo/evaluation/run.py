@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from megatron_dcpo.evaluation.evaluate import (
     Complete,
     Generate,
     Progress,
+    Request,
     complete_in_batches,
     equivalent_math,
     evaluate_benchmark,
@@ -30,15 +31,15 @@ from megatron_dcpo.evaluation.programs import is_code, read_tests, same_program,
 from megatron_dcpo.evaluation.samples import Sample, SampleLog, read_samples
 from megatron_dcpo.evaluation.scoring import parse_kinds, score_samples
 from megatron_dcpo.judging.programs import PackedTests, ProgramVerifier
-from megatron_dcpo.judging.statement import StatementForm
+from megatron_dcpo.judging.statement import STATEMENT_TOKENS, StatementForm
 from megatron_dcpo.judging.token_bytes import TokenBytes, token_bytes
 from megatron_dcpo.objectives.expected_digits import DigitVocabulary
 from megatron_dcpo.rollout import SamplingConfig
 from megatron_dcpo.rollout.openai_client import Endpoint, served_model
 from megatron_dcpo.runtime.text import read_json_object
 from megatron_dcpo.sandbox.local import CodeLimits
-from megatron_dcpo.types import CONFIDENCE_TAG, Prompt
-from megatron_dcpo.weights.peft_adapter import DIRECTORY, read_adapter
+from megatron_dcpo.types import CONFIDENCE_TAG, Prompt, Response
+from megatron_dcpo.weights.peft_adapter import DIRECTORY, SavedAdapter, read_adapter
 
 Render = Callable[[LoadedBenchmark], list[Prompt]]
 
@@ -60,12 +61,14 @@ class EvaluationConfig:
     ``marker`` None: the confidence tag of ``samples``, else ``<conf>``. ``timeout`` is in seconds, for one sample.
     ``tokenizer``: a directory whose tokenizer renders the prompts for ``endpoint``, as training does (thinking off); their
     token ids are sent instead of messages. ``adapter``: the ``confidence_adapter`` of ``model`` states the confidence.
+    ``confidence_model``: the name under which ``endpoint`` serves such an adapter, which states it then.
     """
 
     out: str | Path
     model: str | None = None
     endpoint: str | None = None
     tokenizer: str | None = None
+    confidence_model: str | None = None
     samples: str | None = None
     benchmarks: str = ""
     repeats: int = 4
@@ -126,7 +129,8 @@ class EvaluationConfig:
         saved |= {"top_logprobs": self.top_logprobs, "model": model}
         # not in the settings of evaluations that know no other
         saved |= {} if self.marker == CONFIDENCE_TAG else {"marker": self.marker}
-        return saved | ({"tokenizer": self.tokenizer} if self.tokenizer else {})
+        optional = {"tokenizer": self.tokenizer, "confidence_model": self.confidence_model}
+        return saved | {name: value for name, value in optional.items() if value}
 
 
 def run_evaluation(config: EvaluationConfig, progress: Progress | None = None) -> dict[str, Any]:
@@ -234,6 +238,8 @@ def _server(config: EvaluationConfig) -> tuple[str, Render, Complete]:
     assert config.endpoint is not None
     if config.tokenizer and config.api == "chat":
         raise UserError("--tokenizer sends token ids, which only --api completions takes; leave one of the two out")
+    if config.confidence_model and not config.tokenizer:
+        raise UserError("--confidence-model needs --tokenizer DIR: the statement continues the response's token ids")
     api_key = os.environ.get(config.api_key_env) or None
     model = config.model_name or served_model(config.endpoint, api_key)
     endpoint = Endpoint(
@@ -251,8 +257,40 @@ def _server(config: EvaluationConfig) -> tuple[str, Render, Complete]:
     def as_messages(benchmark: LoadedBenchmark) -> list[Prompt]:
         return message_prompts(benchmark.records, config.template, config.limit, config.marker or CONFIDENCE_TAG)
 
-    tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else None
-    return model, partial(as_ids, config, tokenizer) if tokenizer else as_messages, endpoint.complete
+    if not config.tokenizer:
+        return model, as_messages, endpoint.complete
+    tokenizer = load_tokenizer(config.tokenizer)
+    complete = _stated_by_server(config, endpoint, tokenizer) if config.confidence_model else endpoint.complete
+    return model, partial(as_ids, config, tokenizer), complete
+
+
+def _stated_by_server(config: EvaluationConfig, endpoint: Endpoint, tokenizer: Any) -> Complete:
+    """The samples of ``endpoint``, with the confidence that its ``confidence_model`` states behind their reasoning."""
+    from megatron_dcpo.rollout.confidence_adapter import Statement, tree_logits
+
+    assert config.confidence_model is not None
+    name = config.confidence_model
+    tokens, marker = token_bytes(tokenizer), config.marker or CONFIDENCE_TAG
+    form = StatementForm.of(tokenizer, DigitVocabulary.of(tokens.table, ()).token_ids, marker, activated=False)
+    texts = {int(digit): tokens[int(digit)].decode() for digit in form.digits}
+    statement = Statement(
+        tree_logits(
+            form,
+            lambda ids, digits: endpoint.next_logprobs(name, ids, [texts[d] for d in digits]),
+        ),
+        form,
+        marker,
+        tokens,
+        (),
+        config.concurrency,
+        encode=partial(tokenizer.encode, add_special_tokens=False),
+    )
+
+    def complete(requests: Sequence[Request]) -> Iterator[list[Response]]:
+        prompts = {request.prompt.prompt_id: request.prompt for request in requests}
+        return (statement.restated(responses, prompts) for responses in endpoint.complete(requests))
+
+    return complete
 
 
 def as_ids(config: EvaluationConfig, tokenizer: Any, benchmark: LoadedBenchmark) -> list[Prompt]:
@@ -267,22 +305,6 @@ def as_ids(config: EvaluationConfig, tokenizer: Any, benchmark: LoadedBenchmark)
     )
 
 
-def _stated(config: EvaluationConfig, engine: Any, tokenizer: Any, tokens: TokenBytes, generate: Generate) -> Generate:
-    """``generate``, and behind each response's reasoning the confidence that the model's adapter states: in this process,
-    whatever engine samples."""
-    from megatron_dcpo.rollout import TransformersEngine
-    from megatron_dcpo.rollout.confidence_adapter import ConfidenceAdapter
-
-    assert config.model is not None
-    saved = read_adapter(Path(config.model) / DIRECTORY)
-    if not isinstance(engine, TransformersEngine):
-        engine = TransformersEngine.from_pretrained(config.model, config.dtype, config.batch_size)
-    digits = DigitVocabulary.of(tokens.table, engine.eos_token_ids).token_ids
-    form = StatementForm.of(tokenizer, digits, saved.marker)
-    adapter = ConfidenceAdapter(engine, saved, form, tokens)
-    return lambda prompts: adapter.restated(generate(prompts), {prompt.prompt_id: prompt for prompt in prompts})
-
-
 def _local_model(config: EvaluationConfig, loaded: Sequence[LoadedBenchmark]) -> tuple[str, Render, Complete]:
     """The same for a checkpoint directory, sampled in this process."""
     from megatron_dcpo.rollout import build_local_engine, load_tokenizer
@@ -291,22 +313,22 @@ def _local_model(config: EvaluationConfig, loaded: Sequence[LoadedBenchmark]) ->
 
     assert config.model is not None
     check_model_dir(config.model)
-    tokenizer = load_tokenizer(config.model)
-    longest = (
-        max((len(p.token_ids) for b in loaded for p in as_ids(config, tokenizer, b)), default=0) + config.max_tokens
-    )
+    tokenizer, directory = load_tokenizer(config.model), Path(config.model) / DIRECTORY
+    saved = read_adapter(directory) if config.adapter and directory.is_dir() else None
+    prompts = [len(p.token_ids) for b in loaded for p in as_ids(config, tokenizer, b)]
     options = VllmOptions(
         dtype=config.dtype,
-        max_model_len=longest,
+        max_model_len=max(prompts, default=0) + config.max_tokens + (STATEMENT_TOKENS if saved else 0),
         max_num_seqs=config.batch_size,
         raw_logprobs=True,
+        adapter_rank=saved.rank if saved and saved.servable else 0,
         seed=config.seed,
     )
     engine = build_local_engine(config.engine, config.model, options)
     tokens = token_bytes(tokenizer)
     generate: Generate = partial(engine.generate, sampling=config.sampling)
-    if config.adapter and (Path(config.model) / DIRECTORY).is_dir():
-        generate = _stated(config, engine, tokenizer, tokens, generate)
+    if saved is not None:
+        generate = _stated(config, saved, engine, tokenizer, tokens)
     complete = complete_in_batches(
         generate,
         tokens,
@@ -314,3 +336,26 @@ def _local_model(config: EvaluationConfig, loaded: Sequence[LoadedBenchmark]) ->
         batch_size=max(1, config.batch_size // config.repeats),
     )
     return config.model, partial(as_ids, config, tokenizer), complete
+
+
+def _stated(config: EvaluationConfig, saved: SavedAdapter, engine: Any, tokenizer: Any, tokens: TokenBytes) -> Generate:
+    """What ``engine`` samples, and behind each response's reasoning the confidence that the adapter states: in vLLM where
+    that can be, else by a transformers model in this process."""
+    from megatron_dcpo.rollout import TransformersEngine
+    from megatron_dcpo.rollout.confidence_adapter import ConfidenceAdapter, Statement, tree_logits
+    from megatron_dcpo.rollout.vllm_engine import VllmEngine
+
+    digits = DigitVocabulary.of(tokens.table, engine.eos_token_ids).token_ids
+    form = StatementForm.of(tokenizer, digits, saved.marker, saved.activated)
+    if isinstance(engine, VllmEngine) and saved.servable:
+        logits = tree_logits(form, partial(engine.next_logprobs, saved.directory))
+    else:
+        model = engine
+        if not isinstance(engine, TransformersEngine):
+            assert config.model is not None
+            model = TransformersEngine.from_pretrained(config.model, config.dtype, config.batch_size)
+        logits = ConfidenceAdapter(model, saved, form).logits
+    statement = Statement(logits, form, saved.marker, tokens, engine.eos_token_ids, config.batch_size)
+    return lambda prompts: statement.restated(
+        engine.generate(prompts, config.sampling), {prompt.prompt_id: prompt for prompt in prompts}
+    )

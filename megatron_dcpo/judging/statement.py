@@ -19,14 +19,16 @@ from megatron_dcpo.errors import UserError
 
 @dataclass(frozen=True)
 class StatementForm:
-    """``lead``: its token ids. ``digits``: int64 [K], the tokens of the choices: K = 100 (``00`` to ``99``) or 10."""
+    """``lead``: its token ids. ``digits``: int64 [K], the tokens of the choices: K = 100 (``00`` to ``99``) or 10.
+    ``activated``: the adapter acts from the lead on; else on the whole text."""
 
     text: str
     lead: tuple[int, ...]
     digits: np.ndarray
+    activated: bool = True
 
     @classmethod
-    def of(cls, tokenizer: Any, digits: Mapping[int, np.ndarray], marker: str) -> StatementForm:
+    def of(cls, tokenizer: Any, digits: Mapping[int, np.ndarray], marker: str, activated: bool = True) -> StatementForm:
         """``digits``: width -> token of each value (``DigitVocabulary``).
 
         Raises :class:`UserError` where some are missing."""
@@ -34,7 +36,7 @@ class StatementForm:
         lead = tuple(tokenizer.encode(text, add_special_tokens=False))
         for width in (2, 1):
             if (digits[width] >= 0).all():
-                return cls(text, lead, digits[width])
+                return cls(text, lead, digits[width], activated)
         raise UserError(
             "the tokenizer has no token for every digit, which objective.confidence_parameters=adapter needs"
         )
@@ -84,3 +86,4 @@ def reasoning_features(logprobs: np.ndarray) -> np.ndarray:
 
 
 NUM_FEATURES = 4
+STATEMENT_TOKENS = 32  # at most, by any tokenizer

@@ -289,8 +289,11 @@ def kept_per_token(arch: Architecture, layout: Layout, config: Config, stage: in
     pp, vp = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
     w, recompute = widths(arch, layout, config), config.parallel.recompute_granularity
     kept = flying * stage_layers_bytes(arch, layout, config, stage)
-    if config.model.adapter is not None:  # keys and values, which the statements read
-        kept += flying * layers_per_stage(arch.num_layers, layout)[stage] * 2 * w.keys * w.bytes
+    if config.model.adapter is not None:  # keys and values, which the statements read; or the text once more, whole
+        of_layer: float = 2 * w.keys * w.bytes
+        if not config.model.adapter.activated:
+            of_layer = layer_bytes(arch, layout, config, "none")
+        kept += flying * layers_per_stage(arch.num_layers, layout)[stage] * of_layer
     if pp > 1:
         # A chunk's output stays until its backward pass; its input only as the first layer's, except that the local
         # bf16 norm keeps a copy in fp32. The first chunk receives nothing, the last sends nothing.

@@ -226,7 +226,7 @@ def collate(
     multiple_of = math.lcm(chunks, cp * multiple_of)
     sizes = [_packed_size(batch, chunks) if packing else _padded_size(batch) for batch in chosen]
     largest = tuple(max(column) for column in zip(*sizes, strict=True))
-    most = max(map(len, chosen))
+    most, longest = max(map(len, chosen)), max(map(sequence_length, samples), default=1)
     for batch, size, own in zip(chosen, sizes, members, strict=True):
         rows, width = largest if uniform else size
         width = -(-width // multiple_of) * multiple_of
@@ -237,7 +237,8 @@ def collate(
         read = inputs(own) if inputs is not None else LossInputs()
         statements = None
         if read.statements is not None:
-            statements = Statements.of(read.statements, offsets, most if uniform else len(batch), multiple_of)
+            rows, before = (most, longest) if uniform else (len(batch), 1)
+            statements = Statements.of(read.statements, micro_batch.tokens, offsets, rows, multiple_of, before)
         yield dataclasses.replace(
             micro_batch, samples=own, candidates=read.candidates, columns=read.columns, statements=statements
         )
@@ -318,7 +319,7 @@ def _micro_batch(
         rows.append(np.arange(first, first + len(sample.response_ids)))
         targets.append(sample.response_ids)
         owners.append(np.full(len(sample.response_ids), index, np.int64))
-    on = lambda array: torch.from_numpy(np.ascontiguousarray(array)).to(current_device())  # noqa: E731
+    on = lambda array: torch.tensor(array, device=current_device())  # noqa: E731
     return MicroBatch(
         on(tokens),
         on(positions),

@@ -1,9 +1,10 @@
 """The second stream of a forward pass: confidence statements that continue the reasoning with the adapter active.
 
 The first stream is the model's own pass over prompts and responses, the one of a run without adapter, operation for
-operation. Its attention leaves keys and values behind; the statements' tokens read them as they are, detached, and only
-there the adapter acts. So the loss of the statements reaches the adapter's parameters alone, and the loss of the responses
-those of the model. Between pipeline stages the hidden states of both streams travel as one tensor (docs/adapters.md).
+operation. Its attention leaves keys and values behind; the statements' tokens read them as they are, detached, and
+only there the adapter acts. An adapter that acts on the whole text has prompt and reasoning in the second stream. So
+the loss of the statements reaches the adapter's parameters alone, and the loss of the responses those of the model.
+Between pipeline stages the hidden states of both streams travel as one tensor (docs/adapters.md).
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ class StatementInputs:
 
 @dataclass(frozen=True)
 class Statements:
-    """The statements of a micro-batch: B sequences of n tokens. ``tokens``, ``positions``: int64 [B, n]; ``prefix``: int64
-    [B, P], where in the flat micro-batch [b * s] the tokens stand that a statement follows; ``mask``: bool [B, 1, n, P + n],
-    what each token attends to; ``scores`` [B, 100], ``weights`` [B], ``features`` [B, features] or None.
-    ``count``: samples; the others only fill up."""
+    """The statements of a micro-batch: B sequences of n tokens. ``tokens``, ``positions``: int64 [B, n], or [B, P + n] with
+    what they follow; ``prefix``: int64 [B, P], where in the flat micro-batch [b * s] the tokens stand that a statement
+    follows; ``mask``: bool [B, 1, n, P + n], what each token attends to; ``scores`` [B, 100], ``weights`` [B], ``features``
+    [B, features] or None. ``count``: samples; the others only fill up."""
 
     form: StatementForm
     count: int
@@ -64,9 +65,18 @@ class Statements:
     features: Tensor | None
 
     @classmethod
-    def of(cls, inputs: StatementInputs, offsets: Sequence[int], rows: int, multiple_of: int) -> Statements:
-        """``offsets``: of each sample's first token; ``rows``: B, of which those without a sample do nothing;
-        ``multiple_of``: what n is padded to (TP size under sequence parallelism)."""
+    def of(
+        cls,
+        inputs: StatementInputs,
+        micro_batch: Tensor,
+        offsets: Sequence[int],
+        rows: int,
+        multiple_of: int,
+        before: int = 1,
+    ) -> Statements:
+        """``micro_batch``: its tokens; ``offsets``: of each sample's first token; ``rows``: B, of which those without a
+        sample do nothing; ``multiple_of``: what n and P are padded to (TP size under sequence parallelism); ``before``: the
+        least P where the text belongs to the statements."""
         form, count = inputs.form, len(inputs.after)
         n = -(-len(form.tokens) // multiple_of) * multiple_of
         filling = (0, n - len(form.tokens))
@@ -75,24 +85,34 @@ class Statements:
         own[: len(form.sees), : len(form.sees)] = form.sees
         after = np.array([*inputs.after, *[1] * (rows - count)], np.int64)
         starts = np.array([*offsets[:count], *[0] * (rows - count)], np.int64)
-        places = np.arange(after.max())
+        places = np.arange(-(-max(after.max(), 1 if form.activated else before) // multiple_of) * multiple_of)
         known = places < after[:, None]
         mask = np.concatenate([np.repeat(known[:, None], n, 1), np.repeat(own[None], rows, 0)], axis=-1)
         features = inputs.features
         if features is not None:
             features = np.pad(features, ((0, rows - count), (0, 0)))
         on = lambda array: torch.as_tensor(np.ascontiguousarray(array), device=current_device())  # noqa: E731
+        prefix = on(np.where(known, starts[:, None] + places, starts[:, None]))
+        all_tokens, positions = on(np.tile(tokens, (rows, 1))), on(after[:, None] + depths)
+        if not form.activated:
+            all_tokens = torch.cat([micro_batch.reshape(-1)[prefix], all_tokens], dim=1)
+            positions = torch.cat([on(places).expand(rows, -1), positions], dim=1)
         return cls(
             form,
             count,
-            on(np.tile(tokens, (rows, 1))),
-            on(after[:, None] + depths),
-            on(np.where(known, starts[:, None] + places, starts[:, None])),
+            all_tokens,
+            positions,
+            prefix,
             on(mask[:, None]),
             on(np.pad(inputs.scores, ((0, rows - count), (0, 0))).astype(np.float32)),
             on(np.pad(inputs.weights, (0, rows - count)).astype(np.float32)),
             None if features is None else on(features),
         )
+
+    @property
+    def before(self) -> int:
+        """How many of ``tokens`` stand before the statement's first."""
+        return self.tokens.shape[1] - self.mask.shape[2]
 
 
 class StatementStream:
@@ -120,7 +140,7 @@ class StatementStream:
             size = shape[0] * shape[1]
             gpt.set_input_tensor(received[:size].view(*shape))
             stated_input = received[size:]
-        self.kept = {}
+        self.kept = {} if statements.form.activated else None
         output = self.forward(tokens, *args, **options)
         self.statements = statements
         try:
@@ -158,9 +178,9 @@ class StatementStream:
     def _seen(self, statements: Statements, hidden: Tensor) -> Tensor:
         """What the confidence sees beside the text, on the first token of each statement."""
         assert statements.features is not None
-        rows, n = statements.tokens.shape
+        (rows, n), before = statements.tokens.shape, statements.before
         added = self.adapter.features(statements.features).to(hidden.dtype)
-        full = torch.cat([added[:, None], added.new_zeros(rows, n - 1, added.shape[-1])], dim=1).view(rows * n, 1, -1)
+        full = F.pad(added[:, None], (0, 0, before, n - 1 - before)).view(rows * n, 1, -1)
         if self.config.sequence_parallel:
             full = scatter_to_sequence_parallel_region(full, group=self.adapter.policy.topology.tp_group)
         return full
@@ -173,15 +193,16 @@ class StatementStream:
             if self.kept is not None:
                 self.kept[layer] = _flat(k), _flat(v)
             return forward(q, k, v, *a, **o)
-        assert self.kept is not None
-        statements, (rows, n) = self.statements, self.statements.tokens.shape
-        before = (kept[statements.prefix] for kept in self.kept.pop(layer))
-        q, own_k, own_v = (x.reshape(rows, n, *x.shape[-2:]) for x in (q, k, v))
-        keys, values = (torch.cat(pair, dim=1).transpose(1, 2) for pair in zip(before, (own_k, own_v), strict=True))
-        grouped = q.shape[2] != keys.shape[1]
-        out = F.scaled_dot_product_attention(
-            q.transpose(1, 2), keys, values, attn_mask=statements.mask, enable_gqa=grouped
-        )
+        statements, (rows, n), before = self.statements, self.statements.tokens.shape, self.statements.before
+        q, k, v = (x.reshape(rows, n, *x.shape[-2:]).transpose(1, 2) for x in (q, k, v))
+        attend = partial(F.scaled_dot_product_attention, enable_gqa=q.shape[1] != k.shape[1])
+        if self.kept is not None:
+            kept = (of[statements.prefix].transpose(1, 2) for of in self.kept.pop(layer))
+            k, v = (torch.cat(pair, dim=2) for pair in zip(kept, (k, v), strict=True))
+        out = attend(q[:, :, before:], k, v, attn_mask=statements.mask)
+        if before:
+            text_q, text_k, text_v = (x[:, :, :before] for x in (q, k, v))
+            out = torch.cat([attend(text_q, text_k, text_v, is_causal=True), out], dim=2)
         return out.transpose(1, 2).reshape(rows * n, 1, -1)
 
 
@@ -221,7 +242,7 @@ def digit_logits(policy: Policy, weight: Tensor, hidden: Tensor, statements: Sta
     (rows, n), group = statements.tokens.shape, policy.topology.tp_group
     if not policy.config.sequence_parallel:  # where they were gathered, the gradient is summed already
         hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
-    hidden = hidden.view(rows, n, -1)[:, statements.form.choosing]
+    hidden = hidden.view(rows, n, -1)[:, statements.before :][:, statements.form.choosing]
     local = torch.as_tensor(statements.form.digits, device=weight.device) - group.rank() * len(weight)
     here = (local >= 0) & (local < len(weight))
     digits = weight.detach()[torch.where(here, local, 0)] * here[:, None]

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -22,6 +23,7 @@ from megatron_dcpo.rollout.engine import SamplingConfig, sample_seed
 from megatron_dcpo.runtime.http_json import HttpError, JsonClient
 from megatron_dcpo.types import Prompt, Response
 
+_LIKELIEST, _UNLIKELY = 20, -30.0  # tokens that servers name at most; the log-prob of one that they do not name
 _LOWEST_LOGPROB = -9999.0  # what servers write for minus infinity, which JSON does not have
 _ROUNDED = 1e-3  # servers that compute in half precision report probabilities of slightly more than 1
 # A reply is refused beyond so many bytes of each log-prob, and of everything else.
@@ -82,17 +84,35 @@ class Endpoint:
     def ask(self, prompt: Prompt, repeat: int, stop: threading.Event | None = None) -> Response:
         """One sample. Raises :class:`UserError` when the server refuses, or cannot be reached ``attempts`` times."""
         path = "/chat/completions" if self.api == "chat" else "/completions"
+        tokens = self.sampling.max_tokens * (1 + self.sampling.top_logprobs)
+        read = lambda reply: _response(prompt.prompt_id, repeat, reply["choices"][0], self.api)  # noqa: E731
+        return self._call(path, self._body(prompt, repeat), tokens, read, stop)
+
+    def next_logprobs(self, model: str, sequences: Sequence[Sequence[int]], names: Sequence[str]) -> np.ndarray:
+        """Log-probs [N, K], by ``model`` of the same server, of the tokens that read ``names`` behind each of N sequences of
+        token ids; very small where a token is not among the likeliest. Raises :class:`UserError` where none is."""
+
+        def read(reply: Any) -> np.ndarray:
+            (tops,) = reply["choices"][0]["logprobs"]["top_logprobs"]
+            found = _checked_logprobs([tops.get(name, _UNLIKELY) for name in names], 1)
+            if not any(name in tops for name in names):
+                raise ValueError(f"none of {names[0]!r} to {names[-1]!r} is among the likeliest tokens")
+            return found
+
+        def ask(ids: Sequence[int]) -> np.ndarray:
+            body = {"model": model, "prompt": list(ids), "max_tokens": 1, "temperature": 0, "logprobs": _LIKELIEST}
+            return self._call("/completions", body | dict(self.extra_body), _LIKELIEST, read)
+
+        with ThreadPoolExecutor(self.concurrency) as pool:
+            return np.stack(list(pool.map(ask, sequences)))
+
+    def _call(self, path: str, body: dict[str, Any], tokens: int, read: Callable[[Any], Any], stop: Any = None) -> Any:
+        """What ``read`` makes of the reply, of at most that many log-probs."""
+        pauses = self.first_pause, self.longest_pause
+        size = _OTHER_BYTES + tokens * _TOKEN_BYTES
         try:
-            client = JsonClient(
-                self.url,
-                self.api_key,
-                self.timeout,
-                self.attempts,
-                self.first_pause,
-                self.longest_pause,
-                _OTHER_BYTES + self.sampling.max_tokens * (1 + self.sampling.top_logprobs) * _TOKEN_BYTES,
-            )
-            reply = client.call(path, self._body(prompt, repeat), stop=stop)
+            client = JsonClient(self.url, self.api_key, self.timeout, self.attempts, *pauses, size)
+            reply = client.call(path, body, stop=stop)
         except HttpError as error:
             if error.status is not None:
                 raise UserError(f"{self.url}: {error}") from None
@@ -100,7 +120,7 @@ class Endpoint:
                 f"{self.url}: no answer after {self.attempts} attempts ({error}); the same command continues"
             ) from None
         try:
-            return _response(prompt.prompt_id, repeat, reply["choices"][0], self.api)
+            return read(reply)
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             why = client.without_key(f"{type(error).__name__}: {one_line(error, 200)}): {str(reply)[:200]}")
             raise UserError(f"{self.url}: unexpected reply ({why}") from None

@@ -127,7 +127,6 @@ def build_run(config: Config) -> TrainingRun:
     offload.offload()
     engine = build_engine(config, topology, held_out)
     digits = DigitVocabulary.of(vocabulary.table, engine.eos_token_ids)
-    statement_form = StatementForm.of(tokenizer, digits.token_ids, config.judging.marker) if adapter else None
     return TrainingRun(
         config=config,
         directory=Path(config.run_dir),
@@ -153,7 +152,7 @@ def build_run(config: Config) -> TrainingRun:
         ),
         progress=RunState(),
         digits=digits,
-        statement_form=statement_form,
+        statement_form=build_statement_form(config, tokenizer, digits),
         adapter=adapter,
         held_out=held_out,
         judge=partial(
@@ -165,6 +164,13 @@ def build_run(config: Config) -> TrainingRun:
             form=form,
         ),
     )
+
+
+def build_statement_form(config: Config, tokenizer: Any, digits: DigitVocabulary) -> StatementForm | None:
+    """How the adapter of ``model.adapter`` states the confidence."""
+    if config.model.adapter is None:
+        return None
+    return StatementForm.of(tokenizer, digits.token_ids, config.judging.marker, config.model.adapter.activated)
 
 
 def build_adapter(config: Config, objective: Objective, policy: Policy) -> AdapterOptimizer | None:

@@ -1,7 +1,7 @@
 """A confidence adapter on disk: PEFT's directory (``adapter_config.json``, ``adapter_model.safetensors``), and beside it
 ``confidence.json``: the statement's marker, and what the confidence sees beside the text.
 
-PEFT reads it as an activated adapter, which acts from the statement's lead on (``alora_invocation_tokens``).
+PEFT reads an activated adapter as one, which acts from the statement's lead on (``alora_invocation_tokens``).
 """
 
 from __future__ import annotations
@@ -35,6 +35,16 @@ class SavedAdapter:
     tensors: dict[str, Tensor]
     scale: float
     marker: str
+    activated: bool
+
+    @property
+    def servable(self) -> bool:
+        """Whether an engine that applies an adapter to the whole text computes the same."""
+        return not self.activated and FEATURES not in self.tensors
+
+    @property
+    def rank(self) -> int:
+        return next(len(tensor) for name, tensor in self.tensors.items() if name.endswith(".lora_A.weight"))
 
 
 def write_adapter(
@@ -51,8 +61,9 @@ def write_adapter(
         "target_modules": list(config.targets),
         "bias": "none",
         "inference_mode": True,
-        "alora_invocation_tokens": list(lead),
     }
+    if config.activated:
+        peft["alora_invocation_tokens"] = list(lead)
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     features = {name: whole.pop(name) for name in (FEATURES,) if name in whole}
     with new_directory(model_dir / DIRECTORY, overwrite=True) as temporary:
@@ -73,7 +84,7 @@ def read_adapter(directory: Path) -> SavedAdapter:
             tensors |= load_file(directory / "confidence.safetensors")
         scale = float(peft["lora_alpha"]) / int(peft["r"])
         tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
-        return SavedAdapter(directory, tensors, scale, str(about["marker"]))
+        return SavedAdapter(directory, tensors, scale, str(about["marker"]), "alora_invocation_tokens" in peft)
     except (OSError, SafetensorError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise UserError(
             f"confidence adapter {directory} cannot be read ({type(error).__name__}: {one_line(error, 200)})"

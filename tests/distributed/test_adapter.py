@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from megatron_dcpo.judging.statement import NUM_FEATURES
-from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.rollout import TransformersEngine
 from megatron_dcpo.rollout.confidence_adapter import ConfidenceAdapter
 from megatron_dcpo.weights.peft_adapter import DIRECTORY, read_adapter
@@ -56,17 +55,19 @@ ONE = [
     {"parallel": {}, "choices": 100},
     {"parallel": {"sequence_packing": True}, "choices": 100},
 ]
+WHOLE = {"activated": False}  # acts on the whole text, not on the statement alone
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Where a trained adapter of the tiny model is, on a policy that was not trained."""
-    return tmp_path_factory.mktemp("saved")
+    """Where trained adapters of the tiny model are, on a policy that was not trained: activated or not."""
+    return {activated: tmp_path_factory.mktemp("saved") for activated in (True, False)}
 
 
 @pytest.fixture(scope="module")
 def one(tiny_models, tmp_path_factory, saved):
-    settings = [*ONE, {"parallel": {}, "lr": 0.0, "save": str(saved)}]
+    settings = [*ONE, PLAIN | WHOLE]
+    settings += [PLAIN | {"lr": 0.0, "save": str(where), "activated": form} for form, where in saved.items()]
     out = tmp_path_factory.mktemp("one")
     return torchrun("adapter", 1, out, {"model": str(tiny_models("qwen3", True)), "settings": settings})[0]
 
@@ -77,23 +78,29 @@ def sequences():
     return [np.concatenate([s.prompt_ids, s.response_ids[: reasoning_of(s)]]).tolist() for s in samples]
 
 
-def test_the_embedded_engine_states_what_the_trainer_computes(one, saved, tiny_models, monkeypatch):
+@pytest.mark.parametrize("activated", [True, False])
+def test_the_embedded_engine_states_what_the_trainer_computes(one, saved, tiny_models, activated):
+    logits = stated_by_the_engine(saved, tiny_models, activated, features_of(samples_for_test()))
+    np.testing.assert_allclose(logits, np.array(one[-2 if activated else -1]["last"]), atol=1e-4)
+
+
+def stated_by_the_engine(saved, tiny_models, activated, features):
     engine = TransformersEngine.from_pretrained(tiny_models("qwen3", True))
-    adapter = ConfidenceAdapter(engine, read_adapter(saved / DIRECTORY), form_for_test(10), TokenBytes(()))
-    logits = adapter.logits(sequences(), features_of(samples_for_test()))
-    np.testing.assert_allclose(logits.numpy(), np.array(one[-1]["last"]), atol=1e-4)
+    adapter = read_adapter(saved[activated] / DIRECTORY)
+    form = form_for_test(10, adapter.activated)
+    return ConfidenceAdapter(engine, adapter, form).logits(sequences(), features).numpy()
 
 
-def test_peft_loads_the_adapter_and_activates_it_at_the_lead(one, saved, tiny_models):
+@pytest.mark.parametrize("activated", [True, False])
+def test_peft_loads_the_adapter(one, saved, tiny_models, activated):
     """Without what the confidence sees beside the text, which PEFT does not know."""
     peft = pytest.importorskip("peft", reason="peft is not installed here: make test-peft")
     from transformers import AutoModelForCausalLM
 
-    engine = TransformersEngine.from_pretrained(tiny_models("qwen3", True))
-    ours = ConfidenceAdapter(engine, read_adapter(saved / DIRECTORY), form_for_test(10), TokenBytes(()))
-    expected = ours.logits(sequences(), np.zeros((12, NUM_FEATURES), np.float32))[:, 0].numpy()
+    nothing = np.zeros((12, NUM_FEATURES), np.float32)
+    expected = stated_by_the_engine(saved, tiny_models, activated, nothing)[:, 0]
     base = AutoModelForCausalLM.from_pretrained(tiny_models("qwen3", True), dtype=torch.float32)
-    model = peft.PeftModel.from_pretrained(base, str(saved / DIRECTORY)).eval()
+    model = peft.PeftModel.from_pretrained(base, str(saved[activated] / DIRECTORY)).eval()
     form = form_for_test(10)
     for ids, logits in zip(sequences(), expected, strict=True):
         with torch.no_grad():
@@ -113,7 +120,8 @@ def test_the_policy_is_the_one_without_adapter_bit_for_bit(one):
     with_adapter, without, *_ = one
     assert with_adapter["losses"] == without["losses"]
     assert with_adapter["norms"] == without["norms"]
-    assert with_adapter["weights"] == without["weights"]
+    assert with_adapter["weights"] == without["weights"] == one[6]["weights"]
+    assert one[6]["stated"] != with_adapter["stated"]
 
 
 def test_the_adapter_learns_from_every_part(one):
@@ -132,12 +140,15 @@ def test_packing_and_recomputation_do_not_matter(one):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_train_the_same_adapter(one, layout, tiny_models, tmp_path):
     ranks, parallel, variants = LAYOUTS[layout]
-    settings = [{"parallel": parallel | variant} for variant in variants] + [{"parallel": parallel, "choices": 100}]
+    settings = [{"parallel": parallel | variant} for variant in variants]
+    settings += [{"parallel": parallel, "choices": 100}, {"parallel": parallel | variants[-1]} | WHOLE]
     results = torchrun("adapter", ranks, tmp_path, {"model": str(tiny_models("qwen3", True)), "settings": settings})
     for rank in results:
-        for found in rank[:-1]:
-            same(found, one[0])
-        same(rank[-1], one[4])
+        *found, hundred, whole = rank
+        for each in found:
+            same(each, one[0])
+        same(hundred, one[4])
+        same(whole, one[6])
 
 
 def test_through_the_layers_of_transformer_engine(one, tiny_models, tmp_path):

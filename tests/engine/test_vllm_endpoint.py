@@ -7,16 +7,23 @@ which is what ``vllm serve`` runs: the console script of the CPU build asks for 
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_dcpo.cli import main
+from megatron_dcpo.config import AdapterConfig
 from megatron_dcpo.evaluation.samples import Sample, read_samples
+from megatron_dcpo.weights.architecture import read_architecture
+from megatron_dcpo.weights.peft_adapter import DIRECTORY, write_adapter
+from megatron_dcpo.weights.table import hf_shapes
 from tests.helpers.paths import REPOSITORY
 from tests.helpers.vllm import HELDOUT, POLICY, PYTHON, Server
 
@@ -90,3 +97,47 @@ def test_same_samples_as_the_embedded_engine(server: Server, tmp_path: Path) -> 
         assert other.token_confidence == pytest.approx(sample.token_confidence, abs=1e-4)
         assert other.min_logprob == pytest.approx(sample.min_logprob, abs=1e-3)
         assert other.mean_entropy == pytest.approx(sample.mean_entropy, abs=1e-3)
+
+
+@pytest.fixture(scope="module")
+def with_adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The policy with an adapter, of random numbers, that acts on the whole text."""
+    model = tmp_path_factory.mktemp("policy") / "policy"
+    shutil.copytree(POLICY, model)
+    config, random = AdapterConfig(rank=4, alpha=8, activated=False), torch.Generator().manual_seed(0)
+    tensors = {}
+    for name, shape in hf_shapes(read_architecture(POLICY)).items():
+        if name.removesuffix(".weight").endswith(config.targets):
+            out, inside = shape
+            module = name.removesuffix(".weight")
+            tensors[f"{module}.lora_A.weight"] = torch.randn(4, inside, generator=random) / inside**0.5
+            tensors[f"{module}.lora_B.weight"] = torch.randn(out, 4, generator=random) / 4
+    write_adapter(model, tensors, config, (), "<conf>", str(POLICY))
+    return model
+
+
+@pytest.mark.timeout(900)
+def test_every_engine_states_the_same_with_an_adapter(with_adapter: Path, tmp_path: Path) -> None:
+    """In this process, by vLLM's multi-adapter requests there, and behind ``--endpoint``."""
+    options = ["--limit", "10", "--repeats", "1", "--top-k", "1", "--confidence", "verbal"]
+    served = Server(
+        tmp_path / "log", "--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"sure={with_adapter / DIRECTORY}"
+    )
+    served.start()
+    try:
+        remote = ["--endpoint", served.url, "--model-name", "policy", "--confidence-model", "sure"]
+        assert main(command([*remote, "--tokenizer", str(POLICY)], tmp_path / "server", *options)) == 0
+    finally:
+        served.kill()
+    for engine in ("transformers", "vllm") if find_spec("vllm") else ("transformers",):
+        source = ["--model", str(with_adapter), "--engine", engine]
+        assert main(command(source, tmp_path / engine, *options)) == 0
+    ours = by_name(tmp_path / "transformers")
+    assert len({sample.confidence for sample in ours.values()}) > 3, "the adapter distinguishes nothing"
+    for other in tmp_path.glob("*/samples.jsonl"):
+        theirs = by_name(other.parent)
+        assert theirs.keys() == ours.keys()
+        for name, sample in ours.items():
+            assert theirs[name].response[:-2] == sample.response[:-2]
+            near = 0.03 if other.parent.name == "server" else 0.011  # it names the 20 likeliest tokens only
+            assert theirs[name].confidence == pytest.approx(sample.confidence, abs=near), other

@@ -90,6 +90,19 @@ def test_evaluation_states_with_the_adapter_what_the_model_reasoned(finished: Pa
         assert mine["response"].endswith(f"{mine['confidence']:.2f}")
 
 
+def test_an_adapter_on_the_whole_text_leaves_the_policy_alone_too(finished: Path, tmp_path: Path) -> None:
+    options = ("model.adapter.activated=false", "objective.confidence_sees=text", "training.steps=4")
+    train(tmp_path / "run", *options, method="dcpo_adapter")
+    found, expected = digests(tmp_path / "run" / "policy"), digests(finished / "policy")
+    assert found["model.safetensors"] == expected["model.safetensors"]
+    assert found.keys() | {"confidence_adapter/confidence.safetensors"} == expected.keys()
+    stated = evaluate(tmp_path / "run" / "policy", tmp_path / "out")
+    assert stated["violation_rate"] == 0
+    assert "alora_invocation_tokens" not in json.loads(
+        (tmp_path / "run" / "policy" / "confidence_adapter" / "adapter_config.json").read_text()
+    )
+
+
 @pytest.mark.parametrize(
     ("overrides", "word"),
     [

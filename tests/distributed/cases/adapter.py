@@ -23,8 +23,8 @@ from tests.distributed.cases.common import config_for_test, initialize_layout, s
 from tests.distributed.cases.policy import digest
 
 
-def form_for_test(choices: int) -> StatementForm:
-    return StatementForm(" sure: 0.", (7, 11, 13), np.arange(40, 40 + choices))
+def form_for_test(choices: int, activated: bool = True) -> StatementForm:
+    return StatementForm(" sure: 0.", (7, 11, 13), np.arange(40, 40 + choices), activated)
 
 
 def reasoning_of(sample: Any) -> int:
@@ -61,7 +61,7 @@ def measure(setting: dict[str, Any], options: dict[str, Any], topology: Any) -> 
     adapter = None
     if setting.get("adapter", True):
         adapter = AdapterOptimizer(adapt(policy, AdapterConfig(rank=4, alpha=8), NUM_FEATURES), config.optimizer, 100)
-    samples, form = samples_for_test(), form_for_test(setting.get("choices", 10))
+    samples, form = samples_for_test(), form_for_test(setting.get("choices", 10), setting.get("activated", True))
     indices, splits = shared_out(samples, parallel, topology, 2, max_tokens=260)
     mine = [samples[i] for i in indices]
     total = sum(len(sample.response_ids) for sample in samples)
@@ -111,9 +111,8 @@ def measure(setting: dict[str, Any], options: dict[str, Any], topology: Any) -> 
     if adapter is not None:
         measured["adapter"] = {n: t.double().sum().item() for n, t in adapter.adapter.whole().items()}
     if "save" in setting:  # the adapter is a step behind what it is now: train no more
-        write_adapter(
-            Path(setting["save"]), saved, AdapterConfig(rank=4, alpha=8), form.lead, "<conf>", options["model"]
-        )
+        shape = AdapterConfig(rank=4, alpha=8, activated=form.activated)
+        write_adapter(Path(setting["save"]), saved, shape, form.lead, "<conf>", options["model"])
         measured["last"] = [last[i] for i in range(len(samples))]
     measured["weights"] = [digest(p) for gpt in policy.gpt for p in gpt.parameters()]
     return measured

@@ -143,6 +143,17 @@ def test_less_recomputation_is_named_where_it_fits(plan):
     assert line not in plan(64, *small, "--gpu-memory-gb", "20", json_output=False)[1]
 
 
+def test_an_adapter_on_the_whole_text_keeps_the_activations_of_a_second_pass(plan):
+    layout = (f"{TP}=8", f"{PP}=4", "parallel.sequence_parallel=true", "parallel.recompute_granularity=full")
+    adapter = ("objective.name=dcpo", "objective.confidence_parameters=adapter", "model.adapter.rank=16")
+    activated, whole = (
+        plan(64, *layout, *adapter, f"model.adapter.activated={on}")[1]["stages"][1]["activations"]
+        for on in (True, False)
+    )
+    without = plan(64, *layout, "parallel.recompute_granularity=none")[1]["stages"][1]["activations"]
+    assert whole - activated == pytest.approx(without, rel=0.25)
+
+
 def test_layers_of_every_stage_are_shown(capsys):
     """40 layers on 8 stages, fewer where the output layer is: the time of the slowest stage falls, nothing else changes."""
     config, model = str(EXAMPLES / "qwen3_14b" / "math" / "dcpo.yaml"), REPOSITORY / "tests/fixtures/models/Qwen3-14B"

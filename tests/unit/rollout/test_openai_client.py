@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -21,11 +22,12 @@ from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.evaluate import Request
 from megatron_dcpo.evaluation.samples import read_samples
 from megatron_dcpo.judging.judge import judge_many
-from megatron_dcpo.rollout import SamplingConfig
+from megatron_dcpo.rollout import SamplingConfig, load_tokenizer
 from megatron_dcpo.rollout.engine import sample_seed
 from megatron_dcpo.rollout.openai_client import Endpoint, served_model
 from megatron_dcpo.types import Prompt, Response
 from tests.helpers.fake_server import FakeServer, Reply, good_reply
+from tests.helpers.paths import QUICKSTART
 
 
 @pytest.fixture
@@ -275,3 +277,50 @@ def test_a_redirecting_server_is_one_line(server: FakeServer, toy: str, tmp_path
         assert not other.asked
     finally:
         other.stop()
+
+
+def digits_of(body: dict[str, Any], digits: dict[str, float]) -> Reply:
+    return 200, {"choices": [{"text": "x", "logprobs": {"top_logprobs": [digits]}}]}, {}
+
+
+def evaluate_with_adapter(server: FakeServer, out: Path) -> int:
+    heldout = QUICKSTART / "data" / "heldout.jsonl"
+    options = ["--benchmarks", f"heldout={heldout}", "--limit", "3", "--repeats", "2", "--template", "raw"]
+    served = ["--model-name", "policy", "--confidence-model", "sure", "--tokenizer", str(QUICKSTART / "policy")]
+    return main(["evaluate", "--endpoint", server.url, *served, *options, "--resamples", "0", "--out", str(out)])
+
+
+def test_an_adapter_of_the_server_states_the_confidence(server: FakeServer, tmp_path: Path) -> None:
+    """Two tenths are likely, .3 and .6: behind each one hundredth; what is stated is the mean."""
+    tokenizer = load_tokenizer(QUICKSTART / "policy")
+    leads: list[str] = []
+
+    def reply(body: dict[str, Any]) -> Reply:
+        if body["model"] == "policy":
+            _, choice, _ = good_reply(body | {"prompt": "1 = "})
+            choice["choices"][0]["text"] = "2+2\\boxed{4}\n<conf> Confidence: 1.00"
+            return 200, choice, {}
+        text = tokenizer.decode(body["prompt"])
+        if text.endswith("0."):
+            leads.append(text)
+            return digits_of(body, {"3": math.log(0.25), "6": math.log(0.75), "other": -5.0})
+        return digits_of(body, {"2" if text.endswith("3") else "8": -1e-6})
+
+    server.reply = reply
+    assert evaluate_with_adapter(server, tmp_path / "out") == 0
+    rows = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()]
+    assert [row["confidence"] for row in rows] == [pytest.approx(0.25 * 0.32 + 0.75 * 0.68, abs=0.006)] * 6
+    assert all(row["response"] == "2+2\\boxed{4}\n<conf> Confidence: 0.59" for row in rows)
+    assert len(leads) == 6
+    assert all(lead.endswith("2+2\\boxed{4}\n<conf> Confidence: 0.") for lead in leads)
+
+
+def test_a_model_that_states_no_digits_is_one_line(
+    server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.reply = lambda body: (
+        good_reply(body | {"prompt": "1 = "}) if body["model"] == "policy" else digits_of(body, {})
+    )
+    assert evaluate_with_adapter(server, tmp_path / "out") == 2
+    error = capsys.readouterr().err.strip().splitlines()
+    assert "none of '0' to '9'" in error[-1]
