@@ -13,7 +13,7 @@ JOBS ?= 2
 # a file stays on one worker (its fixtures are made once); the long ones of distributed and system come first
 IN_ORDER := --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup setup-engine setup-sandbox quickstart policy test test-fast test-engine test-peft test-grid test-resilience test-soak test-slurm \
+.PHONY: setup setup-engine setup-sandbox quickstart policy test test-fast test-engine test-browser test-peft test-grid test-resilience test-soak test-slurm \
 	test-multinode test-gpu gpu-check attacks code-data reference-solutions check-transformer-engine lab lab-smoke lab-policies lint fuzz clean
 
 setup: $(VENV)/.installed
@@ -67,6 +67,10 @@ test-soak: setup
 # the vLLM engine at length: every layout against the trainer, 50 updates, failures, the quickstart on it (~30 minutes)
 test-engine: setup-engine
 	OMP_NUM_THREADS=1 DCPO_TEST_ENGINE=1 $(BIN)/python -m pytest -rs tests/engine
+
+# the report's pages in headless Chromium (apt-get install chromium)
+test-browser: setup
+	OMP_NUM_THREADS=1 DCPO_TEST_BROWSER=1 $(BIN)/python -m pytest -rs tests/system/test_report_in_browser.py tests/system/test_live_in_browser.py
 
 # PEFT loads the adapters that a run leaves; installed beside the environment, which would import accelerate everywhere
 test-peft: setup

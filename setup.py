@@ -31,7 +31,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_dcpo", "megatron_dcpo.*"]),
-    package_data={"megatron_dcpo.evaluation": ["report.html.j2", "published.csv"]},
+    package_data={"megatron_dcpo.evaluation": ["report.html.j2", "live.html.j2", "style.css", "published.csv"]},
     install_requires=[
         "torch>=2.6",
         "megatron-core>=0.16,<0.17",

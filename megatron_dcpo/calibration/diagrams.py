@@ -179,7 +179,7 @@ def logged_curves(
     runs: Mapping[str, Sequence[Mapping[str, Any]]], curves: Sequence[Curve] = TRAINING_CURVES
 ) -> list[Curve]:
     """The curves for which at least one run has logged a defined value."""
-    return [c for c in curves if any(len(_series(rows, key)[0]) for rows in runs.values() for key in c.keys)]
+    return [c for c in curves if any(len(series(rows, key)[0]) for rows in runs.values() for key in c.keys)]
 
 
 def validation_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Curve]:
@@ -255,7 +255,7 @@ def draw_curve(axes: Axes, runs: Mapping[str, Sequence[Mapping[str, Any]]], curv
     for position, (name, rows) in enumerate(runs.items()):
         color = PALETTE[position % len(PALETTE)]
         for key, style in zip(curve.keys, ("-", (0, (4, 2))), strict=False):
-            steps, values = _series(rows, key)
+            steps, values = series(rows, key)
             axes.plot(steps, values, linestyle=style, color=color, linewidth=0.7, alpha=0.28)
             label = _literal(name) if key == curve.keys[0] else None
             axes.plot(steps, _running_mean(values), linestyle=style, color=color, linewidth=1.7, label=label)
@@ -334,7 +334,7 @@ def _percent(value: float, _position: int = 0) -> str:
     return f"{100 * value:g}%"
 
 
-def _series(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
+def series(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
     """Steps [n] and values [n] of one logged key, without missing and undefined values."""
     points = [(row["step"], row[key]) for row in rows if row.get(key) is not None and "step" in row]
     points = [(s, v) for s, v in points if isinstance(v, int | float) and math.isfinite(v)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,10 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--title", default="Accuracy and calibration", help="heading of the page")
     parser.add_argument("--against", metavar="paper|FILE", help="published numbers to set beside: paper, or a CSV file")
     parser.add_argument("--json", action="store_true", help="print the comparison as JSON instead of a table")
+    parser.add_argument(
+        "--serve", action="store_true", help="follow one RUN in a browser of this machine while it trains"
+    )
+    parser.add_argument("--port", type=int, default=8765, help="of --serve (default 8765; 0: any free one)")
     parser.set_defaults(run=run)
 
 
@@ -32,6 +37,8 @@ def run(args: argparse.Namespace) -> int:
     from megatron_dcpo.calibration.summary import json_ready
     from megatron_dcpo.evaluation import published, report  # matplotlib is slow to import; other verbs do not need it
 
+    if args.serve:
+        return serve(args.runs, args.port)
     runs = report.find_runs(args.runs)
     against = published.load_published(args.against) if args.against else []
     try:
@@ -50,6 +57,19 @@ def run(args: argparse.Namespace) -> int:
         print_table(numbers)
         _print_published(beside)
         print(printable(f"wrote {page}"))
+    return 0
+
+
+def serve(runs: Sequence[str], port: int) -> int:
+    """Until it is interrupted."""
+    from megatron_dcpo.evaluation.live import ADDRESS, live_server
+
+    if len(runs) > 1:
+        raise UserError(f"--serve shows one run, not {len(runs)}; start one for each, with a --port of its own")
+    with live_server(runs[0], port) as server:
+        print(printable(f"http://{ADDRESS}:{server.server_port}/ shows {runs[0]}; Ctrl-C ends it"), flush=True)
+        with suppress(KeyboardInterrupt):
+            server.serve_forever()
     return 0
 
 

@@ -173,12 +173,7 @@ def render_report(
     runs: Sequence[Run], title: str = "Accuracy and calibration", against: Sequence[Published] = ()
 ) -> str:
     """The page as one string (``report.html.j2``). ``against``: published numbers to set beside."""
-    environment = Environment(
-        loader=PackageLoader("megatron_dcpo.evaluation", ""),
-        autoescape=True,
-        trim_blocks=True,
-        undefined=StrictUndefined,
-    )
+    environment = pages()
     environment.filters["breakable"] = lambda name: re.split(r"(?<=[_/-])", name)
     environment.filters["four_digits"] = lambda value: "–" if value is None else f"{value:.4g}"
     kinds, benchmarks = kinds_of(runs), benchmarks_of(runs)
@@ -206,6 +201,12 @@ def render_report(
         samples={run.name: _samples(run) for run in runs if run.samples},
         data=_embedded(comparison(runs)),
     )
+
+
+def pages() -> Environment:
+    """The templates of this room."""
+    loader = PackageLoader("megatron_dcpo.evaluation", "")
+    return Environment(loader=loader, autoescape=True, trim_blocks=True, undefined=StrictUndefined)
 
 
 class _Picture(NamedTuple):

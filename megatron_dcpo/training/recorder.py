@@ -7,8 +7,11 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +32,7 @@ from megatron_dcpo.training.preflight import check_wandb
 from megatron_dcpo.training.run import TrainingRun
 from megatron_dcpo.training.sampling import TrainingSample
 from megatron_dcpo.training.update import MISMATCH_EDGES, UpdateStatistics, mismatch_histogram
-from megatron_dcpo.types import BLOCKS, MALFORMED
+from megatron_dcpo.types import BLOCKS, MALFORMED, TokenAdvantages
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +99,10 @@ class Recorder:
             metrics |= utilization(self.run.policy, samples, timers)
             try:
                 overlapped = timers.seconds.get("judge_busy", 0.0)
+                tokens = {(s.response.prompt_id, s.response.sample_index): s.tokens for s in statistics.samples}
+                samples = [
+                    replace(s, tokens=tokens.get((s.response.prompt_id, s.response.sample_index))) for s in samples
+                ]
                 self._log(step, samples, metrics, sum(timers.seconds.values()) - overlapped)
                 self._write_mismatch(step, mismatch_histogram(statistics.sums))
             except OSError as error:
@@ -148,7 +155,8 @@ class Recorder:
             f"ECE {metrics['calibration/ece']:.3f}  AUROC {metrics['calibration/auroc']:.3f}"
         )
         if self.progress is not None:
-            self.progress.update(self.progress.task_ids[0], completed=step, line=line)
+            speed = metrics["length/mean"] * len(samples) / max(seconds, 1e-9)
+            self.progress.update(self.progress.task_ids[0], completed=step, line=f"{line}  {speed:,.0f} tokens/s")
         else:
             total = self.run.config.training.steps
             logger.info("step %d/%d  %s  loss %+.4f  %.2f s", step, total, line, metrics["loss/policy"], seconds)
@@ -178,12 +186,27 @@ class Recorder:
                     "ground_truth": prompt.ground_truth,
                     "reasoning": decode(ids[: judgement.boundary]),
                     "confidence_block": decode(ids[judgement.boundary :]),
+                    "pieces": token_pieces(ids, sample.tokens, decode),
                     "correct": judgement.correct,
                     "confidence": judgement.confidence,
                     "status": judgement.status,
                     "finish_reason": response.finish_reason,
                 }
                 file.write(json.dumps(json_ready(record), ensure_ascii=False) + "\n")
+
+
+def token_pieces(
+    ids: Sequence[int], tokens: TokenAdvantages | None, decode: Callable[[Sequence[int]], str]
+) -> list[tuple[str, str, float]]:
+    """(text, block, advantage) of the tokens of a response that follow one another and have both in common."""
+    if tokens is None:
+        return []
+    names = {index: block for block, index in BLOCKS.items()}
+    marks = zip(tokens.block_ids.tolist(), np.round(tokens.advantages, 4).tolist(), strict=True)
+    return [
+        (decode([token for token, _ in run]), names.get(block, "other"), advantage)
+        for (block, advantage), run in groupby(zip(ids, marks, strict=True), key=itemgetter(1))
+    ]
 
 
 def _why(error: OSError) -> str:
