@@ -14,11 +14,13 @@ ADAPTER = (
     "objective.name=dcpo", "objective.preset=dcpo_proper", "objective.confidence_parameters=adapter",
     "objective.confidence_sees=logprobs", "model.adapter.rank=16",
 )  # fmt: skip
+WHOLE = ("model.adapter.activated=false", "objective.confidence_sees=text")
 PACKED = ("parallel.sequence_packing=true", "training.max_tokens_per_micro_batch=2048")
 CASES = {  # responses to each of 4 prompts, tokens, probability of an end, options, rounds
     "48 tokens": (8, 48, 0.0, ("training.micro_batch_size=32",), 4),
     "256 tokens": (8, 256, 0.0, ("training.micro_batch_size=8",), 4),
     "16 to 256 tokens, packed": (8, 256, 0.01, PACKED, 4),
+    "256 tokens, on the whole text": (8, 256, 0.0, ("training.micro_batch_size=8",), 4),
 }
 
 
@@ -33,7 +35,9 @@ def measurements() -> Iterator[Measurement]:
         with tempfile.TemporaryDirectory() as scratch:
             model = policies.write_policy(Path(scratch, "policy"), "28M", stop)
             options = policies.overrides(model, Path(scratch, "run"), 4, group, tokens, *more)
-            grpo, ours = policies.training_run(options), policies.training_run([*options, *ADAPTER])
+            whole = "whole text" in name
+            adapter = (*ADAPTER, *WHOLE) if whole else ADAPTER
+            grpo, ours = policies.training_run(options), policies.training_run([*options, *adapter])
             drawn = sample_step(grpo, 1, Timers(grpo.watch))
             samples = [replace(s, judgement=replace(s.judgement, correct=i % 2)) for i, s in enumerate(drawn)]
             gradients = []
@@ -51,7 +55,7 @@ def measurements() -> Iterator[Measurement]:
             count = sum(len(sample.response_ids) for sample in samples)
             reason = f"{count} response tokens, 28M parameters; the policy's gradients are equal bit for bit"
             other = "objective.name=grpo on the same responses"
-            fields = {"goal": 1.15, "same": same, "reason": reason}
+            fields = {"goal": None if whole else 1.15, "same": same, "reason": reason}
             yield timed(f"adapter_step/{name}", turns["ours"], turns["grpo"], other, how=min, **fields)
 
 
