@@ -8,23 +8,35 @@ from tests.helpers.paths import EXAMPLES, REPOSITORY
 
 MODELS = REPOSITORY / "tests" / "fixtures" / "models"  # the public config.json files
 CONFIGS = sorted(path for path in EXAMPLES.rglob("*.yaml") if path.name != "recipe.yaml")
-FAMILIES = {"qwen3_8b": "Qwen3-8B", "qwen3_14b": "Qwen3-14B", "llama3.1_8b": "Llama-3.1-8B-Instruct"}
+FAMILIES = {
+    "qwen3_8b": "Qwen3-8B",
+    "qwen3_14b": "Qwen3-14B",
+    "qwen3_32b": "Qwen3-32B",
+    "llama3.1_8b": "Llama-3.1-8B-Instruct",
+    "llama3.1_70b": "Llama-3.1-70B-Instruct",
+}
+GPUS = {  # the others: (8,)
+    "qwen3_32b": (8, 64, 512),
+    "qwen3_32b/math/dcpo_adapter": (16, 64, 512),
+    "llama3.1_70b": (32, 64, 512),
+}
 LARGE = [path for path in CONFIGS if path.parent.name in ("math", "code")]
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(EXAMPLES)))
-def test_fits_8_gpus_of_80_gb(path):
+def test_fits_gpus_of_80_gb(path):
     family = path.relative_to(EXAMPLES).parts[0]
     model = MODELS / FAMILIES[family] if family in FAMILIES else REPOSITORY / load_config(path).model.path
-    plan = make_plan(load_config(path, [f"model.path={model}"]), Machine(gpus=8))
-    assert plan.machine.reserve_gb >= 5
-    assert plan.fits, f"{plan.peak / 1e9:.1f} GB"
-    assert max(stage.total for stage in plan.stages) <= 75e9
-    assert plan.saving_bytes <= plan.largest.total, "a save never needs more than an update"
+    for gpus in GPUS.get(str(path.relative_to(EXAMPLES).with_suffix("")), GPUS.get(family, (8,))):
+        plan = make_plan(load_config(path, [f"model.path={model}"]), Machine(gpus=gpus))
+        assert plan.machine.reserve_gb >= 5
+        assert plan.fits, f"{plan.peak / 1e9:.1f} GB on {gpus} GPUs"
+        assert max(stage.total for stage in plan.stages) <= 75e9
+        assert plan.saving_bytes <= plan.largest.total, "a save never needs more than an update"
 
 
 def test_the_large_ones_are_all_here():
-    assert len(LARGE) == 43
+    assert len(LARGE) == 51
     for path in LARGE:
         family, name = path.relative_to(EXAMPLES).parts[0], load_config(path).model.path
         assert name.startswith("runs/") or name.endswith(f"/{FAMILIES[family]}")
