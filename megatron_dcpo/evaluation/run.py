@@ -326,11 +326,9 @@ def _local_model(config: EvaluationConfig, loaded: Sequence[LoadedBenchmark]) ->
     )
     engine = build_local_engine(config.engine, config.model, options)
     tokens = token_bytes(tokenizer)
-    generate: Generate = partial(engine.generate, sampling=config.sampling)
-    if saved is not None:
-        generate = _stated(config, saved, engine, tokenizer, tokens)
+    sampled: Generate = partial(engine.generate, sampling=config.sampling)
     complete = complete_in_batches(
-        generate,
+        sampled if saved is None else _stated(config, saved, engine, tokenizer, tokens),
         tokens,
         engine.eos_token_ids,
         batch_size=max(1, config.batch_size // config.repeats),
