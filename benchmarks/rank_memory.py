@@ -140,7 +140,8 @@ def measure(options: dict[str, Any]) -> list[dict[str, Any]]:
         micro_batches = stages * parallel.virtual_pipeline_model_parallel_size
         splits = [list(range(len(samples)))] * micro_batches
         zero_gradients(policy, optimizer)
-        batch = len(samples) * (prompt + response), len(samples) * response, micro_batches
+        parts = len(samples) * (prompt + response), len(samples) * response  # of which a CP rank has its share
+        batch = *(n // topology.cp_size for n in parts), micro_batches
         at = policy.arch, policy.layout, config, topology.pp_rank, *batch
         if options.get("peak"):  # only where the model is large enough for the formula's terms to be all there is
             measured, unseen = measured_peak(policy, samples, splits, packing)
