@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dcpo.runtime.distributed import _free_port
+from tests.helpers import warm
 from tests.helpers.paths import REPOSITORY
 
 # this checkout first; what was installed beside it (tools/gpu_check.sh) stays
@@ -41,6 +42,17 @@ def launched(
     )
 
 
+def forked(processes: int, arguments: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
+    """The ranks of a worker, without a launcher and its imports."""
+    return warm.run("tests.distributed.worker", arguments, [os.environ | rank for rank in _ranks(processes)], timeout)
+
+
+def _ranks(processes: int) -> list[dict[str, str]]:
+    fixed = ENVIRONMENT | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    fixed |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+    return [fixed | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+
+
 def alone(case: str, out: Path, options: dict[str, Any], timeout: float = 300) -> subprocess.CompletedProcess[str]:
     """One case in one process, however it ends."""
     command = [sys.executable, *worker(out, (case, options))]
@@ -60,7 +72,10 @@ def torchrun_all(
 
     To start ranks costs more than most cases do: what runs on as many ranks had better be started once.
     """
-    done = launched(processes, worker(out, *jobs), timeout, environment)
+    if environment is None:
+        done = forked(processes, worker(out, *jobs)[2:], timeout)
+    else:
+        done = launched(processes, worker(out, *jobs), timeout, environment)
     assert done.returncode == 0, f"{[name for name, _ in jobs]} failed:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
     return [list(results) for results in zip(*(results_of(out, rank) for rank in range(processes)), strict=True)]
 
@@ -81,12 +96,5 @@ def without_launcher(
     case: str, processes: int, out: Path, options: dict[str, Any], **how: Any
 ) -> list[subprocess.Popen[str]]:
     """The same with no one who ends the other ranks when one dies."""
-    fixed = ENVIRONMENT | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-    fixed |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
     command = [sys.executable, *worker(out, (case, options))]
-    return [
-        subprocess.Popen(
-            command, env=os.environ | fixed | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, cwd=REPOSITORY, **how
-        )
-        for rank in range(processes)
-    ]
+    return [subprocess.Popen(command, env=os.environ | rank, cwd=REPOSITORY, **how) for rank in _ranks(processes)]

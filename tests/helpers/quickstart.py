@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.helpers import warm
 from tests.helpers.paths import QUICKSTART, REPOSITORY
 
 SMALL = ["data.prompts_per_step=8", "rollout.group_size=4", "training.micro_batch_size=16", "logging.tensorboard=false"]
@@ -23,6 +24,8 @@ def command(*arguments: object, processes: int = 1) -> list[str]:
 
 def run(*arguments: object, processes: int = 1, timeout: float = 300) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    if processes == 1:
+        return warm.run("megatron_dcpo", [*map(str, arguments)], [environment], timeout)
     return subprocess.run(
         command(*arguments, processes=processes),
         capture_output=True,

@@ -1,0 +1,108 @@
+"""Python modules without the seconds of their imports: a process that has made them runs each in a fork of itself.
+
+What runs is otherwise as a user's: its own process, arguments, environment, output and exit status.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import runpy
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.paths import REPOSITORY
+
+
+def run(
+    module: str, arguments: Sequence[str], environments: Sequence[Mapping[str, str]], timeout: float
+) -> subprocess.CompletedProcess[str]:
+    """``python -m MODULE ARGUMENTS`` in this checkout, a process with each of ``environments``, all at once; the output of
+    all, one after the other, and the first status that is not 0 (the others are then ended). Raises TimeoutExpired."""
+    server = _server()
+    assert server.stdin is not None
+    with tempfile.TemporaryDirectory() as scratch:
+        outputs = [[str(Path(scratch, f"{name}{n}")) for name in ("out", "err")] for n in range(len(environments))]
+        ranks = [{"environment": dict(own), "to": to} for own, to in zip(environments, outputs, strict=True)]
+        server.stdin.write(json.dumps({"module": module, "argv": [*arguments], "ranks": ranks}) + "\n")
+        server.stdin.flush()
+        pids = _answer(server, 60)
+        try:
+            status = _answer(server, timeout)
+        except subprocess.TimeoutExpired:
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+            _answer(server, 60)
+            raise
+        out, err = ("".join(Path(path).read_text() for path in paths) for paths in zip(*outputs, strict=True))
+        return subprocess.CompletedProcess([module, *arguments], status, out, err)
+
+
+@functools.cache
+def _server() -> subprocess.Popen[str]:
+    server = subprocess.Popen(
+        [sys.executable, "-m", "tests.helpers.warm"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=REPOSITORY,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    atexit.register(server.kill)
+    return server
+
+
+def _answer(server: subprocess.Popen[str], timeout: float) -> Any:
+    assert server.stdout is not None
+    if not select.select([server.stdout], [], [], timeout)[0]:
+        raise subprocess.TimeoutExpired("warm", timeout)
+    return json.loads(server.stdout.readline())
+
+
+def _serve() -> None:
+    import megatron_dcpo.evaluation.run
+    import megatron_dcpo.training.loop  # noqa: F401
+
+    for line in iter(sys.stdin.readline, ""):
+        request = json.loads(line)
+        running = [_forked(request, rank) for rank in request["ranks"]]
+        print(json.dumps(running), flush=True)
+        print(_first_failure({*running}), flush=True)
+
+
+def _forked(request: dict[str, Any], rank: dict[str, Any]) -> int:
+    if pid := os.fork():
+        return pid
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for number, path in enumerate(rank["to"], 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), number)
+    os.environ.clear()
+    os.environ.update(rank["environment"])
+    sys.argv = [request["module"], *request["argv"]]
+    runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+    sys.exit()
+
+
+def _first_failure(running: set[int]) -> int:
+    first = 0
+    while running:
+        pid, status = os.wait()
+        running.discard(pid)
+        code = os.waitstatus_to_exitcode(status)
+        if code and not first:
+            first = code
+            for other in running:
+                os.kill(other, signal.SIGKILL)
+    return first
+
+
+if __name__ == "__main__":
+    _serve()
