@@ -33,6 +33,7 @@ class SavedAdapter:
 
     directory: Path
     tensors: dict[str, Tensor]
+    rank: int
     scale: float
     marker: str
     activated: bool
@@ -41,10 +42,6 @@ class SavedAdapter:
     def servable(self) -> bool:
         """Whether an engine that applies an adapter to the whole text computes the same."""
         return not self.activated and FEATURES not in self.tensors
-
-    @property
-    def rank(self) -> int:
-        return next(len(tensor) for name, tensor in self.tensors.items() if name.endswith(".lora_A.weight"))
 
 
 def write_adapter(
@@ -82,9 +79,10 @@ def read_adapter(directory: Path) -> SavedAdapter:
         tensors = load_file(directory / "adapter_model.safetensors")
         if about["sees"] == "logprobs":
             tensors |= load_file(directory / "confidence.safetensors")
-        scale = float(peft["lora_alpha"]) / int(peft["r"])
+        rank = int(peft["r"])
+        scale = float(peft["lora_alpha"]) / rank
         tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
-        return SavedAdapter(directory, tensors, scale, str(about["marker"]), "alora_invocation_tokens" in peft)
+        return SavedAdapter(directory, tensors, rank, scale, str(about["marker"]), "alora_invocation_tokens" in peft)
     except (OSError, SafetensorError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise UserError(
             f"confidence adapter {directory} cannot be read ({type(error).__name__}: {one_line(error, 200)})"
