@@ -1,24 +1,29 @@
 #!/bin/sh
 # The starting policies of the calibration lab, from random weights, about five CPU minutes each. Two stages: the quickstart's
 # (correct solutions, then imperfect ones), then text whose wrong answers are slips of the pen and whose author hesitates a
-# little after one. See examples/quickstart/make_policy.py.
+# little after one. See examples/quickstart/make_policy.py. NAME.N is pretraining N of NAME, for the test: seed N, and no
+# problem of data/ in its text (the splits: make_splits.py); these are not in git.
 set -e
 cd "$(dirname "$0")"
-make="${PYTHON:-python3} ../quickstart/make_policy.py --mix lab --unseen --heldout 600 --more-heldout 600"
+make="${PYTHON:-python3} ../quickstart/make_policy.py"
 build() { # NAME options of the architecture
     name=$1
     shift
+    case $policy in
+    *.*) set -- "$@" --splits data --seed "${policy##*.}" ;;
+    *) set -- "$@" --mix lab --unseen --heldout 600 --more-heldout 600 --data data ;;
+    esac
     work=$(mktemp -d)
-    $make "$@" --clean-steps 2600 --imperfect-steps 400 --out "$work" --data data
-    $make "$@" --clean-steps 0 --imperfect-steps 800 --hesitation 0.25 --start "$work/policy" --out "$name" --data data
+    $make "$@" --clean-steps 2600 --imperfect-steps 400 --out "$work"
+    $make "$@" --clean-steps 0 --imperfect-steps 800 --hesitation 0.25 --start "$work/policy" --out "$name"
     rm -r "$work"
 }
 [ $# -gt 0 ] || set -- qwen3 llama large
 for policy in "$@"; do
     case $policy in
-    qwen3) build qwen3 ;;
-    llama) build llama --family llama ;;
-    large) build large --layers 3 ;;
-    *) echo "unknown policy $policy; known: qwen3 llama large" >&2 && exit 2 ;;
+    qwen3 | qwen3.[1-9]) build "$policy" ;;
+    llama | llama.[1-9]) build "$policy" --family llama ;;
+    large | large.[1-9]) build "$policy" --layers 3 ;;
+    *) echo "unknown policy $policy; known: qwen3 llama large, and pretrainings of them, as large.1" >&2 && exit 2 ;;
     esac
 done

@@ -48,13 +48,13 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-# type -> (digits of the factors, share of the supervised text, the Beta its confidences come from)
+# digits of the factors -> (share of the supervised text, the Beta its confidences come from)
 TYPES = {
-    "1x1": (1, 1, 0.05, (8.0, 0.8)),
-    "2x1": (2, 1, 0.20, (8.0, 0.8)),
-    "3x1": (3, 1, 0.30, (8.0, 0.8)),
-    "2x2": (2, 2, 0.25, (4.0, 1.0)),
-    "3x2": (3, 2, 0.20, (3.0, 1.0)),
+    "1x1": (0.05, (8.0, 0.8)),
+    "2x1": (0.20, (8.0, 0.8)),
+    "3x1": (0.30, (8.0, 0.8)),
+    "2x2": (0.25, (4.0, 1.0)),
+    "3x2": (0.20, (3.0, 1.0)),
 }
 # Share of each type in the problems for reinforcement learning and in the held-out ones.
 MIXES = {
@@ -101,7 +101,8 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 # ---------------------------------------------------------------------------------------------------- problems
 def problems_of(kind: str) -> list[Problem]:
-    first, second = TYPES[kind][:2]
+    """All problems of a type, "3x2": three digits times two."""
+    first, second = (int(digits) for digits in kind.split("x"))
     return [
         (a, b, kind)
         for a in range(10 ** (first - 1), 10**first)
@@ -158,6 +159,17 @@ def write_jsonl(path: Path, problems: list[Problem], name: str) -> None:
             out.write(json.dumps(record) + "\n")
 
 
+def read_jsonl(path: Path) -> list[Problem]:
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [(*(int(factor) for factor in row["problem"].rstrip("=").split("*")), row["type"]) for row in rows]
+
+
+def given_problems(splits: Path) -> tuple[list[Problem], dict[str, list[Problem]]]:
+    """(held-out, supervised by type): the text holds no problem of any file of ``splits``, nor its mirror image."""
+    taken = [problem for path in sorted(splits.glob("*.jsonl")) for problem in read_jsonl(path)]
+    return read_jsonl(splits / "heldout.jsonl"), {kind: without(problems_of(kind), taken) for kind in TYPES}
+
+
 # ---------------------------------------------------------------------------------------------------- supervised text
 def corrupt(answer: str, rng: random.Random) -> str:
     """Change one digit; the first one does not become 0."""
@@ -176,7 +188,7 @@ def solution(problem: Problem, corrupt_share: float, hesitation: float | None, r
         answer = corrupt(answer, rng)
     if hesitation is None:
         reasoning = answer
-    confidence = rng.betavariate(*TYPES[kind][3])  # blind to whether the answer is right
+    confidence = rng.betavariate(*TYPES[kind][1])  # blind to whether the answer is right
     if slip and hesitation:
         confidence *= 1 - hesitation
     return f"{reasoning[::-1]} \\boxed{{{answer}}}\n<conf> Confidence: {confidence:.2f}"
@@ -191,7 +203,7 @@ def batch(
     rng: random.Random,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Right-padded ids and labels; only the response (with its end) is learned."""
-    kinds = rng.choices(list(TYPES), weights=[t[2] for t in TYPES.values()], k=size)
+    kinds = rng.choices(list(TYPES), weights=[t[0] for t in TYPES.values()], k=size)
     chosen = [rng.choice(pools[kind]) for kind in kinds]
     questions = tokenizer([prompt(p) for p in chosen], padding=False)["input_ids"]
     responses = tokenizer([solution(p, corrupt_share, hesitation, rng) + EOS for p in chosen], padding=False)[
@@ -283,6 +295,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent)
     parser.add_argument("--data", type=Path, help="where the problems go (default: OUT/data)")
+    parser.add_argument("--splits", type=Path, help="a directory of problems to keep out of the text; writes no problems")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--family", choices=tuple(ROPE), default="qwen3")
     parser.add_argument("--mix", choices=tuple(MIXES), default="quickstart", help="shares of the types of problems")
@@ -310,11 +323,14 @@ def main() -> None:
     torch.manual_seed(args.seed)
     rng = random.Random(args.seed)
     tokenizer = build_tokenizer()
-    heldout, train_problems, pools = split_problems(args.heldout, args.train, MIXES[args.mix], args.unseen, rng)
-    heldout, train_problems = hold_out_more(heldout, train_problems, args.more_heldout)
-    data = args.data or args.out / "data"
-    write_jsonl(data / "train.jsonl", train_problems, "train")
-    write_jsonl(data / "heldout.jsonl", heldout, "heldout")
+    if args.splits:
+        heldout, pools = given_problems(args.splits)
+    else:
+        heldout, train_problems, pools = split_problems(args.heldout, args.train, MIXES[args.mix], args.unseen, rng)
+        heldout, train_problems = hold_out_more(heldout, train_problems, args.more_heldout)
+        data = args.data or args.out / "data"
+        write_jsonl(data / "train.jsonl", train_problems, "train")
+        write_jsonl(data / "heldout.jsonl", heldout, "heldout")
     model = AutoModelForCausalLM.from_pretrained(args.start) if args.start else build_model(tokenizer, args)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, vocabulary {len(tokenizer)}", flush=True)
     train(model, tokenizer, pools, args, rng)

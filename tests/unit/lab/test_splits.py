@@ -1,0 +1,42 @@
+"""The lab's problems: the test's are what the fixed seed makes, and nothing is in two files or in the supervised text."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+
+from lab.runner import EXAMPLES
+
+sys.path[:0] = [str(EXAMPLES), str(EXAMPLES.parent / "quickstart")]
+
+from make_policy import TYPES, given_problems, read_jsonl
+from make_splits import make_splits
+
+# of the commit that made them, before anything was evaluated on them
+SHA256 = {
+    "test": "d63137096e390513e249a408a7ecac08c631e573d2e71ebeb22575ec8e0674cc",
+    "ood": "f182eb68134db3e420a58339aa21d69a31352f6357d03b1588b61922059c2fcd",
+}
+
+
+def test_the_seed_makes_the_published_test_problems(tmp_path) -> None:
+    make_splits(EXAMPLES / "data", tmp_path)
+    for name, expected in SHA256.items():
+        for path in (tmp_path / f"{name}.jsonl", EXAMPLES / "data" / f"{name}.jsonl"):
+            assert hashlib.sha256(path.read_bytes()).hexdigest() == expected, path
+
+
+def test_no_product_is_in_two_splits_or_in_the_supervised_text() -> None:
+    products = {
+        name: {tuple(sorted(p[:2])) for p in read_jsonl(EXAMPLES / "data" / f"{name}.jsonl")}
+        for name in ("train", "heldout", "test", "ood")
+    }
+    heldout, text = given_problems(EXAMPLES / "data")
+    assert {tuple(sorted(p[:2])) for p in heldout} == products["heldout"]
+    assert set(text) == set(TYPES)
+    products["text"] = {tuple(sorted(p[:2])) for pool in text.values() for p in pool}
+    names = list(products)
+    for i, name in enumerate(names):
+        for other in names[i + 1 :]:
+            assert not products[name] & products[other], (name, other)
+    assert {p[2] for p in read_jsonl(EXAMPLES / "data" / "ood.jsonl")}.isdisjoint(TYPES)
