@@ -9,8 +9,8 @@
 | `test.jsonl` | 1,200, as many of each type as in validation | the tables of the test, once |
 | `ood.jsonl` | 300 of 4x1 and 300 of 3x3 digits, types that no text or training has | out of distribution |
 
-No problem, nor its mirror image b*a, is in two of the files. The supervised text of a policy made with `make_policy.py --splits`
-holds none of them.
+No problem, nor its mirror image b*a, is in two of the files. The supervised text of a policy made with
+`make_policy.py --splits` holds none of them.
 """
 
 from __future__ import annotations

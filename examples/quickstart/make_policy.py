@@ -295,7 +295,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent)
     parser.add_argument("--data", type=Path, help="where the problems go (default: OUT/data)")
-    parser.add_argument("--splits", type=Path, help="a directory of problems to keep out of the text; writes no problems")
+    parser.add_argument(
+        "--splits", type=Path, help="a directory of problems to keep out of the text; writes no problems"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--family", choices=tuple(ROPE), default="qwen3")
     parser.add_argument("--mix", choices=tuple(MIXES), default="quickstart", help="shares of the types of problems")

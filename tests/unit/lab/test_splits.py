@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import sys
+import runpy
 
 from lab.runner import EXAMPLES
 
-sys.path[:0] = [str(EXAMPLES), str(EXAMPLES.parent / "quickstart")]
-
-from make_policy import TYPES, given_problems, read_jsonl
-from make_splits import make_splits
+SPLITS = runpy.run_path(str(EXAMPLES / "make_splits.py"))
+read_jsonl = SPLITS["read_jsonl"]
+POLICY = runpy.run_path(str(EXAMPLES.parent / "quickstart" / "make_policy.py"))
 
 # of the commit that made them, before anything was evaluated on them
 SHA256 = {
@@ -20,7 +19,7 @@ SHA256 = {
 
 
 def test_the_seed_makes_the_published_test_problems(tmp_path) -> None:
-    make_splits(EXAMPLES / "data", tmp_path)
+    SPLITS["make_splits"](EXAMPLES / "data", tmp_path)
     for name, expected in SHA256.items():
         for path in (tmp_path / f"{name}.jsonl", EXAMPLES / "data" / f"{name}.jsonl"):
             assert hashlib.sha256(path.read_bytes()).hexdigest() == expected, path
@@ -31,12 +30,12 @@ def test_no_product_is_in_two_splits_or_in_the_supervised_text() -> None:
         name: {tuple(sorted(p[:2])) for p in read_jsonl(EXAMPLES / "data" / f"{name}.jsonl")}
         for name in ("train", "heldout", "test", "ood")
     }
-    heldout, text = given_problems(EXAMPLES / "data")
+    heldout, text = POLICY["given_problems"](EXAMPLES / "data")
     assert {tuple(sorted(p[:2])) for p in heldout} == products["heldout"]
-    assert set(text) == set(TYPES)
+    assert set(text) == set(POLICY["TYPES"])
     products["text"] = {tuple(sorted(p[:2])) for pool in text.values() for p in pool}
     names = list(products)
     for i, name in enumerate(names):
         for other in names[i + 1 :]:
             assert not products[name] & products[other], (name, other)
-    assert {p[2] for p in read_jsonl(EXAMPLES / "data" / "ood.jsonl")}.isdisjoint(TYPES)
+    assert {p[2] for p in read_jsonl(EXAMPLES / "data" / "ood.jsonl")}.isdisjoint(POLICY["TYPES"])
