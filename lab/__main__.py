@@ -7,8 +7,9 @@ import logging
 import sys
 from pathlib import Path
 
-from lab.grid import FAMILIES, grid, select
+from lab.grid import FAMILIES, grid, known, select
 from lab.runner import FULL, SMOKE, Lab, has_policy
+from lab.testgrid import METHODS_OF_THE_TEST, TestGrid, cells
 from megatron_dcpo.errors import UserError
 
 
@@ -22,6 +23,15 @@ def main() -> int:
     run.add_argument("--families", help=f"of {', '.join(FAMILIES)} (default: those whose starting policy is there)")
     run.add_argument("--methods", help="only these (and what they start from), comma separated")
     run.add_argument("--smoke", action="store_true", help="three steps of everything, one seed")
+    test = verbs.add_parser("test", help="train the grid of the test and sample it; finished cells are kept")
+    test.add_argument("--out", type=Path, default=Path("runs/lab_test"))
+    test.add_argument("--jobs", type=int, default=2, help="processes at a time, one core each")
+    test.add_argument(
+        "--policies", default="large.1,large.2,large.3,large.4,large.5", help="pretrainings (default: %(default)s)"
+    )
+    test.add_argument("--methods", default=",".join(METHODS_OF_THE_TEST), help="default: %(default)s")
+    test.add_argument("--seeds", type=int, default=1, help="of every method on every pretraining")
+    test.add_argument("--smoke", action="store_true", help="three steps, a few problems")
     render = verbs.add_parser("render", help="tables and figures from finished cells")
     render.add_argument("--grid", type=Path, help="the --out of a run whose cells to publish (default: as published)")
     render.add_argument("--out", type=Path, default=Path("docs/lab"))
@@ -33,6 +43,10 @@ def main() -> int:
     try:
         if args.verb == "run":
             run_grid(args)
+        elif args.verb == "test":
+            known(args.methods.split(","))
+            chosen = cells(args.policies.split(","), args.methods.split(","), range(1, args.seeds + 1))
+            TestGrid(args.out.resolve(), SMOKE if args.smoke else FULL, args.jobs).run(chosen)
         elif args.verb == "theory":
             from lab.theory.run import write_theory
 

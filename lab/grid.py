@@ -19,6 +19,15 @@ CENTRED_BRIER = (
 )
 
 PROPER = ("objective.preset=dcpo_proper", "objective.entropy_coef_confidence=0.02")
+ADAPTER = (
+    "objective.preset=dcpo_proper",
+    "objective.confidence_parameters=adapter",
+    "model.adapter.rank=16",
+    "model.adapter.alpha=32",
+    "optimizer.adapter_lr=2e-3",
+)
+BRIER_LAM0 = ("objective.calibration_loss=brier", "objective.lam=0")
+MEAN = "objective.advantage_normalization=mean"
 
 
 @dataclass(frozen=True)
@@ -65,6 +74,23 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         "proper_sampled": Method("DCPO-proper, sampled digits", (*PROPER, "objective.confidence_gradient=sampled")),
         "proper_marker": Method("DCPO-proper, A_c on the marker", (*PROPER, "objective.marker_block=confidence")),
         "proper_plain": Method("DCPO-proper, no entropy bonus", ("objective.preset=dcpo_proper",)),
+        # the referee's: a confidence with parameters of its own, or without any; authors' settings; the ladder from coupled
+        # to decoupled, L1 or Brier, std or mean, with everything else equal (coupled, dcpo: L1, std)
+        "adapter": Method("adapter, text and log-probs", (*ADAPTER, "objective.confidence_sees=logprobs")),
+        "adapter_text": Method("adapter, text", ADAPTER),
+        "dcpo_reasoning": Method("DCPO, confidence not trained", ("objective.weight_confidence=0",)),
+        "rlcr_authors": Method("RLCR, authors' settings", ("objective.name=rlcr", "objective.variant=original")),
+        "ccgspg_unclipped": Method(
+            "CCGSPG, gradients not clipped", ("objective.name=ccgspg", "optimizer.clip_grad=0"), confidence="token"
+        ),
+        "coupled_mean": Method("coupled, mean only", ("objective.name=coupled", MEAN)),
+        "dcpo_mean": Method("DCPO, mean only", (MEAN,)),
+        "coupled_brier": Method("coupled, Brier, lambda 0", ("objective.name=coupled", *BRIER_LAM0)),
+        "dcpo_brier": Method("DCPO, Brier, lambda 0", BRIER_LAM0),
+        "coupled_brier_mean": Method(
+            "coupled, Brier, lambda 0, mean only", ("objective.name=coupled", *BRIER_LAM0, MEAN)
+        ),
+        "dcpo_brier_mean": Method("DCPO, Brier, lambda 0, mean only", (*BRIER_LAM0, MEAN)),
     }
 )
 MAIN = ("base", "dcpo_proper", "dcpo", "grpo", "rlcr", "coupled", "ccgspg", "dcpo_i", "dcpo_g", "posthoc", "confclass")
@@ -86,7 +112,7 @@ FAMILIES = ("qwen3", "llama", "large")
 class Cell:
     """One method on one starting policy with one seed (of training and of evaluation)."""
 
-    family: str
+    family: str  # or a pretraining of one: large.2
     method: str
     seed: int
 
@@ -113,10 +139,15 @@ def select(cells: Sequence[Cell], methods: str | None) -> list[Cell]:
     """The cells of ``methods`` (comma separated; all if None) and those they start from. Raises :class:`UserError`."""
     if not methods:
         return list(cells)
-    names = [name.strip() for name in methods.split(",") if name.strip()]
+    names = known([name.strip() for name in methods.split(",") if name.strip()])
+    wanted = set(names) | {start for name in names if (start := METHODS[name].start)}
+    return [cell for cell in cells if cell.method in wanted]
+
+
+def known(names: Sequence[str]) -> Sequence[str]:
+    """``names``, if all are methods; raises :class:`UserError`."""
     for name in names:
         if name not in METHODS:
             near = nearest(name, METHODS, cutoff=0.0)
             raise UserError(f"unknown method {name!r}; did you mean {near!r}? ({', '.join(METHODS)})")
-    wanted = set(names) | {start for name in names if (start := METHODS[name].start)}
-    return [cell for cell in cells if cell.method in wanted]
+    return names

@@ -74,7 +74,8 @@ class Lab:
     def fingerprint(self, cell: Cell) -> str:
         """What a cell's numbers depend on besides the code."""
         if not has_policy(cell.family):
-            raise UserError(f"{EXAMPLES / cell.family} holds no policy; build it with: make lab-policies")
+            build = f"sh examples/lab/make_policies.sh {cell.family}"
+            raise UserError(f"{EXAMPLES / cell.family} holds no policy; build it with: {build}")
         policy = EXAMPLES / cell.family / "policy" / "model.safetensors"
         recipe = (EXAMPLES / "recipe.yaml").read_text() + (REPOSITORY / "examples/quickstart/dcpo.yaml").read_text()
         digest = hashlib.blake2b(policy.read_bytes(), digest_size=8)
@@ -119,8 +120,9 @@ class Lab:
         if trained is None and cell.needs:
             trained = self.directory(cell.needs)
         model = trained / "policy" if trained else EXAMPLES / cell.family / "policy"
+        benchmarks = ",".join(f"{name}={EXAMPLES / 'data' / name}.jsonl" for name in part.split(","))
         return [
-            *("evaluate", "--model", str(model), "--benchmarks", f"{part}={EXAMPLES / 'data' / part}.jsonl"),
+            *("evaluate", "--model", str(model), "--benchmarks", benchmarks),
             *("--out", str(out), "--limit", str(problems), "--repeats", str(repeats), "--confidence", kinds),
             *("--max-tokens", "32", "--batch-size", "1200", "--seed", str(seed), "--resamples", "0"),
             *("--engine", "transformers"),
@@ -146,7 +148,9 @@ class Lab:
                     ready[cell.needs].wait()
                     if cell.needs in failed:
                         raise UserError(f"it starts from {cell.needs.name}, which failed")
-                logger.info("[%d/%d] %s", number, len(missing), summary_line(self.run_cell(cell)))
+                record = self.run_cell(cell)
+                shown = summary_line(record) if "scores" in record else f"{cell.name}, {record['seconds']:.0f} s"
+                logger.info("[%d/%d] %s", number, len(missing), shown)
             except UserError as error:
                 failed[cell] = str(error)
                 logger.error("[%d/%d] %s: %s", number, len(missing), cell.name, error)

@@ -59,7 +59,7 @@ def test_a_changed_recipe_is_another_cell(tmp_path) -> None:
     assert Lab(tmp_path).fingerprint(cell) == Lab(tmp_path).fingerprint(cell)
     assert Lab(tmp_path).fingerprint(cell) != Lab(tmp_path, SMOKE).fingerprint(cell)
     assert Lab(tmp_path).fingerprint(cell) != Lab(tmp_path).fingerprint(Cell("qwen3", "dcpo_i", 1))
-    with pytest.raises(UserError, match="make lab-policies"):
+    with pytest.raises(UserError, match=r"make_policies\.sh mistral"):
         Lab(tmp_path).fingerprint(Cell("mistral", "dcpo", 1))
 
 

@@ -1,0 +1,147 @@
+"""The grid of the test: every method on several pretrainings of a policy, sampled on problems that chose no setting.
+
+A cell is trained as in `runner.py` and leaves, for each row of the tables that it gives, the judged responses of ``DRAWS``;
+``pack`` puts them into one archive, from which `testtables.py` computes everything.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from lab.grid import Cell
+from lab.results import read_archive, write_archive
+from lab.runner import SAMPLING, Lab, commit, relative
+from megatron_dcpo.data.datasets import read_json_lines
+from megatron_dcpo.runtime.files import write_atomically
+
+logger = logging.getLogger(__name__)
+
+PAPERS_DECODING = ("--template", "raw", "--temperature", "0.7", "--top-p", "0.8", "--top-k", "20")
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Responses to the first 1,200 problems of each of ``files``."""
+
+    files: tuple[str, ...]
+    repeats: int
+    sampling: tuple[str, ...] = SAMPLING
+
+
+# choosing: validation problems, for every choice of a setting, and labelled training problems, for what is fitted afterwards
+DRAWS: Mapping[str, Draw] = MappingProxyType(
+    {
+        "test": Draw(("test", "ood"), 8),
+        "choosing": Draw(("heldout", "train"), 4),
+        "decoding": Draw(("test",), 4, PAPERS_DECODING),
+    }
+)
+METHODS_OF_THE_TEST = ("adapter", "dcpo_proper", "dcpo", "adapter_text")
+# row: options of its evaluation. A cell with an adapter leaves GRPO's policy, bit for bit (tests/system): without the
+# adapter it is GRPO's row.
+ROWS: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {"adapter": {"adapter": (), "grpo": ("--no-adapter",)}}
+)
+CURVES = (
+    "reward/accuracy", "calibration/ece", "calibration/brier", "calibration/auroc", "entropy_reasoning", "length/mean",
+)  # fmt: skip
+EVERY = 10  # steps of one point of a published curve
+
+
+def cells(policies: Sequence[str], methods: Sequence[str], seeds: Sequence[int]) -> list[Cell]:
+    """All cells: the first method on every policy, then the next one."""
+    return [Cell(policy, method, seed) for seed in seeds for method in methods for policy in policies]
+
+
+@dataclass(frozen=True)
+class TestGrid(Lab):
+    """The cells of the test below ``out``."""
+
+    def run_cell(self, cell: Cell) -> dict[str, Any]:
+        """Train and sample one cell, what is there already left out; writes and returns its ``cell.json``."""
+        run, began = self.directory(cell), time.monotonic()
+        self._discard_other_recipe(cell)
+        commands = [self.train_command(cell)]
+        if not (run / "policy" / "model.safetensors").is_file():
+            self._call(run, commands[0])
+        for row, options in ROWS.get(cell.method, {cell.method: ()}).items():
+            for name in DRAWS if cell.method in ROWS else ("test",):
+                out = run / "responses" / row / name
+                commands.append([*self.draw_command(cell, out, DRAWS[name]), *options])
+                if not (out / "evaluation.json").is_file():
+                    self._call(run, commands[-1])
+        record = {
+            "family": cell.family, "method": cell.method, "seed": cell.seed,
+            "recipe": self.fingerprint(cell), "commit": commit(), "seconds": round(time.monotonic() - began, 1),
+            "commands": [f"dcpo {' '.join(relative(part, self.out) for part in command)}" for command in commands],
+        }  # fmt: skip
+        write_atomically(run / "cell.json", json.dumps(record, indent=1) + "\n")
+        return record
+
+    def draw_command(self, cell: Cell, out: Path, draw: Draw) -> list[str]:
+        """``dcpo evaluate`` of a trained cell; every cell of a seed samples with the same seed."""
+        files, problems = ",".join(draw.files), self.scale.heldout
+        command = self._sample_command(cell, files, out, problems, draw.repeats, "verbal,token", cell.seed)
+        return [*command[: -len(SAMPLING)], *draw.sampling]
+
+
+# ------------------------------------------------------------------------------------------------ what is published
+COLUMNS = ("problem", "correct", "confidence", "answer", "logprob", "token", "tokens")
+
+
+def pack(grid: Path, archive: Path) -> int:
+    """Every finished cell of ``grid`` into ``archive``: its record, its responses, its curve; returns how many.
+
+    Cells that the archive has already are replaced, others stay.
+    """
+    files = read_archive(archive) if archive.is_file() else {}
+    finished = sorted(grid.glob("cells/*/*/*/cell.json"))
+    for path in finished:
+        record = json.loads(path.read_text())
+        name = f"{record['family']}/{{}}/{record['seed']}"
+        files[f"{name.format(record['method'])}/cell.json"] = path.read_bytes()
+        files[f"{name.format(record['method'])}/curve.csv"] = curve(path.with_name("metrics.jsonl"))
+        for samples in path.parent.glob("responses/*/*/samples.jsonl"):
+            row, draw = samples.parent.parent.name, samples.parent.name
+            for part, rows in responses(samples).items():
+                files[f"{name.format(row)}/{draw if draw == 'decoding' else part}.csv"] = rows
+    write_archive(archive, files)
+    return len(finished)
+
+
+def responses(samples: Path) -> dict[str, bytes]:
+    """``{file of problems: CSV}`` with ``COLUMNS``: number of the problem in its file, right (0/1), confidence (empty:
+    malformed), answer, log-prob of the reasoning in nats, geometric mean of the tokens' probabilities, number of tokens."""
+    tables: dict[str, io.StringIO] = {}
+    for _, s in read_json_lines(samples):
+        if s["benchmark"] not in tables:
+            tables[s["benchmark"]] = io.StringIO(",".join(COLUMNS) + "\n")
+            tables[s["benchmark"]].seek(0, io.SEEK_END)
+        confidence = "" if s["confidence"] is None else f"{s['confidence']:.4g}"
+        logprob = "" if s.get("reasoning_logprob") is None else f"{s['reasoning_logprob']:.4g}"
+        row = (int(s["prompt_id"].rsplit("/", 1)[1]), int(s["correct"]), confidence, s["answer"], logprob)
+        line = (*row, f"{s['token_confidence']:.4g}", s["num_tokens"])
+        csv.writer(tables[s["benchmark"]], lineterminator="\n").writerow(line)
+    return {name: table.getvalue().encode() for name, table in tables.items()}
+
+
+def curve(metrics: Path) -> bytes:
+    """CSV of ``CURVES``: the mean over every ``EVERY`` steps."""
+    rows = [row for _, row in read_json_lines(metrics)]
+    lines = [",".join(("step", *CURVES))]
+    for start in range(0, len(rows) - EVERY + 1, EVERY):
+        block = rows[start : start + EVERY]
+        values = [np.mean([np.nan if r.get(key) is None else r[key] for r in block]) for key in CURVES]
+        lines.append(",".join((str(block[-1]["step"]), *(f"{value:.4g}" for value in values))))
+    return ("\n".join(lines) + "\n").encode()
