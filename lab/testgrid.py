@@ -75,8 +75,8 @@ class TestGrid(Lab):
         commands = [self.train_command(cell)]
         if not (run / "policy" / "model.safetensors").is_file():
             self._call(run, commands[0])
-        for row, options in ROWS.get(cell.method, {cell.method: ()}).items():
-            for name in DRAWS if cell.method in ROWS else ("test",):
+        for name in DRAWS if cell.method in ROWS else ("test",):
+            for row, options in ROWS.get(cell.method, {cell.method: ()}).items():
                 out = run / "responses" / row / name
                 commands.append([*self.draw_command(cell, out, DRAWS[name]), *options])
                 if not (out / "evaluation.json").is_file():
@@ -101,23 +101,25 @@ COLUMNS = ("problem", "correct", "confidence", "answer", "logprob", "token", "to
 
 
 def pack(grid: Path, archive: Path) -> int:
-    """Every finished cell of ``grid`` into ``archive``: its record, its responses, its curve; returns how many.
+    """Every trained cell of ``grid`` into ``archive``: its record, its curve, what has been sampled; returns how many.
 
     Cells that the archive has already are replaced, others stay.
     """
     files = read_archive(archive) if archive.is_file() else {}
-    finished = sorted(grid.glob("cells/*/*/*/cell.json"))
-    for path in finished:
-        record = json.loads(path.read_text())
-        name = f"{record['family']}/{{}}/{record['seed']}"
-        files[f"{name.format(record['method'])}/cell.json"] = path.read_bytes()
-        files[f"{name.format(record['method'])}/curve.csv"] = curve(path.with_name("metrics.jsonl"))
-        for samples in path.parent.glob("responses/*/*/samples.jsonl"):
+    trained = sorted(grid.glob("cells/*/*/*/policy/model.safetensors"))
+    for run in (path.parent.parent for path in trained):
+        family, method, seed = run.parts[-3:]
+        name = f"{family}/{{}}/{seed.removeprefix('seed')}"
+        if (run / "cell.json").is_file():
+            files[f"{name.format(method)}/cell.json"] = (run / "cell.json").read_bytes()
+        files[f"{name.format(method)}/curve.csv"] = curve(run / "metrics.jsonl")
+        for evaluation in run.glob("responses/*/*/evaluation.json"):
+            samples = evaluation.with_name("samples.jsonl")
             row, draw = samples.parent.parent.name, samples.parent.name
             for part, rows in responses(samples).items():
                 files[f"{name.format(row)}/{draw if draw == 'decoding' else part}.csv"] = rows
     write_archive(archive, files)
-    return len(finished)
+    return len(trained)
 
 
 def responses(samples: Path) -> dict[str, bytes]:

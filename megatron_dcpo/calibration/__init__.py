@@ -2,6 +2,7 @@
 ``from megatron_dcpo.calibration import ece, pce, brier, auroc, summarize`` without torch.
 """
 
+from megatron_dcpo.calibration.binned import BinnedError, binned_error, null_ece
 from megatron_dcpo.calibration.metrics import (
     BrierParts,
     accuracy,
@@ -28,6 +29,7 @@ from megatron_dcpo.calibration.metrics import (
 from megatron_dcpo.calibration.summary import json_ready, summarize, violation_rates
 
 __all__ = [
+    "BinnedError",
     "BrierParts",
     "accuracy",
     "accuracy_at_coverage",
@@ -36,6 +38,7 @@ __all__ = [
     "aurc",
     "auroc",
     "bin_rows",
+    "binned_error",
     "bootstrap_ci",
     "brier",
     "brier_decomposition",
@@ -46,6 +49,7 @@ __all__ = [
     "json_ready",
     "mce",
     "nll",
+    "null_ece",
     "overconfidence",
     "parse_rate",
     "pce",

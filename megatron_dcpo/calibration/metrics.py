@@ -226,7 +226,7 @@ def overconfidence(confidences: Confidences, correct: Correct) -> float:
 
 def parse_rate(confidences: Confidences) -> float:
     """Share of rows with a valid confidence."""
-    return _mean(_is_valid(as_confidences(confidences)).astype(np.float64))
+    return _mean(is_valid(as_confidences(confidences)).astype(np.float64))
 
 
 def pessimistic(
@@ -239,7 +239,7 @@ def pessimistic(
     c, y = as_confidences(confidences), as_correct(correct)
     _same_length(c, y)
     filled = c.astype(np.float64)
-    invalid = ~_is_valid(c)
+    invalid = ~is_valid(c)
     filled[invalid] = 1.0 - y[invalid] if fill == "farthest" else 0.5
     return filled
 
@@ -267,8 +267,8 @@ def bootstrap_ci(
     """Percentile bootstrap interval of ``metric(confidences, correct)``, resampling whole problems.
 
     Repeats of one problem are not independent, hence the clusters; without ``problem_ids`` every row is its own.
-    Resamples where the metric is NaN (one class only) are left out. ECE of a resample is biased upwards, so its
-    interval is conservative at the low end. Costs ``resamples`` evaluations.
+    Resamples where the metric is NaN (one class only) are left out. Not for ECE and PCE, whose resamples are biased
+    upwards: ``binned.binned_error``. Costs ``resamples`` evaluations.
     """
     c, y = as_confidences(confidences), as_correct(correct)
     _same_length(c, y)
@@ -328,14 +328,14 @@ def _same_length(c: np.ndarray, y: np.ndarray) -> None:
         raise ValueError(f"{len(c)} confidences for {len(y)} rows of correct")
 
 
-def _is_valid(c: np.ndarray) -> np.ndarray:
+def is_valid(c: np.ndarray) -> np.ndarray:
     return (c >= 0.0) & (c <= 1.0)  # NaN compares false
 
 
 def valid_rows(confidences: Confidences, correct: Correct) -> tuple[np.ndarray, np.ndarray]:
     c, y = as_confidences(confidences), as_correct(correct)
     _same_length(c, y)
-    valid = _is_valid(c)
+    valid = is_valid(c)
     return c[valid], y[valid]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from megatron_dcpo.calibration import metrics
+from megatron_dcpo.calibration.binned import binned_error, null_ece
 from megatron_dcpo.calibration.metrics import (
     DEFAULT_BINS,
     Confidences,
@@ -39,7 +40,8 @@ def summarize(
     ``accuracy`` is over all N samples, calibration metrics are over the parsed ones (``accuracy_parsed`` is theirs),
     ``*_worst`` over all N with every unparsed confidence at the wrong end. ``violation_rate`` is the share of
     ``statuses`` that are not ``ok`` (``violations``: per kind), or 1 - parse_rate without statuses. With ``resamples``
-    > 0 there is ``ci95``: {name: [low, high]}, bootstrapped over ``problem_ids``. Undefined values are NaN; see
+    > 0 there are ``ci95``: {name: [low, high]}, bootstrapped over ``problem_ids``, ``ece_corrected``, the ECE that its
+    interval is around, and ``ece_null95``, the largest of 95 % of calibrated models. Undefined values are NaN; see
     ``json_ready`` for writing them. ``ranking_only``: the confidences are scores of any size (a mean log-prob);
     AUROC, AUPRC and AURC are of all of them, everything else treats what lies outside [0, 1] as unparsed.
     """
@@ -80,6 +82,8 @@ def summarize(
     if statuses is not None:
         summary |= violation_rates(statuses)
     if resamples:
+        summary["ece_corrected"] = binned_error(c, y, problem_ids, bins, resamples, seed).estimate
+        summary["ece_null95"] = null_ece(c, bins, min(resamples, 200), seed)
         summary["ci95"] = intervals(c, y, problem_ids, bins=bins, resamples=resamples, seed=seed)
     return summary
 
@@ -100,22 +104,25 @@ def intervals(
     resamples: int = 1000,
     seed: int = 0,
 ) -> dict[str, list[float]]:
-    """95 % bootstrap intervals [low, high] of ``INTERVALS``, clustered by problem."""
+    """95 % intervals [low, high] of ``INTERVALS``, clustered by problem: bootstrap percentiles, and of the binned errors
+    those of ``binned_error``."""
 
     def auroc_of_valid(c: np.ndarray, y: np.ndarray) -> float:
         return metrics.auroc(*metrics.valid_rows(c, y))
 
     functions: dict[str, metrics.Metric] = {
         "accuracy": lambda c, y: metrics.accuracy(y),
-        "ece": lambda c, y: metrics.ece(c, y, bins),
-        "pce": lambda c, y: metrics.pce(c, y, bins),
         "brier": metrics.brier,
         "auroc": auroc_of_valid,
     }
-    return {
-        name: list(metrics.bootstrap_ci(functions[name], confidences, correct, problem_ids, resamples, seed=seed))
-        for name in INTERVALS
+    found = {
+        name: list(metrics.bootstrap_ci(function, confidences, correct, problem_ids, resamples, seed=seed))
+        for name, function in functions.items()
     }
+    for name in ("ece", "pce"):
+        error = binned_error(confidences, correct, problem_ids, bins, resamples, seed, over_only=name == "pce")
+        found[name] = [error.low, error.high]
+    return {name: found[name] for name in INTERVALS}
 
 
 def json_ready(value: Any) -> Any:
