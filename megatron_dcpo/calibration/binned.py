@@ -2,8 +2,8 @@
 resamples are larger still, does not contain the true value of a calibrated model at all.
 
 With x_b = n_b / N (conf_b - acc_b), ECE = sum |x_b| and PCE = sum max(x_b, 0); x_b is about normal around its true value m
-with the standard deviation s_b of a bootstrap over problems, so that E max(x_b, 0) = h(m, s_b), h(m, s) = m Phi(m/s) + s phi(m/s).
-Once corrected for that: 2 max(x, 0) - h(x, s) in place of max(x, 0), and |x| = 2 max(x, 0) - x.
+with the standard deviation s_b of a bootstrap over problems, so that E max(x_b, 0) = h(m, s_b) with
+h(m, s) = m Phi(m/s) + s phi(m/s). Corrected for that: 2 max(x, 0) - h(x, s) for max(x, 0); |x| = 2 max(x, 0) - x.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import numpy as np
 
 from megatron_dcpo.calibration import metrics
 from megatron_dcpo.calibration.metrics import DEFAULT_BINS, Confidences, Correct
-
 
 _PHI = np.vectorize(lambda z: 0.5 * math.erfc(-z * math.sqrt(0.5)), otypes=[float])
 

@@ -86,14 +86,14 @@ def with_consistency(samples: Sequence[Sample], equivalent: Callable[[str, str],
         groups.setdefault((sample.benchmark, sample.prompt_id), []).append(index)
     result = list(samples)
     for members in groups.values():
-        classes = _answer_classes([samples[i].answer for i in members], equivalent)
+        classes = answer_classes([samples[i].answer for i in members], equivalent)
         for i, name in zip(members, classes, strict=True):
             agreement = classes.count(name) / len(members) if name is not None else None
             result[i] = replace(samples[i], consistency_confidence=agreement)
     return result
 
 
-def _answer_classes(answers: Sequence[str | None], equivalent: Callable[[str, str], bool]) -> list[str | None]:
+def answer_classes(answers: Sequence[str | None], equivalent: Callable[[str, str], bool]) -> list[str | None]:
     """For every answer the representative of its class, ``None`` for no answer."""
     representative: dict[str, str] = {}
     for answer in answers:

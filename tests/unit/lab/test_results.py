@@ -48,7 +48,8 @@ def test_every_method_is_a_valid_configuration(tmp_path, method: str) -> None:
     assert resolve(config.objective).name == next(
         (o.split("=")[1] for o in METHODS[method].overrides if o.startswith("objective.name")), "dcpo"
     )
-    shared = load_config(EXAMPLES / "recipe.yaml", ["run_dir=x"])
+    named = [override for override in METHODS[method].overrides if override.startswith("optimizer.")]
+    shared = load_config(EXAMPLES / "recipe.yaml", ["run_dir=x", *named])
     assert config.optimizer == shared.optimizer
     assert config.data.prompts_per_step == shared.data.prompts_per_step
     assert config.training.steps == round(FULL.steps * METHODS[method].share_of_steps)
