@@ -34,6 +34,8 @@ def is_distributed(optimizer: Any) -> bool:
 
 def optimizer_state(optimizer: Any, model: dict[str, Any], is_loading: bool) -> dict[str, Any]:
     """The sharded state of ``optimizer``; ``model``: the sharded state of the model. Loading fills the tensors in place."""
+    if optimizer is None:
+        return {}
     if not is_distributed(optimizer):
         return dict(optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=METADATA))
     (part,) = optimizer_parts(optimizer)
@@ -47,6 +49,8 @@ def optimizer_state(optimizer: Any, model: dict[str, Any], is_loading: bool) -> 
 
 def restore(optimizer: Any, loaded: dict[str, Any]) -> None:
     """Step counts and options of the groups, and without the distributed optimizer the tensors too."""
+    if optimizer is None:
+        return
     if is_distributed(optimizer):
         loaded = {name: value for name, value in loaded.items() if not name.startswith("param_state")}
     optimizer.load_state_dict(loaded)

@@ -7,6 +7,7 @@ seed, sampling one of seed and step: the cursor says where to go on, the generat
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import pickle
 import random
@@ -114,11 +115,8 @@ def load_checkpoint(
         optimizer_shards.restore(optimizer, loaded["optimizer"])
         if adapter is not None:
             adapter.restore(loaded["adapter"])
-        # The schedule takes its count of steps from the checkpoint and everything else from the configuration.
-        for group in optimizer.param_groups:
-            group["max_lr"], group["min_lr"] = scheduler.max_lr, scheduler.min_lr
         try:
-            scheduler.load_state_dict(loaded["opt_param_scheduler"])
+            _restore_schedule(optimizer, scheduler, loaded["opt_param_scheduler"])
             _restore_rng_states(policy.topology, loaded["run"]["rng_state"])
         except RuntimeError as error:  # of torch, for a tensor of another size, or in the place of a number
             raise CheckpointingException(f"opt_param_scheduler or rng_state: {error}") from None
@@ -128,6 +126,15 @@ def load_checkpoint(
         if isinstance(met, UserError):
             raise met from None
         raise UserError(f"checkpoint {path} cannot be read ({in_words(met)})") from None
+
+
+def _restore_schedule(optimizer: Any, scheduler: Any, loaded: dict[str, Any]) -> None:
+    """Its count of steps is the checkpoint's, everything else the configuration's."""
+    if optimizer is None:
+        return
+    for group in optimizer.param_groups:
+        group["max_lr"], group["min_lr"] = scheduler.max_lr, scheduler.min_lr
+    scheduler.load_state_dict(loaded)
 
 
 def _check_parts(path: Path, optimizer: Any, adapter: AdapterOptimizer | None) -> None:
@@ -145,6 +152,18 @@ def _check_parts(path: Path, optimizer: Any, adapter: AdapterOptimizer | None) -
         how = "with" if "adapter" in common else "without"
         raise UserError(
             f"checkpoint {path} was saved {how} model.adapter; keep it so to resume, or start another run_dir"
+        )
+    if adapter is not None and (then := common["adapter"].get("config")) is not None:
+        for key, value in dataclasses.asdict(adapter.adapter.config).items():
+            if then.get(key) != value:
+                raise UserError(
+                    f"checkpoint {path} was saved with model.adapter.{key}={then.get(key)}, not {value}; keep it to "
+                    "resume, or start another run_dir"
+                )
+    if bool(common["optimizer"]) != (optimizer is not None):
+        trained = "all" if common["optimizer"] else "adapter"
+        raise UserError(
+            f"checkpoint {path} was saved with training.train={trained}; keep it so to resume, or start another run_dir"
         )
     saved, now = common["run"]["distributed_optimizer"], optimizer_shards.is_distributed(optimizer)
     if not isinstance(saved, bool):
@@ -222,6 +241,6 @@ def _sharded_state(
     return {
         **model,
         "optimizer": optimizer_shards.optimizer_state(optimizer, model, is_loading),
-        "opt_param_scheduler": scheduler.state_dict(),
+        "opt_param_scheduler": {} if scheduler is None else scheduler.state_dict(),
         **({} if adapter is None else {"adapter": adapter.sharded_state()}),
     }

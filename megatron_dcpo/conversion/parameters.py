@@ -6,11 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
-from megatron_dcpo.conversion.megatron_checkpoint import MegatronCheckpoint, StoredTensor
+from megatron_dcpo.conversion.megatron_checkpoint import MegatronCheckpoint, StoredTensor, as_bytes
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.weights.architecture import Architecture
+from megatron_dcpo.weights.peft_adapter import KEPT, SCALE, LowRank
 from megatron_dcpo.weights.planner import Coordinates, Copy, Layout, interleavings, plan
 from megatron_dcpo.weights.table import LOCAL_NAMES, hf_shapes
 
@@ -68,7 +71,8 @@ class Slice:
 def slices(
     arch: Architecture, checkpoint: MegatronCheckpoint, located: Mapping[str, StoredTensor]
 ) -> Iterator[list[Slice]]:
-    """For each Megatron parameter, its rows as slices of Hugging Face tensors, each tensor's in order; no padding.
+    """For each Megatron parameter, its rows as slices of Hugging Face tensors, each tensor's in order; no padding. Merged
+    with the adapter of the whole policy, which ``training.train=adapter`` leaves in a checkpoint.
 
     ``located``: what :func:`locate` returned.
     """
@@ -79,9 +83,33 @@ def slices(
             for first, block in blocks:
                 low, high = max(copy.start, first), min(copy.start + copy.length, first + len(block))
                 if low < high:
-                    start = (copy.hf_start + low - copy.start) * block[0].numel()
-                    parts.append(Slice(copy.hf, start, block[low - first : high - first]))
+                    row, values = copy.hf_start + low - copy.start, block[low - first : high - first]
+                    start = row * block[0].numel()
+                    if (pair := _low_rank(checkpoint, copy.hf)) is not None:
+                        values = _added(
+                            values, torch_dtype(located[megatron].dtype), pair.part(0, row, row + high - low)
+                        )
+                    parts.append(Slice(copy.hf, start, values))
         yield parts
+
+
+def _low_rank(checkpoint: MegatronCheckpoint, name: str) -> LowRank | None:
+    """What a checkpoint of ``training.train=adapter`` adds to the Hugging Face tensor ``name``."""
+    module = f"{KEPT}weight.{name.removesuffix('.weight')}"
+    keys = f"{module}.lora_A.weight", f"{module}.lora_B.weight", SCALE
+    if not all(key in checkpoint.tensors for key in keys):
+        return None
+    A, B, scale = (
+        torch.cat([block for _, block in checkpoint.blocks(checkpoint.tensors[key])]).view(torch.float32).squeeze(-1)
+        for key in keys
+    )
+    return LowRank(A, B, float(scale))
+
+
+def _added(values: Tensor, dtype: torch.dtype, addition: Tensor) -> Tensor:
+    """``values`` [rows, columns, bytes] of ``dtype`` plus ``addition`` [rows, columns] fp32, as bytes again."""
+    total = addition.add_(values.clone().view(dtype).squeeze(-1))  # a map is not aligned
+    return as_bytes(total.to(dtype)).view(values.shape)
 
 
 def locate(arch: Architecture, checkpoint: MegatronCheckpoint) -> dict[str, StoredTensor]:

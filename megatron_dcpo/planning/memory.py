@@ -22,7 +22,7 @@ from megatron_dcpo.runtime.dtypes import dtype_bytes
 from megatron_dcpo.weights.architecture import Architecture
 from megatron_dcpo.weights.pipeline import chunk_layers, layers_per_stage
 from megatron_dcpo.weights.planner import Coordinates, Layout, interleavings, padded_vocab_size, plan
-from megatron_dcpo.weights.table import hf_shapes
+from megatron_dcpo.weights.table import adapted, hf_shapes
 
 PARAMETER_ALIGNMENT, BUCKET_ALIGNMENT = 64, 128  # numbers; the distributed optimizer's buffers
 LOGITS_AT_ONCE = 1 << 26  # of a chunk on a GPU: policy/output_layer.py, which this room does not import
@@ -54,13 +54,13 @@ def adapter_bytes(arch: Architecture, layout: Layout, config: Config, stage: int
     adapter, shapes = config.model.adapter, hf_shapes(arch)
     if adapter is None:
         return 0
-    modules = [shapes[name] for name in shapes if name.removesuffix(".weight").rpartition(".")[2] in adapter.targets]
-    numbers = sum(adapter.rank * (out + inside) for out, inside in modules)
+    numbers = sum(adapter.rank * sum(shapes[name]) for name in adapted(arch, adapter.targets))
     return 16 * numbers * layers_per_stage(arch.num_layers, layout)[stage] // arch.num_layers
 
 
 def stage_state(arch: Architecture, layout: Layout, config: Config, stage: int, data_parallel: int) -> State:
-    """The state of a rank of pipeline ``stage``; with the distributed optimizer, of the one with the largest shard."""
+    """The state of a rank of pipeline ``stage``; with the distributed optimizer, of the one with the largest shard. Of a
+    frozen policy there are weights and an adapter, whose gradients are all that is reduced."""
     itemsize, parallel = dtype_bytes(config.model.params_dtype), config.parallel
     numel = buffer_numel = 0
     shards = [0] * (data_parallel if parallel.use_distributed_optimizer else 1)
@@ -78,6 +78,9 @@ def stage_state(arch: Architecture, layout: Layout, config: Config, stage: int, 
             buffer_numel += bucket.length
             for rank, numel_of_rank in enumerate(_numel_per_rank(bucket, data_parallel)):
                 shards[rank] += numel_of_rank
+    adapter = adapter_bytes(arch, layout, config, stage)
+    if config.frozen:
+        return State(numel, adapter // 16, 0, itemsize * numel, 0, 0, 0, adapter)
     shard = max(shards)
     padded = buffer_numel if parallel.use_distributed_optimizer else numel
     return State(
@@ -88,7 +91,7 @@ def stage_state(arch: Architecture, layout: Layout, config: Config, stage: int, 
         gradients=4 * buffer_numel,
         main_params=4 * shard if itemsize == 2 else 0,
         moments=8 * shard,
-        adapter=adapter_bytes(arch, layout, config, stage),
+        adapter=adapter,
     )
 
 
@@ -200,6 +203,10 @@ def layer_bytes(arch: Architecture, layout: Layout, config: Config, recompute: s
         return b * w.hidden
     kept = _transformer_engine(arch, w) if layout.transformer_engine else _local(arch, w)
     cp = config.parallel.context_parallel_size
+    if (adapter := config.policy_adapter) is not None:
+        # A x of every projection; Transformer Engine's fused norm has no output, so the adapter makes it again, in fp32
+        kept += b * adapter.rank * len(adapter.targets)
+        kept += 2 * 4 * w.hidden if layout.transformer_engine else 0
     if cp > 1 and not layout.transformer_engine:  # the keys and values of all ranks instead of the rank's keys
         kept += b * w.keys * (2 * cp - 1)
     modules = config.parallel.recompute_modules if recompute == "selective" else ()
@@ -289,9 +296,9 @@ def kept_per_token(arch: Architecture, layout: Layout, config: Config, stage: in
     pp, vp = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
     w, recompute = widths(arch, layout, config), config.parallel.recompute_granularity
     kept = flying * stage_layers_bytes(arch, layout, config, stage)
-    if config.model.adapter is not None:  # keys and values, which the statements read; or the text once more, whole
+    if (adapter := config.confidence_adapter) is not None:  # keys and values for the statements; or the text once more
         of_layer: float = 2 * w.keys * w.bytes
-        if not config.model.adapter.activated:
+        if not adapter.activated:
             of_layer = layer_bytes(arch, layout, config, "none")
         kept += flying * layers_per_stage(arch.num_layers, layout)[stage] * of_layer
     if pp > 1:

@@ -242,15 +242,16 @@ def _stage(
         if config.parallel.use_distributed_optimizer
         else (state.main_params + state.moments) // replicas
     )
+    reference_copy = weights if reference and not config.frozen else 0  # a frozen policy is its own reference
     return Stage(
         stage=stage,
         state=state,
         activations=stage_activations(arch, layout, config, stage, *batch),
-        reference=weights if reference else 0,
+        reference=reference_copy,
         engine=engine.resident,
         resting=resting,
-        host_copies=probe + offloaded + (weights if reference else 0),
-        saved=own + weights // replicas,
+        host_copies=probe + offloaded + reference_copy,
+        saved=own + weights // replicas + state.adapter * 3 // 4,  # without gradients
     )
 
 

@@ -69,6 +69,7 @@ def _memory(plan: Plan) -> Table:
         ("gradients (fp32)", state.gradients, state.gradients, rest.gradients * stays),
         ("optimizer: fp32 main parameters", state.main_params, state.main_params, rest.main_params * stays),
         ("optimizer: moments (fp32)", state.moments, state.moments, rest.moments * stays),
+        ("adapter, its gradients and moments (fp32)", state.adapter, state.adapter, rest.adapter),
         ("reference policy, for its pass", stage.reference, 0, 0),
         (f"activations of {acts.in_flight:g} micro-batch(es)", acts.layers, 0, 0),
         *(
@@ -143,6 +144,7 @@ def reshard_facts(config: Any, gpus: int | None = None) -> dict[str, Any]:
     from megatron_dcpo.weights.architecture import read_architecture
     from megatron_dcpo.weights.planner import Layout, check_layout
     from megatron_dcpo.weights.reshard_plan import reshard_plan
+    from megatron_dcpo.weights.table import adapted
 
     arch, layout = read_architecture(config.model.path), Layout.of(config.model, config.parallel)
     check_layout(arch, layout)
@@ -154,7 +156,8 @@ def reshard_facts(config: Any, gpus: int | None = None) -> dict[str, Any]:
             raise UserError(f"--gpus {gpus} is not a multiple of {what} = {size}")
     itemsize = dtype_bytes(config.model.params_dtype)
     replicas = gpus // model_parallel
-    plan = reshard_plan(arch, layout, engine_tp, replicas, config.rollout.bucket_bytes, itemsize)
+    merged = adapted(arch, config.policy_adapter.targets) if config.policy_adapter else ()
+    plan = reshard_plan(arch, layout, engine_tp, replicas, config.rollout.bucket_bytes, itemsize, merged=merged)
     return {
         "model": config.model.path,
         "training_layout": asdict(layout),

@@ -149,7 +149,8 @@ def step_seconds(
     # micro_batches covers all updates of a step; the pipeline fills once for each.
     bubble = 1 + (pp - 1) * work.updates / (work.micro_batches * layout.virtual_pipeline_model_parallel_size)
     forward = forward_flops(arch, layout, work) / per_second * bubble * slowest_stage(arch, layout, work.length)
-    factor = 3 + recomputed_share(arch, layout, config)
+    # forward, gradients of activations, gradients of weights (not of frozen ones)
+    factor = 3 - config.frozen + recomputed_share(arch, layout, config)
     rounds = -(-responses_per_engine // max(1, concurrent))
     at_once = min(concurrent, responses_per_engine)
     context = work.length - work.response_length / 2

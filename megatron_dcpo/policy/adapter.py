@@ -3,11 +3,13 @@
 An adapted layer computes W x + (alpha / rank) B A x while the adapter is active, and W x otherwise. Parameters are named and
 shaped as PEFT has them, by the projections of Hugging Face: a fused layer of Megatron's (QKV, gate and up) has one pair for
 each of its projections. Every rank of a pipeline stage holds the stage's pairs whole, in fp32, and computes with its rows
-of B (columns of A where a layer is row-parallel); gradients are summed over the stage's ranks (docs/adapters.md).
+of B (columns of A where a layer is row-parallel), so that between ranks only A x travels; gradients are summed over the
+stage's ranks (docs/adapters.md).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -25,8 +27,8 @@ from megatron_dcpo.policy.model import Policy
 from megatron_dcpo.runtime.device import current_device
 from megatron_dcpo.runtime.distributed import all_gather_objects
 from megatron_dcpo.weights.architecture import Architecture
-from megatron_dcpo.weights.peft_adapter import FEATURES
-from megatron_dcpo.weights.table import hf_shapes
+from megatron_dcpo.weights.peft_adapter import FEATURES, KEPT, SCALE, LowRank
+from megatron_dcpo.weights.table import adapted, hf_shapes
 
 from megatron.core.dist_checkpointing import ShardedTensor  # isort: skip
 from megatron.core.tensor_parallel.mappings import (
@@ -42,33 +44,23 @@ Hook = Callable[[Any, tuple[Any, ...], tuple[Tensor, Any]], tuple[Tensor, Any] |
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-@dataclass(frozen=True)
-class LowRank:
-    """``A`` [rank, in] and ``B`` [out, rank] of one projection, fp32; ``scale`` is alpha / rank."""
-
-    A: Tensor
-    B: Tensor
-    scale: float
-
-    def __call__(self, x: Tensor, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
-        """The part of scale * B A x that rows of B and columns of A make."""
-        inner = F.linear(x, self.A[:, columns].to(x.dtype))
-        return F.linear(inner, self.B[rows].to(x.dtype)) * self.scale
-
-
 class Adapter:
     """The adapter of this rank's pipeline stage. ``parameters``: by PEFT's names, fp32, the same on all ranks of the stage.
 
-    Inactive (the layers compute what they did without it) but inside :meth:`activated`.
+    ``always``: active in every pass of a frozen policy, but inside :meth:`inactive`. Otherwise the layers compute what they
+    did without it, but inside :meth:`activated`.
     """
 
-    def __init__(self, policy: Policy, config: AdapterConfig, features: int = 0) -> None:
-        self.policy, self.config = policy, config
-        self.active = False
+    def __init__(self, policy: Policy, config: AdapterConfig, features: int = 0, always: bool = False) -> None:
+        self.policy, self.config, self.always = policy, config, always
+        self.active = always
         self.parameters: dict[str, Tensor] = {}
+        self.pairs: dict[str, LowRank] = {}  # by the tensor that they are added to
         for gpt in policy.gpt:
             for layer in gpt.decoder.layers:
                 self._adapt(layer, layer.layer_number - 1)
+            if always and gpt.pre_process:
+                gpt.embedding.register_forward_hook(_with_gradient)
         if features and policy.gpt[0].pre_process:
             weight = torch.zeros(policy.arch.hidden_size, features, device=current_device())
             self.parameters[FEATURES] = weight.requires_grad_()
@@ -78,7 +70,7 @@ class Adapter:
         """The layers of ``chunk`` are adapted, and its own parameters frozen: backward reaches the adapter's alone. Those
         have been gathered for a forward pass just before."""
         wrapped, base = self.policy.chunks[chunk], [p for p in self.policy.gpt[chunk].parameters() if p.requires_grad]
-        gathers = wrapped.ddp_config.overlap_param_gather
+        gathers = not self.policy.frozen and wrapped.ddp_config.overlap_param_gather
         if gathers:  # its hooks refuse a frozen parameter
             wrapped.disable_forward_pre_hook(param_sync=False)
         for parameter in base:
@@ -93,13 +85,18 @@ class Adapter:
             if gathers:
                 wrapped.enable_forward_pre_hook()
 
+    @contextmanager
+    def inactive(self) -> Iterator[None]:
+        """The policy without it: the starting policy, where its own parameters are frozen."""
+        self.active = False
+        try:
+            yield
+        finally:
+            self.active = self.always
+
     def features(self, values: Tensor) -> Tensor:
-        """[n, features] -> [n, hidden]. Every tensor-parallel rank will have the whole gradient of it, of which each keeps
-        its share, for the sum over ranks."""
-        weight = self.parameters[FEATURES]
-        added = F.linear(values.to(weight.dtype), weight)
-        share = added / self.policy.topology.tp_size
-        return share + (added - share).detach()
+        """[n, features] -> [n, hidden]."""
+        return F.linear(values.to(torch.float32), self._share(self.parameters[FEATURES]))
 
     def whole(self) -> dict[str, Tensor]:
         """The parameters of all stages, on the CPU of every rank. Collective."""
@@ -107,6 +104,10 @@ class Adapter:
         once = topology.tp_rank == topology.replica == 0
         own = {name: tensor.detach().cpu() for name, tensor in self.parameters.items()} if once else {}
         return {name: tensor for part in all_gather_objects(own) for name, tensor in part.items()}
+
+    def not_finite(self) -> list[str]:
+        """Names of parameters that hold a NaN or an infinity."""
+        return [name for name, tensor in self.parameters.items() if not torch.isfinite(tensor.detach()).all()]
 
     # ---------------------------------------------------------------------------------------------------- layers
     def _adapt(self, layer: Any, number: int) -> None:
@@ -125,17 +126,24 @@ class Adapter:
         layer.mlp.linear_fc2.register_forward_hook(self._row(self._low_rank(mlp + _ROW["mlp"])))
 
     def _low_rank(self, module: str) -> LowRank | None:
-        """A new pair for ``module``, A as PEFT draws it, B zero; the same on every rank and in every layout."""
+        """A new pair for ``module``, B zero; the same on every rank and in every layout."""
         if module.rpartition(".")[2] not in self.config.targets:
             return None
         out, inside = hf_shapes(self.policy.arch)[f"{module}.weight"]
-        seed = int.from_bytes(hashlib.sha256(module.encode()).digest()[:8], "little") >> 1
-        bound = 1 / math.sqrt(inside)
-        A = torch.empty(self.config.rank, inside).uniform_(-bound, bound, generator=torch.Generator().manual_seed(seed))
+        A = first_A(module, self.config.rank, inside)
         pair = A.to(current_device()).requires_grad_(), torch.zeros(out, self.config.rank, device=current_device())
         pair[1].requires_grad_()
         self.parameters[f"{module}.lora_A.weight"], self.parameters[f"{module}.lora_B.weight"] = pair
-        return LowRank(*pair, self.config.alpha / self.config.rank)
+        low_rank = self.pairs[f"{module}.weight"] = LowRank(*pair, self.config.alpha / self.config.rank)
+        return low_rank
+
+    def _share(self, parameter: Tensor) -> Tensor:
+        """``parameter``, of which every tensor-parallel rank will have the whole gradient: each keeps its share, for the sum
+        over ranks."""
+        if self.policy.topology.tp_size == 1:
+            return parameter
+        share = parameter / self.policy.topology.tp_size
+        return parameter.detach() + (share - share.detach())
 
     def _own(self, size: int) -> slice:
         """This tensor-parallel rank's part of ``size`` rows or columns."""
@@ -150,20 +158,25 @@ class Adapter:
         self, pairs: Sequence[LowRank | None], rows: Sequence[slice], join: Callable[[list[Tensor]], Tensor]
     ) -> Hook:
         """The hook of a column-parallel layer: each rank adds its own rows. Transformer Engine's holds the norm too."""
+        present = [pair for pair in pairs if pair is not None]
 
         def hook(linear: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any] | None:
-            if not self.active or not any(pairs):
+            if not self.active or not present:
                 return None
             x, group = inputs[0], self.policy.topology.tp_group
             norm = getattr(linear, "layer_norm_weight", None)
             if norm is not None:
                 x = F.rms_norm(x.float(), norm.shape, norm.float(), self.policy.arch.layernorm_epsilon).to(x.dtype)
+            A = torch.cat([pair.A for pair in present])
             if self.policy.config.sequence_parallel:
-                x = gather_from_sequence_parallel_region(x, group=group)
+                inner = gather_from_sequence_parallel_region(F.linear(x, A.to(x.dtype)), group=group)
             else:
-                x = copy_to_tensor_model_parallel_region(x, group=group)
+                inner = copy_to_tensor_model_parallel_region(F.linear(x, self._share(A).to(x.dtype)), group=group)
+            of_pairs = iter(inner.split(self.config.rank, -1))
             parts = [
-                pair(x, rows=own) if pair is not None else x.new_zeros(*x.shape[:-1], own.stop - own.start)
+                F.linear(next(of_pairs), pair.B[own].to(x.dtype)) * pair.scale
+                if pair is not None
+                else x.new_zeros(*inner.shape[:-1], own.stop - own.start)
                 for pair, own in zip(pairs, rows, strict=True)
             ]
             return output[0] + join(parts), output[1]
@@ -171,17 +184,52 @@ class Adapter:
         return hook
 
     def _row(self, pair: LowRank | None) -> Hook:
-        """The hook of a row-parallel layer: each rank has its own columns of the input, and their parts are summed."""
+        """The hook of a row-parallel layer: each rank has its own columns of the input; their parts of A x are summed."""
 
         def hook(linear: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any] | None:
             if not self.active or pair is None:
                 return None
-            part, group = pair(inputs[0], columns=self._own(pair.A.shape[1])), self.policy.topology.tp_group
+            x, group = inputs[0], self.policy.topology.tp_group
+            inner = F.linear(x, pair.A[:, self._own(pair.A.shape[1])].to(x.dtype))
             if self.policy.config.sequence_parallel:
-                return output[0] + reduce_scatter_to_sequence_parallel_region(part, group=group), output[1]
-            return output[0] + reduce_from_tensor_model_parallel_region(part, group=group), output[1]
+                inner, B = reduce_scatter_to_sequence_parallel_region(inner, group=group), pair.B
+            else:
+                inner, B = reduce_from_tensor_model_parallel_region(inner, group=group), self._share(pair.B)
+            return output[0] + F.linear(inner, B.to(x.dtype)) * pair.scale, output[1]
 
         return hook
+
+
+def _with_gradient(module: Any, inputs: Any, output: Tensor) -> None:
+    """Frozen embeddings begin the gradient's path all the same: recomputed layers only have one where their input does."""
+    if torch.is_grad_enabled():
+        output.requires_grad_()
+
+
+@dataclass(frozen=True)
+class MergedPolicy(Policy):
+    """What is exported of a frozen policy with an adapter: its weights plus scale * B A."""
+
+    adapter: Adapter
+
+    @classmethod
+    def of(cls, adapter: Adapter) -> MergedPolicy:
+        own = {field.name: getattr(adapter.policy, field.name) for field in dataclasses.fields(Policy)}
+        return cls(**own, adapter=adapter)
+
+    @property
+    def merged(self) -> tuple[str, ...]:
+        return adapted(self.arch, self.adapter.config.targets)
+
+    def addition(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        return self.adapter.pairs[name].part(dim, start, stop)
+
+
+def first_A(module: str, rank: int, inside: int) -> Tensor:
+    """A [rank, inside] of a new pair: PEFT's distribution, and the same numbers wherever it is drawn."""
+    seed = int.from_bytes(hashlib.sha256(module.encode()).digest()[:8], "little") >> 1
+    bound = 1 / math.sqrt(inside)
+    return torch.empty(rank, inside).uniform_(-bound, bound, generator=torch.Generator().manual_seed(seed))
 
 
 def _by_group(arch: Architecture) -> Callable[[list[Tensor]], Tensor]:
@@ -236,15 +284,16 @@ class AdapterOptimizer:
             dist.all_reduce(square, group=topology.pp_group)
         return float(square.sqrt())
 
-    def step(self, norm: float) -> None:
-        """One step on gradients of norm ``norm``."""
+    def step(self, norm: float) -> float:
+        """One step on gradients of norm ``norm``; returns its learning rate."""
         if self.clip_grad and norm > self.clip_grad:
             for parameter in self.adapter.parameters.values():
                 assert parameter.grad is not None
                 parameter.grad *= self.clip_grad / (norm + 1e-6)
         (group,) = self.adam.param_groups
-        group["lr"] = self.lr * (1 - 0.9 * min(1.0, self.done / self.steps))
+        lr = group["lr"] = self.lr * (1 - 0.9 * min(1.0, self.done / self.steps))
         self.adam.step()
+        return lr
 
     @property
     def done(self) -> int:
@@ -253,17 +302,21 @@ class AdapterOptimizer:
 
     # ----------------------------------------------------------------------------------------------- checkpoints
     def sharded_state(self) -> dict[str, Any]:
-        """Parameters and moments under names that do not depend on the layout, and the number of steps."""
+        """Parameters and moments under names that do not depend on the layout, the number of steps, the configuration."""
         topology = self.adapter.policy.topology
         replica = (0, topology.tp_rank, topology.replica)
         tensors = {
-            f"adapter.{kind}.{name}": ShardedTensor.from_rank_offsets(
-                f"adapter.{kind}.{name}", tensor.detach(), replica_id=replica
+            f"{KEPT}{kind}.{name}": ShardedTensor.from_rank_offsets(
+                f"{KEPT}{kind}.{name}", tensor.detach(), replica_id=replica
             )
             for name, parameter in self.adapter.parameters.items()
             for kind, tensor in {"weight": parameter, **self._moments(parameter)}.items()
         }
-        return {"tensors": tensors, "steps": self.done}
+        if self.adapter.always:  # for who merges it, and reads no pickled part
+            scale = torch.tensor([self.adapter.config.alpha / self.adapter.config.rank])
+            replica = (topology.pp_rank, *replica[1:])
+            tensors[SCALE] = ShardedTensor.from_rank_offsets(SCALE, scale, replica_id=replica)
+        return {"tensors": tensors, "steps": self.done, "config": dataclasses.asdict(self.adapter.config)}
 
     def restore(self, loaded: dict[str, Any]) -> None:
         """From what loading :meth:`sharded_state` gave."""
@@ -271,7 +324,7 @@ class AdapterOptimizer:
             for name, parameter in self.adapter.parameters.items():
                 self.adam.state[parameter]["step"].fill_(loaded["steps"])
                 for kind, tensor in {"weight": parameter, **self._moments(parameter)}.items():
-                    tensor.copy_(loaded["tensors"][f"adapter.{kind}.{name}"])
+                    tensor.copy_(loaded["tensors"][f"{KEPT}{kind}.{name}"])
 
     def _moments(self, parameter: Tensor) -> dict[str, Tensor]:
         return {name: self.adam.state[parameter][name] for name in _MOMENTS}

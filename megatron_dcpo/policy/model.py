@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 class Policy:
     """The model chunks of this rank (one, or several with virtual pipeline stages), wrapped for training.
 
-    ``copies[i]`` maps chunk i to Hugging Face tensors.
+    ``copies[i]`` maps chunk i to Hugging Face tensors. ``frozen``: it has no gradients, and chunks are not wrapped in DDP.
     """
 
     arch: Architecture
@@ -55,6 +55,15 @@ class Policy:
     gpt: tuple[GPTModel, ...]
     copies: tuple[tuple[Copy, ...], ...]
     topology: Topology
+    frozen: bool
+
+    @property
+    def merged(self) -> tuple[str, ...]:
+        """Tensors that are exported with an addition: none. See :class:`megatron_dcpo.policy.adapter.MergedPolicy`."""
+        return ()
+
+    def addition(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        raise KeyError(name)
 
     def parameters(self, chunk: int) -> dict[str, Tensor]:
         """Parameters of a chunk by their name in the weight table."""
@@ -155,7 +164,7 @@ def build_policy(model: ModelConfig, parallel: ParallelConfig, topology: Topolog
     if training and parallel.overlap_grad_reduce:  # only the last micro-batch starts the reduction
         hooks = [chunk.no_sync for chunk in wrapped]
         config.no_sync_func = hooks if len(hooks) > 1 else hooks[0]
-    return Policy(arch, layout, config, tuple(wrapped), tuple(gpts), tuple(copies), topology)
+    return Policy(arch, layout, config, tuple(wrapped), tuple(gpts), tuple(copies), topology, not training)
 
 
 def _build_chunk(arch: Architecture, layout: Layout, config: TransformerConfig, at: Coordinates) -> GPTModel:

@@ -69,6 +69,8 @@ def build_optimizer(config: Config, policy: Policy) -> tuple[Any, OptimizerParam
 
 
 def zero_gradients(policy: Policy, optimizer: Any) -> None:
+    if policy.frozen:
+        return
     for chunk in policy.chunks:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
@@ -78,7 +80,7 @@ def gather_parameters(policy: Policy) -> None:
     """After an optimizer step that leaves the gathering of parameters to the next forward pass: do it now, for whoever
     reads the parameters without one. Collective; nothing to do without ``parallel.overlap_param_gather``."""
     for chunk in policy.chunks:
-        if chunk.ddp_config.overlap_param_gather:
+        if not policy.frozen and chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)
 
 
@@ -94,7 +96,9 @@ def optimizer_group(optimizer: Any) -> dist.ProcessGroup:
 
 
 def optimizer_parts(optimizer: Any) -> list[Any]:
-    """The optimizers of a chain, or the one there is."""
+    """The optimizers of a chain, or the one there is; none of a frozen policy."""
+    if optimizer is None:
+        return []
     return list(getattr(optimizer, "chained_optimizers", None) or [optimizer])
 
 
@@ -106,8 +110,8 @@ class Offload:
     def __init__(self, policy: Policy, optimizer: Any, wanted: bool) -> None:
         self.policy, self.optimizer = policy, optimizer
         self.state = Movable("optimizer", self._state_tensors)
-        self.active = wanted and capabilities().separate_memory
-        if wanted and not self.active:
+        self.active = wanted and capabilities().separate_memory and not policy.frozen
+        if wanted and not capabilities().separate_memory:
             logger.info("training.offload_optimizer_during_rollout: there is no device to offload from, nothing to do")
         self._gradients_are_here()
 
@@ -145,6 +149,8 @@ class Offload:
                     yield from (v for v in part.optimizer.state.get(parameter, {}).values() if v.numel() > 1)
 
     def _gradients_are_here(self) -> None:
+        if self.policy.frozen:
+            return
         buffers = [buffer for chunk in self.policy.chunks for buffer in chunk.buffers]
         ledger.put("gradients", sum(buffer.grad_data.nbytes for buffer in buffers))
 

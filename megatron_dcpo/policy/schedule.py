@@ -54,7 +54,8 @@ def accumulate_gradients(
     ``statement_loss``: of the confidence statements that ``inputs`` makes; its gradient is the adapter's, not reduced.
     Returns the statistics of each micro-batch on the last pipeline stage, nothing on the others.
     """
-    upstream = policy.topology.replicas  # what is left of the factor below when the schedule has divided
+    # What is left of the factor below when the schedule has divided; gradients of a frozen policy's adapter are sums.
+    upstream = 1 if policy.frozen else policy.topology.replicas
     scale = len(splits) * upstream
 
     def loss_closure(batch: MicroBatch, output: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
@@ -63,7 +64,7 @@ def accumulate_gradients(
             output, stated = output
         local = batch.local()
         layer, hidden, queries = _output_layer(policy, local, output, temperature)
-        if separable:
+        if separable and hidden.requires_grad:
             part = lambda rows, inside, outputs: loss_function(local.part(rows, inside), outputs)[0]  # noqa: E731
             loss, outputs = fused_loss(layer, hidden, queries, part, upstream)
             outputs = _of_all_ranks(policy, batch, outputs)

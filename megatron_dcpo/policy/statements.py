@@ -138,8 +138,8 @@ class StatementStream:
         if not gpt.pre_process:
             received, shape = gpt.decoder.input_tensor, self._shape(*reversed(tokens.shape))
             size = shape[0] * shape[1]
-            gpt.set_input_tensor(received[:size].view(*shape))
-            stated_input = received[size:]
+            of_text, stated_input = received.split([size, len(received) - size])
+            gpt.set_input_tensor((of_text.detach() if self.adapter.policy.frozen else of_text).view(*shape))
         self.kept = {} if statements.form.activated else None
         output = self.forward(tokens, *args, **options)
         self.statements = statements

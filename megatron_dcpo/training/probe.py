@@ -40,6 +40,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dcpo.config import Config
+from megatron_dcpo.errors import UserError
 from megatron_dcpo.objectives import ObjectiveConfig, Scored, as_method, build_objective, resolve
 from megatron_dcpo.objectives.advantages import REWARD_TOLERANCE
 from megatron_dcpo.objectives.expected_digits import DecimalToken
@@ -85,6 +86,11 @@ PAIRS = {
 
 def probe_policy(config: Config, batches: int) -> dict[str, Any]:
     """Sample ``batches`` steps' worth of responses and compare the parts' gradients. Collective; equal on all ranks."""
+    if config.frozen:
+        raise UserError(
+            "dcpo probe compares gradients of the policy's own parameters; leave out training.train=adapter and "
+            "model.adapter"
+        )
     config = dataclasses.replace(config, objective=without_regularizers(config.objective))
     run = build_run(config)
     with run.watch:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from megatron_dcpo.judging.statement import NUM_FEATURES, StatementForm
 from megatron_dcpo.judging.token_bytes import token_bytes
 from megatron_dcpo.objectives import Objective, build_objective
 from megatron_dcpo.objectives.expected_digits import DigitVocabulary
-from megatron_dcpo.policy.adapter import AdapterOptimizer
+from megatron_dcpo.policy.adapter import Adapter, AdapterOptimizer, MergedPolicy
 from megatron_dcpo.policy.model import Policy, build_policy
 from megatron_dcpo.policy.optimizer import Offload, build_optimizer, on_host
 from megatron_dcpo.policy.statements import adapt
@@ -31,7 +32,7 @@ from megatron_dcpo.rollout.vllm_engine import VllmOptions
 from megatron_dcpo.runtime import distributed
 from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.runtime.distributed import Topology
-from megatron_dcpo.runtime.host_memory import Movable, ledger
+from megatron_dcpo.runtime.host_memory import ledger
 from megatron_dcpo.runtime.watchdog import Watchdog
 from megatron_dcpo.training.groups import Group
 from megatron_dcpo.training.preflight import check_model, check_processes, check_wandb
@@ -58,8 +59,9 @@ class RunState:
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """The parts of a training run on this rank. ``reference``: the frozen starting policy, where a KL loss asks for it;
-    ``reference_memory`` brings its parameters to the device. ``statement_form``, ``adapter``: of what an adapter states."""
+    """The parts of a training run on this rank. ``optimizer``, ``scheduler``: none where the policy is frozen, and only the
+    ``adapter`` is trained. ``reference`` opens the starting policy, where a KL loss asks for it. ``statement_form``: how
+    an adapter of the confidence states it."""
 
     config: Config
     directory: Path
@@ -73,8 +75,7 @@ class TrainingRun:
     offload: Offload
     engine: Engine
     objective: Objective
-    reference: Policy | None
-    reference_memory: Movable | None
+    reference: Callable[[], AbstractContextManager[Policy]] | None
     watch: Watchdog
     saver: Saver
     progress: RunState
@@ -87,6 +88,11 @@ class TrainingRun:
     @property
     def checkpoints(self) -> Path:
         return self.directory / "checkpoints"
+
+    @property
+    def exported(self) -> Policy:
+        """The policy as engines and ``policy/`` have it: with an adapter of the whole policy merged."""
+        return MergedPolicy.of(self.adapter.adapter) if self.adapter and self.adapter.adapter.always else self.policy
 
 
 def build_run(config: Config) -> TrainingRun:
@@ -115,13 +121,11 @@ def build_run(config: Config) -> TrainingRun:
     watch = Watchdog(
         Path(config.run_dir) / "heartbeat", topology.rank, topology.world_size, config.training.phase_warning_seconds
     ).start()
-    policy = build_policy(config.model, parallel, topology)
+    policy = build_policy(config.model, parallel, topology, training=not config.frozen)
     ledger.put("weights", sum(p.nbytes for gpt in policy.gpt for p in gpt.parameters()))
-    optimizer, scheduler = build_optimizer(config, policy)
+    optimizer, scheduler = (None, None) if config.frozen else build_optimizer(config, policy)
     adapter = build_adapter(config, objective, policy)
-    regularised = any(objective.options.blocks("kl_coef"))
-    reference = build_policy(config.model, parallel, topology, training=False) if regularised else None
-    reference_memory = on_host(reference) if reference else None
+    reference = build_reference(config, topology, adapter) if any(objective.options.blocks("kl_coef")) else None
     # The engine measures what is left of the device: what a rollout does without leaves before it starts.
     offload = Offload(policy, optimizer, config.training.offload_optimizer_during_rollout)
     offload.offload()
@@ -141,7 +145,6 @@ def build_run(config: Config) -> TrainingRun:
         engine=engine,
         objective=objective,
         reference=reference,
-        reference_memory=reference_memory,
         watch=watch,
         saver=Saver(
             Path(config.run_dir) / "checkpoints",
@@ -168,20 +171,37 @@ def build_run(config: Config) -> TrainingRun:
 
 def build_statement_form(config: Config, tokenizer: Any, digits: DigitVocabulary) -> StatementForm | None:
     """How the adapter of ``model.adapter`` states the confidence."""
-    if config.model.adapter is None:
-        return None
-    return StatementForm.of(tokenizer, digits.token_ids, config.judging.marker, config.model.adapter.activated)
+    adapter = config.confidence_adapter
+    return StatementForm.of(tokenizer, digits.token_ids, config.judging.marker, adapter.activated) if adapter else None
 
 
 def build_adapter(config: Config, objective: Objective, policy: Policy) -> AdapterOptimizer | None:
     """The adapter of ``model.adapter`` on ``policy``, with its optimizer."""
     if config.model.adapter is None:
         return None
+    of_policy = config.policy_adapter
     seen = NUM_FEATURES if objective.options.confidence_sees == "logprobs" else 0
     steps = config.training.steps * config.training.updates_per_rollout
-    adapter = AdapterOptimizer(adapt(policy, config.model.adapter, seen), config.optimizer, steps)
-    ledger.put("adapter", adapter.nbytes)
-    return adapter
+    adapter = Adapter(policy, of_policy, always=True) if of_policy else adapt(policy, config.model.adapter, seen)
+    optimizer = AdapterOptimizer(adapter, config.optimizer, steps)
+    ledger.put("adapter", optimizer.nbytes)
+    return optimizer
+
+
+def build_reference(
+    config: Config, topology: Topology, adapter: AdapterOptimizer | None
+) -> Callable[[], AbstractContextManager[Policy]]:
+    """The starting policy: a frozen one without its adapter, or else a second one whose parameters wait on the host."""
+    if adapter is not None and config.frozen:
+        return partial(_opened, adapter.adapter.policy, adapter.adapter.inactive)
+    policy = build_policy(config.model, config.parallel, topology, training=False)
+    return partial(_opened, policy, on_host(policy).on_device)
+
+
+@contextmanager
+def _opened(policy: Policy, opening: Callable[[], AbstractContextManager[Any]]) -> Iterator[Policy]:
+    with opening():
+        yield policy
 
 
 def build_engine(config: Config, topology: Topology, held_out: HeldOut | None = None) -> Engine:

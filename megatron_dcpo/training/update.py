@@ -76,9 +76,9 @@ def update_policy(run: TrainingRun, samples: Sequence[TrainingSample], step: int
     # the old policy is the current one, and its log-probs are those of the forward pass itself.
     if len(mini_batches) > 1 or run.objective.method.needs_old_logprobs:
         mini_batches = [with_old_logprobs(run, mini_batch) for mini_batch in mini_batches]
-    if run.reference is not None and run.reference_memory is not None:
-        with run.reference_memory.on_device():
-            mini_batches = [with_ref_logprobs(run, mini_batch, run.reference) for mini_batch in mini_batches]
+    if run.reference is not None:
+        with run.reference() as reference:
+            mini_batches = [with_ref_logprobs(run, mini_batch, reference) for mini_batch in mini_batches]
     for number, mini_batch in enumerate(mini_batches):
         scored = score(run, mini_batch)
         statistics.samples.extend(scored.samples)
@@ -181,16 +181,20 @@ def update_once(run: TrainingRun, mini_batch: MiniBatch, statistics: UpdateStati
             run.adapter.zero_grad()
         collected = accumulate(run, mini_batch)
     _check_logprob_diff(run, collected, step)
-    statistics.learning_rate = run.optimizer.param_groups[0]["lr"]
-    loss, grad_norm = _reduce(run, collected, statistics), gradient_norm(run.optimizer)
+    loss = _reduce(run, collected, statistics)
     adapter_norm = run.adapter.reduce() if run.adapter is not None else 0.0
+    grad_norm = adapter_norm
+    if run.optimizer is not None:
+        grad_norm, statistics.learning_rate = gradient_norm(run.optimizer), run.optimizer.param_groups[0]["lr"]
     if _skip_nonfinite(run, loss, grad_norm + adapter_norm, statistics, step):
         return
-    run.optimizer.step()
-    run.scheduler.step(1)
+    if run.optimizer is not None:
+        run.optimizer.step()
+        run.scheduler.step(1)
     if run.adapter is not None:
-        run.adapter.step(adapter_norm)
+        adapter_lr = run.adapter.step(adapter_norm)
         statistics.maxima["grad_norm/adapter_max"] = adapter_norm
+        statistics.learning_rate = statistics.learning_rate if run.optimizer is not None else adapter_lr
     statistics.grad_norms.append(grad_norm)
     statistics.losses.append(loss)
 

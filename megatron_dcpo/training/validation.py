@@ -46,7 +46,7 @@ def validate(run: TrainingRun, step: int, timers: Timers) -> dict[str, float]:
         responses = _sample(run, run.held_out, step)
         if max_over_ranks(signals.stop_requested() or 0):
             return {}
-        if run.adapter is not None:
+        if run.statement_form is not None:
             responses = _stated(run, run.held_out, responses)
             synchronise_engine(run, version=step)
         own = run.held_out.judged(responses, run.engine.eos_token_ids)

@@ -20,7 +20,7 @@ from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.runtime.watchdog import LOST_AFTER_SECONDS
 from megatron_dcpo.training.run import TrainingRun
 from megatron_dcpo.weights.hf_checkpoint import write_checkpoint
-from megatron_dcpo.weights.peft_adapter import write_adapter
+from megatron_dcpo.weights.peft_adapter import DIRECTORY, POLICY_DIRECTORY, write_adapter
 from megatron_dcpo.weights.reshard import (
     SynchronisationError,
     Traffic,
@@ -48,7 +48,7 @@ def synchronise_engine(run: TrainingRun, version: int) -> dict[str, float]:
     for restarts in range(MAX_RESTARTS + 1):
         traffic, failure = Traffic(), ""
         try:
-            with closing(export_buckets(run.policy, plan, traffic)) as buckets:
+            with closing(export_buckets(run.exported, plan, traffic)) as buckets:
                 run.engine.update_weights(buckets, version)
         except (EngineError, SynchronisationError) as error:
             if device_failed(error):
@@ -125,11 +125,12 @@ def check_plan(run: TrainingRun) -> None:
 
 
 def _plan(run: TrainingRun) -> ReshardPlan:
-    return plan_for(run.policy, run.engine.tensor_model_parallel_size, run.config.rollout.bucket_bytes)
+    return plan_for(run.exported, run.engine.tensor_model_parallel_size, run.config.rollout.bucket_bytes)
 
 
 def _check_finite(run: TrainingRun, version: int) -> None:
-    bad = {rank: names for rank, names in enumerate(all_gather_objects(not_finite(run.policy))) if names}
+    broken = not_finite(run.policy) + (run.adapter.adapter.not_finite() if run.adapter is not None else [])
+    bad = {rank: names for rank, names in enumerate(all_gather_objects(broken)) if names}
     if bad:
         rank, names = next(iter(bad.items()))
         raise UserError(
@@ -171,19 +172,21 @@ def _checked(run: TrainingRun, plan: ReshardPlan, traffic: Traffic) -> dict[str,
 
 def export_policy(run: TrainingRun) -> Path:
     """Write ``run_dir/policy`` (weights of the policy, everything else from ``model.path``; its confidence adapter in a
-    directory of its own). Collective."""
+    directory of its own). An adapter of the whole policy is merged into the weights, and stands in ``run_dir/adapter``.
+    Collective."""
     out = run.directory / "policy"
     write_checkpoint(
         out,
         Path(run.config.model.path),
         run.policy.arch,
         torch_dtype(run.config.model.params_dtype),
-        lambda shapes: gather_full(run.policy, shapes),
+        lambda shapes: gather_full(run.exported, shapes),
         writer=run.topology.rank == 0,
     )
-    if run.adapter is not None and run.statement_form is not None:
-        adapter, lead = run.adapter.adapter, run.statement_form.lead
-        tensors = adapter.whole()
+    if run.adapter is not None:
+        adapter, tensors = run.adapter.adapter, run.adapter.adapter.whole()
+        form, marker = run.statement_form, run.config.judging.marker
+        where = out / DIRECTORY if form else run.directory / POLICY_DIRECTORY
         if run.topology.rank == 0:
-            write_adapter(out, tensors, adapter.config, lead, run.config.judging.marker, run.config.model.path)
+            write_adapter(where, tensors, adapter.config, run.config.model.path, (form.lead, marker) if form else None)
     return out

@@ -1,5 +1,5 @@
-"""A confidence adapter on disk: PEFT's directory (``adapter_config.json``, ``adapter_model.safetensors``), and beside it
-``confidence.json``: the statement's marker, and what the confidence sees beside the text.
+"""An adapter on disk: PEFT's directory (``adapter_config.json``, ``adapter_model.safetensors``). Beside it, for one that
+states the confidence, ``confidence.json``: the statement's marker, and what the confidence sees beside the text.
 
 PEFT reads an activated adapter as one, which acts from the statement's lead on (``alora_invocation_tokens``).
 """
@@ -22,8 +22,26 @@ from megatron_dcpo.runtime.files import new_directory
 from megatron_dcpo.runtime.text import read_json_object
 
 DIRECTORY = "confidence_adapter"  # beside the model's weights
+POLICY_DIRECTORY = "adapter"  # of the whole policy, in the run's directory
 FEATURES = "confidence_features.weight"  # [hidden, features], no part of PEFT's file
+KEPT = "adapter."  # before its tensors' names in a training's checkpoint
+SCALE = "adapter.scale"  # there as well, of an adapter of the whole policy
 _PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """``A`` [rank, in] and ``B`` [out, rank] of one projection, fp32; ``scale`` is alpha / rank."""
+
+    A: Tensor
+    B: Tensor
+    scale: float
+
+    def part(self, dim: int, start: int, stop: int) -> Tensor:
+        """scale * B A between two indices of dimension ``dim``."""
+        A, B = self.A.detach(), self.B.detach()
+        product = B[start:stop] @ A if dim == 0 else B @ A[:, start:stop]
+        return product.mul_(self.scale)
 
 
 @dataclass(frozen=True)
@@ -45,9 +63,13 @@ class SavedAdapter:
 
 
 def write_adapter(
-    model_dir: Path, tensors: Mapping[str, Tensor], config: AdapterConfig, lead: tuple[int, ...], marker: str, base: str
+    directory: Path,
+    tensors: Mapping[str, Tensor],
+    config: AdapterConfig,
+    base: str,
+    statement: tuple[tuple[int, ...], str] | None = None,
 ) -> None:
-    """Write ``model_dir/confidence_adapter``."""
+    """Write ``directory``. ``statement``: token ids of the lead and marker, where the adapter states the confidence."""
     peft: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -59,17 +81,18 @@ def write_adapter(
         "bias": "none",
         "inference_mode": True,
     }
-    if config.activated:
-        peft["alora_invocation_tokens"] = list(lead)
+    if statement is not None and config.activated:
+        peft["alora_invocation_tokens"] = list(statement[0])
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     features = {name: whole.pop(name) for name in (FEATURES,) if name in whole}
-    with new_directory(model_dir / DIRECTORY, overwrite=True) as temporary:
+    with new_directory(directory, overwrite=True) as temporary:
         save_file({_PREFIX + name: tensor for name, tensor in whole.items()}, temporary / "adapter_model.safetensors")
         if features:
             save_file(features, temporary / "confidence.safetensors")
         (temporary / "adapter_config.json").write_text(json.dumps(peft, indent=1) + "\n")
-        about = {"marker": marker, "sees": "logprobs" if features else "text"}
-        (temporary / "confidence.json").write_text(json.dumps(about, indent=1) + "\n")
+        if statement is not None:
+            about = {"marker": statement[1], "sees": "logprobs" if features else "text"}
+            (temporary / "confidence.json").write_text(json.dumps(about, indent=1) + "\n")
 
 
 def read_adapter(directory: Path) -> SavedAdapter:

@@ -37,6 +37,9 @@ class Shards(Protocol):
     def topology(self) -> Topology: ...
     @property
     def copies(self) -> tuple[tuple[Copy, ...], ...]: ...
+    @property
+    def merged(self) -> tuple[str, ...]: ...  # tensors that are exported with an addition, on any rank
+    def addition(self, name: str, dim: int, start: int, stop: int) -> Tensor: ...  # fp32, of a tensor this rank holds
     def parameters(self, chunk: int) -> dict[str, Tensor]: ...
 
 
@@ -71,6 +74,7 @@ def plan_for(
         itemsize,
         names,
         topology.replica,
+        policy.merged,
     )
 
 
@@ -153,7 +157,7 @@ class _Local:
     """What this rank holds, by Hugging Face tensor."""
 
     def __init__(self, policy: Shards) -> None:
-        topology = policy.topology
+        self.policy, topology = policy, policy.topology
         self.rank = topology.pp_rank * topology.tp_size + topology.tp_rank
         self.shapes = hf_shapes(policy.arch)
         self._held: dict[str, list[tuple[Copy, Tensor]]] = {}
@@ -184,9 +188,13 @@ class _Local:
             first, last = max(start, copy.hf_start), min(start + values.shape[copy.dim], copy.hf_stop)
             if first < last:
                 source = parameter.narrow(copy.dim, copy.start + first - copy.hf_start, last - first)
+                if name in self.policy.merged:
+                    source = self.policy.addition(name, copy.dim, first, last).add_(source)
                 values.narrow(copy.dim, first - start, last - first).copy_(source)
 
     def _in_place(self, name: str, dim: int, start: int, stop: int) -> Tensor | None:
+        if name in self.policy.merged:
+            return None
         for copy, parameter in self._held.get(name, ()):
             if copy.hf_start <= start and stop <= copy.hf_stop:
                 return parameter.narrow(dim, copy.start + start - copy.hf_start, stop - start)

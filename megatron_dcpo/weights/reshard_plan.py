@@ -127,6 +127,7 @@ def reshard_plan(
     itemsize: int = 2,
     only: tuple[str, ...] | None = None,
     replica: int = 0,
+    merged: tuple[str, ...] = (),
 ) -> ReshardPlan:
     """Plan the synchronisation of ``arch`` from ``layout`` into engines on the same ranks. Deterministic; cached.
 
@@ -136,6 +137,7 @@ def reshard_plan(
         bucket_bytes: bound of the extra memory of a rank, the message on its way included.
         itemsize: bytes per number of the trainer's parameters.
         only: these tensors (export of one file); all by default.
+        merged: tensors to which something is added on the way, so that no parameter is handed on as it is.
 
     Raises :class:`UserError` when the engine's tensor-parallel size does not divide the model, and when a bucket cannot
     even hold a row of one of its tensors.
@@ -149,10 +151,10 @@ def reshard_plan(
     held_ops = _held(arch, layout, names)
     message, capacity = _share_of_a_bucket(arch, names, ranks, bucket_bytes, itemsize)
     buckets, assembled = [], 0
-    for packed in _pack(_entries(arch, held_ops, slices, capacity), capacity):
+    for packed in _pack(_entries(arch, held_ops, slices, capacity, merged), capacity, merged):
         messages = _messages([op for _, ops in packed for op in ops], message)
         buckets.append(Bucket(tuple(entry for entry, _ in packed), tuple(messages)))
-        assembled = max(assembled, *_sum(_to_assemble(*planned) for planned in packed))
+        assembled = max(assembled, *_sum(_to_assemble(*planned, merged) for planned in packed))
     sent = [message for bucket in buckets for message in bucket.messages]
     return ReshardPlan(
         bucket_bytes=bucket_bytes,
@@ -245,12 +247,14 @@ def _least(arch: Architecture, held_ops: _Held, slices: _Slices, itemsize: int) 
     return tuple(least)
 
 
-def _entries(arch: Architecture, held_ops: _Held, slices: _Slices, capacity: int) -> Iterator[_Planned]:
+def _entries(
+    arch: Architecture, held_ops: _Held, slices: _Slices, capacity: int, merged: tuple[str, ...]
+) -> Iterator[_Planned]:
     """Every tensor whole where ``capacity`` numbers are enough on every rank, else each rank's slice in equal parts."""
     for name, keeps in slices.items():
         entry = BucketEntry(name, keeps)
         ops = _transfer_ops(held_ops[name], keeps)
-        if max(_to_assemble(entry, ops)) <= capacity:
+        if max(_to_assemble(entry, ops, merged)) <= capacity:
             yield entry, ops
             continue
         length = max(stop - start for _, start, stop in keeps)
@@ -274,23 +278,24 @@ def _transfer_ops(held_ops: Sequence[TransferOp], keeps: Sequence[Slice]) -> lis
     return ops
 
 
-def _to_assemble(entry: BucketEntry, ops: Sequence[TransferOp]) -> list[int]:
+def _to_assemble(entry: BucketEntry, ops: Sequence[TransferOp], merged: tuple[str, ...]) -> list[int]:
     """Numbers each rank has to put together in a buffer: none where one parameter of its own has the slice as it is."""
     needs = []
     for rank, slice_ in enumerate(entry.slices):
         of_rank = [op for op in ops if op.overlap(slice_)]
-        in_place = all(rank in op.holders and not op.interleaved for op in of_rank)
+        in_place = entry.hf not in merged
+        in_place = in_place and all(rank in op.holders and not op.interleaved for op in of_rank)
         in_place = in_place and len({op.holders for op in of_rank}) == 1
         needs.append(0 if in_place else sum(op.numel for op in of_rank))
     return needs
 
 
-def _pack(entries: Iterable[_Planned], capacity: int) -> Iterator[list[_Planned]]:
+def _pack(entries: Iterable[_Planned], capacity: int, merged: tuple[str, ...]) -> Iterator[list[_Planned]]:
     """Entries in order, as many per bucket as fit on every rank."""
     bucket: list[_Planned] = []
     used: list[int] = []
     for entry, ops in entries:
-        needs = _to_assemble(entry, ops)
+        needs = _to_assemble(entry, ops, merged)
         total = _sum([used, needs]) if bucket else needs
         if bucket and (max(total) > capacity or bucket[-1][0].hf == entry.hf):
             yield bucket

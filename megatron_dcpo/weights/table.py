@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
@@ -127,6 +127,15 @@ def engine_cuts(arch: Architecture) -> Mapping[str, EngineCut]:
         for name, cut in zip(row.hf, row.engine_cuts, strict=True):
             cuts |= {name.format(layer=layer): cut for layer in range(arch.num_layers)}
     return MappingProxyType(cuts)
+
+
+def adapted(arch: Architecture, projections: Collection[str]) -> tuple[str, ...]:
+    """The tensors to which a low-rank adapter on ``projections`` (``q_proj``, ...) adds."""
+    return tuple(name for name in hf_shapes(arch) if _projection(name) in projections)
+
+
+def _projection(name: str) -> str:
+    return name.removesuffix(".weight").rpartition(".")[2] if name.endswith(".weight") else ""
 
 
 def number_of_parameters(arch: Architecture) -> int:

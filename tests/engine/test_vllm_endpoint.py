@@ -112,7 +112,7 @@ def with_adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
             module = name.removesuffix(".weight")
             tensors[f"{module}.lora_A.weight"] = torch.randn(4, inside, generator=random) / inside**0.5
             tensors[f"{module}.lora_B.weight"] = torch.randn(out, 4, generator=random) / 4
-    write_adapter(model, tensors, config, (), "<conf>", str(POLICY))
+    write_adapter(model / DIRECTORY, tensors, config, str(POLICY), ((), "<conf>"))
     return model
 
 

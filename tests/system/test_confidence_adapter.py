@@ -124,7 +124,10 @@ def test_contradictions_are_one_line(overrides: tuple[str, ...], word: str, tmp_
 
 @pytest.mark.parametrize(
     ("method", "overrides", "word"),
-    [("grpo", (), "saved with model.adapter"), ("dcpo_adapter", ("model.adapter.rank=4",), "cannot be read")],
+    [
+        ("grpo", (), "saved with model.adapter"),
+        ("dcpo_adapter", ("model.adapter.rank=4",), "saved with model.adapter.rank=16, not 4"),
+    ],
 )
 def test_a_checkpoint_of_another_adapter_is_one_line(
     method: str, overrides: tuple[str, ...], word: str, finished: Path, tmp_path: Path

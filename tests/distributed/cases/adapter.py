@@ -18,7 +18,7 @@ from megatron_dcpo.policy.optimizer import build_optimizer, gather_parameters, g
 from megatron_dcpo.policy.schedule import accumulate_gradients
 from megatron_dcpo.policy.statements import StatementInputs, adapt
 from megatron_dcpo.runtime.distributed import all_gather_objects
-from megatron_dcpo.weights.peft_adapter import write_adapter
+from megatron_dcpo.weights.peft_adapter import DIRECTORY, write_adapter
 from tests.distributed.cases.common import config_for_test, initialize_layout, samples_for_test, shared_out
 from tests.distributed.cases.policy import digest
 
@@ -112,7 +112,7 @@ def measure(setting: dict[str, Any], options: dict[str, Any], topology: Any) -> 
         measured["adapter"] = {n: t.double().sum().item() for n, t in adapter.adapter.whole().items()}
     if "save" in setting:  # the adapter is a step behind what it is now: train no more
         shape = AdapterConfig(rank=4, alpha=8, activated=form.activated)
-        write_adapter(Path(setting["save"]), saved, shape, form.lead, "<conf>", options["model"])
+        write_adapter(Path(setting["save"]) / DIRECTORY, saved, shape, options["model"], (form.lead, "<conf>"))
         measured["last"] = [last[i] for i in range(len(samples))]
     measured["weights"] = [digest(p) for gpt in policy.gpt for p in gpt.parameters()]
     return measured

@@ -154,6 +154,22 @@ def test_an_adapter_on_the_whole_text_keeps_the_activations_of_a_second_pass(pla
     assert whole - activated == pytest.approx(without, rel=0.25)
 
 
+def test_a_frozen_policy_has_weights_and_an_adapter(plan):
+    """Rank 8 on two of the projections of the 70B: 80 layers of [8192, 8192] and [1024, 8192]."""
+    layout = (f"{TP}=8", "parallel.sequence_parallel=true", "parallel.sequence_packing=true")
+    options = ("training.train=adapter", "model.adapter.rank=8", "model.adapter.targets=[q_proj,v_proj]")
+    frozen, trained = (plan(8, *layout, *more)[1]["stages"][0] for more in (options, ()))
+    assert frozen["adapter"] == 16 * 80 * 8 * (8192 + 8192 + 1024 + 8192)
+    assert frozen["weights"] == 2 * frozen["numel"]
+    assert frozen["numel"] == trained["numel"]
+    assert (frozen["gradients"], frozen["main_params"], frozen["moments"], frozen["host_copies"]) == (0, 0, 0, 0)
+    assert frozen["buffer_numel"] == frozen["adapter"] // 16
+    assert frozen["activations"] == pytest.approx(trained["activations"], rel=0.1)
+    assert trained["total"] - frozen["total"] > 15 * frozen["numel"]
+    with_kl = plan(8, *layout, *options, "objective.kl_coef=0.01")[1]["stages"][0]
+    assert with_kl["reference_policy"] == 0
+
+
 def test_layers_of_every_stage_are_shown(capsys):
     """40 layers on 8 stages, fewer where the output layer is: the time of the slowest stage falls, nothing else changes."""
     config, model = str(EXAMPLES / "qwen3_14b" / "math" / "dcpo.yaml"), REPOSITORY / "tests/fixtures/models/Qwen3-14B"

@@ -16,8 +16,9 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 from yaml import YAMLError
 
+from megatron_dcpo.config.checks import check_together
 from megatron_dcpo.errors import UserError, nearest, one_line, validation_message
-from megatron_dcpo.objectives import METHODS, resolve
+from megatron_dcpo.objectives import resolve
 from megatron_dcpo.objectives.options import ObjectiveConfig, option_names
 from megatron_dcpo.sandbox.local import CodeLimits
 from megatron_dcpo.types import CONFIDENCE_TAG
@@ -46,8 +47,8 @@ class AdapterConfig:
 
 @dataclass(frozen=True, config=_STRICT)
 class ModelConfig:
-    """``path``: a Hugging Face checkpoint directory (Qwen3, Llama-3.x, Qwen2.5). ``adapter``: trained where
-    ``objective.confidence_parameters`` says so."""
+    """``path``: a Hugging Face checkpoint directory (Qwen3, Llama-3.x, Qwen2.5). ``adapter``: of the confidence where
+    ``objective.confidence_parameters`` says so, else of the whole policy (``training.train: adapter``)."""
 
     path: str
     adapter: AdapterConfig | None = None
@@ -212,11 +213,13 @@ class EarlyStop:
 class TrainingConfig:
     """``updates_per_rollout``: optimizer steps on one rollout (mini-batches). ``save_interval`` 0: only at the end.
 
+    ``train``: the policy's parameters, or those of ``model.adapter`` alone.
     ``async_save`` writes checkpoints beside the training (``auto``: on a GPU); ``max_nonfinite_steps`` skipped updates
     in a row end the run; a phase longer than ``phase_warning_seconds`` is reported with the place where every rank
     waits. ``profile_steps``: steps of which the first rank leaves a trace in ``profile/``. ``keep_best``: BENCHMARK/METRIC
     or METRIC of the validation, whose best checkpoint is kept beside the newest ``keep_checkpoints``."""
 
+    train: Literal["all", "adapter"] = "all"
     steps: Positive = 120
     updates_per_rollout: Positive = 1
     micro_batch_size: Positive = 8
@@ -263,6 +266,21 @@ class Config:
     training: TrainingConfig = dataclasses.field(default_factory=TrainingConfig)
     evaluation: ValidationConfig = dataclasses.field(default_factory=ValidationConfig)
     logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the policy's own parameters stay as they are."""
+        return self.training.train == "adapter"
+
+    @property
+    def confidence_adapter(self) -> AdapterConfig | None:
+        """``model.adapter`` where it states the confidence."""
+        return self.model.adapter if resolve(self.objective).confidence_parameters == "adapter" else None
+
+    @property
+    def policy_adapter(self) -> AdapterConfig | None:
+        """``model.adapter`` where it acts in every pass of the policy."""
+        return None if self.confidence_adapter else self.model.adapter
 
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
@@ -316,7 +334,7 @@ def validate(values: Any, source: str = "config") -> Config:
         raise UserError(f"{source}: {validation_message(error)}") from None
     except ValueError as error:
         raise UserError(f"{source}: {one_line(error)}") from None
-    _check_together(config, source)
+    check_together(config, source)
     return config
 
 
@@ -363,138 +381,3 @@ def _elsewhere(key: str) -> str | None:
         if key in _fields(kind):
             return f"{section}.{key}"
     return None
-
-
-def _check_together(config: Config, source: str) -> None:
-    parallel, training = config.parallel, config.training
-    ends = parallel.num_layers_in_first_pipeline_stage or parallel.num_layers_in_last_pipeline_stage
-    counted = parallel.account_for_embedding_in_pipeline_split or parallel.account_for_loss_in_pipeline_split
-    ways = sum(map(bool, (ends, counted, parallel.pipeline_model_parallel_layout)))
-    uneven = "num_layers_in_*_pipeline_stage, account_for_*_in_pipeline_split and pipeline_model_parallel_layout"
-    for refused, why in (
-        (
-            parallel.context_parallel_size > 1 and config.model.adapter is not None,
-            f"parallel.context_parallel_size={parallel.context_parallel_size} does not go with model.adapter, whose "
-            "statements attend to whole responses; for long sequences use sequence_parallel and recompute_granularity",
-        ),
-        (
-            parallel.cp_comm_type != "p2p" and (parallel.context_parallel_size == 1 or parallel.sequence_packing),
-            f"parallel.cp_comm_type={parallel.cp_comm_type} needs parallel.context_parallel_size > 1 and no "
-            "sequence_packing",
-        ),
-        (
-            parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1,
-            "parallel.sequence_parallel needs parallel.tensor_model_parallel_size > 1",
-        ),
-        (
-            parallel.virtual_pipeline_model_parallel_size > 1 and parallel.pipeline_model_parallel_size == 1,
-            "parallel.virtual_pipeline_model_parallel_size > 1 needs parallel.pipeline_model_parallel_size > 1",
-        ),
-        (ways > 1, f"parallel: {uneven} divide the layers each in its own way; set one of the three"),
-        (
-            ways > 0 and parallel.pipeline_model_parallel_size == 1,
-            f"parallel: {uneven} need parallel.pipeline_model_parallel_size > 1",
-        ),
-        (
-            parallel.overlap_param_gather and not parallel.use_distributed_optimizer,
-            "parallel.overlap_param_gather needs parallel.use_distributed_optimizer: only its parameters are gathered",
-        ),
-        (
-            parallel.overlap_param_gather and not parallel.overlap_grad_reduce,
-            "parallel.overlap_param_gather needs parallel.overlap_grad_reduce (Megatron overlaps both or the latter alone)",
-        ),
-        (
-            parallel.recompute_granularity != "full"
-            and (parallel.recompute_method, parallel.recompute_num_layers) != ("uniform", 1),
-            "parallel.recompute_method and recompute_num_layers need parallel.recompute_granularity=full",
-        ),
-        (
-            parallel.recompute_granularity != "selective" and parallel.recompute_modules != ("core_attn",),
-            "parallel.recompute_modules needs parallel.recompute_granularity=selective",
-        ),
-        (
-            config.optimizer.min_lr > config.optimizer.lr,
-            f"optimizer.min_lr={config.optimizer.min_lr} is above optimizer.lr={config.optimizer.lr}",
-        ),
-        (
-            not config.evaluation.interval and bool(training.keep_best or training.early_stop),
-            "training.keep_best and training.early_stop need evaluation.interval: every how many steps to validate",
-        ),
-        (
-            config.evaluation.interval > 0 and not config.evaluation.benchmarks,
-            f"evaluation.interval={config.evaluation.interval} needs evaluation.benchmarks, for instance math500 or "
-            "NAME=PATH",
-        ),
-    ):
-        if refused:
-            raise UserError(f"{source}: {why}")
-    try:
-        objective = resolve(config.objective)
-    except UserError as error:
-        raise UserError(f"{source}: {error}") from None
-    _check_adapter(config, objective, source)
-    _check_rollout(config.rollout, objective, source)
-    if config.data.prompts_per_step % training.updates_per_rollout:
-        raise UserError(
-            f"{source}: training.updates_per_rollout={training.updates_per_rollout} does not divide "
-            f"data.prompts_per_step={config.data.prompts_per_step}"
-        )
-
-
-def _check_adapter(config: Config, objective: ObjectiveConfig, source: str) -> None:
-    states = objective.confidence_parameters == "adapter"
-    if states != (config.model.adapter is not None):
-        raise UserError(
-            f"{source}: model.adapter and objective.confidence_parameters=adapter go together; set both "
-            "(model.adapter.rank=16 is enough) or neither"
-        )
-    rollout = config.rollout
-    if objective.confidence_sees == "logprobs" and (rollout.temperature != 1 or rollout.top_p < 1 or rollout.top_k):
-        raise UserError(
-            f"{source}: objective.confidence_sees=logprobs needs rollout.temperature=1, top_p=1 and top_k=0: the confidence "
-            "sees the same log-probs wherever it is stated"
-        )
-
-
-def _check_rollout(rollout: RolloutConfig, objective: ObjectiveConfig, source: str) -> None:
-    if (rollout.top_p < 1 or rollout.top_k) and objective.tis_level == "none":
-        raise UserError(
-            f"{source}: rollout.top_p={rollout.top_p}, top_k={rollout.top_k} sample another policy than the one trained; "
-            "set them to 1 and 0, or correct for it with objective.tis_level=token (or sequence)"
-        )
-    if rollout.tensor_model_parallel_size > 1 and rollout.engine in ("transformers", "server"):
-        raise UserError(f"{source}: rollout.tensor_model_parallel_size > 1 needs rollout.engine=vllm (or auto)")
-    if rollout.oversample > 1 and not (rollout.filter_groups or rollout.max_staleness):
-        raise UserError(
-            f"{source}: rollout.oversample={rollout.oversample:g} has no effect without rollout.filter_groups or "
-            "rollout.max_staleness"
-        )
-    stale = f"{source}: rollout.max_staleness={rollout.max_staleness}"
-    for refused, why in (
-        (
-            not 1 < rollout.oversample <= 2,
-            "carries what is unfinished when the batch is full, so more prompts than a batch have to be sampled, but not "
-            "more than two: set rollout.oversample above 1, at most 2",
-        ),
-        (
-            objective.tis_level == "none",
-            "trains on tokens of earlier policies; correct for it with objective.tis_level=token (or sequence)",
-        ),
-        (
-            rollout.engine == "server",
-            "does not go with rollout.engine=server, which gives no tokens of a response it drops",
-        ),
-        (
-            rollout.logprob_diff_alarm > 0,
-            "does not go with rollout.logprob_diff_alarm: tokens of earlier policies differ from the trainer's",
-        ),
-    ):
-        if rollout.max_staleness and refused:
-            raise UserError(f"{stale} {why}")
-    if rollout.filter_groups and METHODS[objective.name].needs_old_logprobs:
-        raise UserError(
-            f"{source}: rollout.filter_groups does not go with objective.name={objective.name}, whose loss trains on every "
-            "group; remove it"
-        )
-    if (rollout.engine == "server") != bool(rollout.endpoint):
-        raise UserError(f"{source}: rollout.engine=server and rollout.endpoint=URL go together; set both or neither")

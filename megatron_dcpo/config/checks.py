@@ -1,0 +1,148 @@
+"""What a configuration may not combine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.objectives import METHODS, resolve
+from megatron_dcpo.objectives.options import ObjectiveConfig
+
+if TYPE_CHECKING:
+    from megatron_dcpo.config import Config, RolloutConfig
+
+
+def check_together(config: Config, source: str) -> None:
+    """Raise :class:`UserError` for the first options that do not go together."""
+    parallel, training = config.parallel, config.training
+    ends = parallel.num_layers_in_first_pipeline_stage or parallel.num_layers_in_last_pipeline_stage
+    counted = parallel.account_for_embedding_in_pipeline_split or parallel.account_for_loss_in_pipeline_split
+    ways = sum(map(bool, (ends, counted, parallel.pipeline_model_parallel_layout)))
+    uneven = "num_layers_in_*_pipeline_stage, account_for_*_in_pipeline_split and pipeline_model_parallel_layout"
+    for refused, why in (
+        (
+            parallel.context_parallel_size > 1 and config.model.adapter is not None and not config.frozen,
+            f"parallel.context_parallel_size={parallel.context_parallel_size} does not go with model.adapter, whose "
+            "statements attend to whole responses; for long sequences use sequence_parallel and recompute_granularity",
+        ),
+        (
+            parallel.cp_comm_type != "p2p" and (parallel.context_parallel_size == 1 or parallel.sequence_packing),
+            f"parallel.cp_comm_type={parallel.cp_comm_type} needs parallel.context_parallel_size > 1 and no "
+            "sequence_packing",
+        ),
+        (
+            parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1,
+            "parallel.sequence_parallel needs parallel.tensor_model_parallel_size > 1",
+        ),
+        (
+            parallel.virtual_pipeline_model_parallel_size > 1 and parallel.pipeline_model_parallel_size == 1,
+            "parallel.virtual_pipeline_model_parallel_size > 1 needs parallel.pipeline_model_parallel_size > 1",
+        ),
+        (ways > 1, f"parallel: {uneven} divide the layers each in its own way; set one of the three"),
+        (
+            ways > 0 and parallel.pipeline_model_parallel_size == 1,
+            f"parallel: {uneven} need parallel.pipeline_model_parallel_size > 1",
+        ),
+        (
+            parallel.overlap_param_gather and not parallel.use_distributed_optimizer,
+            "parallel.overlap_param_gather needs parallel.use_distributed_optimizer: only its parameters are gathered",
+        ),
+        (
+            parallel.overlap_param_gather and not parallel.overlap_grad_reduce,
+            "parallel.overlap_param_gather needs parallel.overlap_grad_reduce (Megatron overlaps both or the latter alone)",
+        ),
+        (
+            parallel.recompute_granularity != "full"
+            and (parallel.recompute_method, parallel.recompute_num_layers) != ("uniform", 1),
+            "parallel.recompute_method and recompute_num_layers need parallel.recompute_granularity=full",
+        ),
+        (
+            parallel.recompute_granularity != "selective" and parallel.recompute_modules != ("core_attn",),
+            "parallel.recompute_modules needs parallel.recompute_granularity=selective",
+        ),
+        (
+            config.optimizer.min_lr > config.optimizer.lr,
+            f"optimizer.min_lr={config.optimizer.min_lr} is above optimizer.lr={config.optimizer.lr}",
+        ),
+        (
+            not config.evaluation.interval and bool(training.keep_best or training.early_stop),
+            "training.keep_best and training.early_stop need evaluation.interval: every how many steps to validate",
+        ),
+        (
+            config.evaluation.interval > 0 and not config.evaluation.benchmarks,
+            f"evaluation.interval={config.evaluation.interval} needs evaluation.benchmarks, for instance math500 or "
+            "NAME=PATH",
+        ),
+    ):
+        if refused:
+            raise UserError(f"{source}: {why}")
+    try:
+        objective = resolve(config.objective)
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from None
+    _check_adapter(config, objective, source)
+    _check_rollout(config.rollout, objective, source)
+    if config.data.prompts_per_step % training.updates_per_rollout:
+        raise UserError(
+            f"{source}: training.updates_per_rollout={training.updates_per_rollout} does not divide "
+            f"data.prompts_per_step={config.data.prompts_per_step}"
+        )
+
+
+def _check_adapter(config: Config, objective: ObjectiveConfig, source: str) -> None:
+    used = objective.confidence_parameters == "adapter" or config.frozen
+    if used != (config.model.adapter is not None):
+        raise UserError(
+            f"{source}: model.adapter goes with objective.confidence_parameters=adapter (of the confidence) or "
+            "training.train=adapter (of the whole policy); set both (model.adapter.rank=16 is enough) or neither"
+        )
+    rollout = config.rollout
+    if objective.confidence_sees == "logprobs" and (rollout.temperature != 1 or rollout.top_p < 1 or rollout.top_k):
+        raise UserError(
+            f"{source}: objective.confidence_sees=logprobs needs rollout.temperature=1, top_p=1 and top_k=0: the confidence "
+            "sees the same log-probs wherever it is stated"
+        )
+
+
+def _check_rollout(rollout: RolloutConfig, objective: ObjectiveConfig, source: str) -> None:
+    if (rollout.top_p < 1 or rollout.top_k) and objective.tis_level == "none":
+        raise UserError(
+            f"{source}: rollout.top_p={rollout.top_p}, top_k={rollout.top_k} sample another policy than the one trained; "
+            "set them to 1 and 0, or correct for it with objective.tis_level=token (or sequence)"
+        )
+    if rollout.tensor_model_parallel_size > 1 and rollout.engine in ("transformers", "server"):
+        raise UserError(f"{source}: rollout.tensor_model_parallel_size > 1 needs rollout.engine=vllm (or auto)")
+    if rollout.oversample > 1 and not (rollout.filter_groups or rollout.max_staleness):
+        raise UserError(
+            f"{source}: rollout.oversample={rollout.oversample:g} has no effect without rollout.filter_groups or "
+            "rollout.max_staleness"
+        )
+    stale = f"{source}: rollout.max_staleness={rollout.max_staleness}"
+    for refused, why in (
+        (
+            not 1 < rollout.oversample <= 2,
+            "carries what is unfinished when the batch is full, so more prompts than a batch have to be sampled, but not "
+            "more than two: set rollout.oversample above 1, at most 2",
+        ),
+        (
+            objective.tis_level == "none",
+            "trains on tokens of earlier policies; correct for it with objective.tis_level=token (or sequence)",
+        ),
+        (
+            rollout.engine == "server",
+            "does not go with rollout.engine=server, which gives no tokens of a response it drops",
+        ),
+        (
+            rollout.logprob_diff_alarm > 0,
+            "does not go with rollout.logprob_diff_alarm: tokens of earlier policies differ from the trainer's",
+        ),
+    ):
+        if rollout.max_staleness and refused:
+            raise UserError(f"{stale} {why}")
+    if rollout.filter_groups and METHODS[objective.name].needs_old_logprobs:
+        raise UserError(
+            f"{source}: rollout.filter_groups does not go with objective.name={objective.name}, whose loss trains on every "
+            "group; remove it"
+        )
+    if (rollout.engine == "server") != bool(rollout.endpoint):
+        raise UserError(f"{source}: rollout.engine=server and rollout.endpoint=URL go together; set both or neither")

@@ -1,0 +1,149 @@
+"""``training.train: adapter`` as a user runs it: trained, resumed at other layouts, exported merged and as an adapter."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.helpers.paths import QUICKSTART
+from tests.helpers.quickstart import metrics, run, train, without_clocks
+from tests.system.test_confidence_adapter import digests
+
+OPTIONS = (
+    "training.train=adapter",
+    "model.adapter.rank=4",
+    "optimizer.adapter_lr=0.01",
+    "objective.kl_coef=0.01",
+    "training.steps=4",
+    "training.save_interval=2",
+    "training.keep_checkpoints=9",
+)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("lora") / "run"
+    train(directory, *OPTIONS)
+    return directory
+
+
+def weights(directory: Path) -> dict[str, np.ndarray]:
+    return load_file(directory / "model.safetensors")
+
+
+def test_the_policy_is_its_base_plus_the_adapter(finished: Path) -> None:
+    """The exported weights by the exported pairs, as PEFT defines them."""
+    pairs = load_file(finished / "adapter" / "adapter_model.safetensors")
+    config = json.loads((finished / "adapter" / "adapter_config.json").read_text())
+    assert "alora_invocation_tokens" not in config
+    assert not (finished / "adapter" / "confidence.json").exists()
+    base, policy = weights(QUICKSTART / "policy"), weights(finished / "policy")
+    changed = 0
+    for name, value in base.items():
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{module}.lora_A.weight" in pairs:
+            B, A = pairs[f"{module}.lora_B.weight"], pairs[f"{module}.lora_A.weight"]
+            value = value + config["lora_alpha"] / config["r"] * B @ A
+            changed += 1
+            assert np.abs(policy[name] - base[name]).max() > 0
+        np.testing.assert_allclose(policy[name], value, atol=1e-6, err_msg=name)
+    assert changed == 7 * json.loads((finished / "policy" / "config.json").read_text())["num_hidden_layers"]
+
+
+def test_peft_loads_it(finished: Path) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed here: make test-peft")
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(QUICKSTART / "policy", dtype=torch.float32)
+    merged = AutoModelForCausalLM.from_pretrained(finished / "policy", dtype=torch.float32)
+    model, ids = peft.PeftModel.from_pretrained(base, str(finished / "adapter")).eval(), torch.arange(1, 40)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(model(input_ids=ids).logits, merged(input_ids=ids).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_what_is_sampled_is_what_is_trained(finished: Path) -> None:
+    rows = metrics(finished)
+    assert max(row["engine/logprob_diff_max"] for row in rows) < 1e-4
+    assert rows[0]["loss/kl"] == pytest.approx(0, abs=1e-6)  # of the frozen policy without its adapter: no second copy
+    assert rows[-1]["loss/kl"] > 1e-5
+    assert rows[-1]["grad_norm/total"] == rows[-1]["grad_norm/adapter_max"] > 0
+    assert rows[0]["learning_rate"] == 0.01 > rows[-1]["learning_rate"] > 0
+
+
+def test_a_checkpoint_is_exported_merged(finished: Path, tmp_path: Path) -> None:
+    directories = ("--from", finished / "checkpoints", "--to", tmp_path / "hf", "--hf-config", QUICKSTART / "policy")
+    done = run("convert", "export", *directories, "--verify")
+    assert done.returncode == 0, done.stderr
+    expected = weights(finished / "policy")
+    for name, value in weights(tmp_path / "hf").items():
+        np.testing.assert_allclose(value, expected[name], atol=1e-6, err_msg=name)
+
+
+def test_resumption_is_bit_for_bit_and_works_at_another_layout(finished: Path, tmp_path: Path) -> None:
+    for layout in ((), ("parallel.tensor_model_parallel_size=2",)):
+        again = tmp_path / f"again{len(layout)}"
+        (again / "checkpoints").mkdir(parents=True)
+        (again / "checkpoints" / "iter_0000002").symlink_to(finished / "checkpoints" / "iter_0000002")
+        (again / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("2")
+        train(again, *OPTIONS, *layout, "training.resume=auto", processes=1 + len(layout))
+        if not layout:
+            assert digests(again / "policy") == digests(finished / "policy")
+            assert digests(again / "adapter") == digests(finished / "adapter")
+            assert without_clocks(metrics(again)) == without_clocks(metrics(finished))[2:]
+            continue
+        expected = load_file(finished / "adapter" / "adapter_model.safetensors")
+        for key, value in load_file(again / "adapter" / "adapter_model.safetensors").items():
+            np.testing.assert_allclose(value, expected[key], rtol=1e-3, atol=1e-4, err_msg=key)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (("model.adapter.alpha=8",), "model.adapter.alpha=32.0, not 8.0"),
+        (("training.train=all", "model.adapter=null"), "was saved with model.adapter"),
+        (
+            ("training.train=all", "objective.confidence_parameters=adapter", "objective.preset=dcpo_proper"),
+            "training.train=adapter",
+        ),
+    ],
+)
+def test_another_way_to_train_does_not_resume(finished: Path, changed: tuple[str, ...], words: str) -> None:
+    options = (*OPTIONS, *changed, "training.resume=auto", "training.steps=5", "objective.kl_coef=null")
+    done = run("train", "--config", QUICKSTART / "dcpo.yaml", f"run_dir={finished}", *options)
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert words in done.stderr
+    assert metrics(finished)[-1]["step"] == 4
+
+
+def test_the_confidences_adapter_alone_leaves_every_weight_of_the_policy(tmp_path: Path) -> None:
+    options = ("training.train=adapter", "training.steps=3")
+    rows = train(tmp_path / "run", *options, method="dcpo_adapter")
+    base, policy = weights(QUICKSTART / "policy"), weights(tmp_path / "run" / "policy")
+    for name, value in base.items():
+        np.testing.assert_array_equal(policy[name], value, err_msg=name)
+    assert (tmp_path / "run" / "policy" / "confidence_adapter" / "confidence.json").exists()
+    assert rows[-1]["grad_norm/adapter_max"] > 0
+    assert rows[-1]["confidence/std"] > 0
+
+
+@pytest.mark.parametrize(
+    ("command", "overrides", "words"),
+    [
+        ("train", ("training.train=adapter",), "model.adapter"),
+        ("train", ("model.adapter.rank=4",), "training.train=adapter"),
+        ("train", ("training.train=lora", "model.adapter.rank=4"), "training.train"),
+        ("probe", ("training.train=adapter", "model.adapter.rank=4"), "own parameters"),
+    ],
+)
+def test_contradictions_are_one_line(command: str, overrides: tuple[str, ...], words: str, tmp_path: Path) -> None:
+    out = ("--out", tmp_path / "probe") if command == "probe" else ()
+    done = run(command, "--config", QUICKSTART / "dcpo.yaml", *out, f"run_dir={tmp_path}/run", *overrides)
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert words in done.stderr
