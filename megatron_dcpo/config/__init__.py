@@ -155,10 +155,12 @@ class JudgingConfig:
     """``marker`` opens the confidence block; ``verifier`` decides correctness R.
 
     ``sandbox``: what programs run in (``auto``, ``bubblewrap``, ``landlock``, the URL of a Sandbox-Fusion server,
-    ``unsafe``). ``test_seconds``, ``program_seconds``: wall time of one test and of all tests of a program.
+    ``unsafe``). ``confidence_tokens``: an adapter states the confidence by one of so many tokens of its own (0: by digits).
+    ``test_seconds``, ``program_seconds``: wall time of one test and of all tests of a program.
     """
 
     marker: Annotated[str, Field(min_length=1)] = CONFIDENCE_TAG
+    confidence_tokens: Literal[0, 101] = 0
     verifier: Literal["math", "code"] = "math"
     sandbox: Annotated[str, Field(min_length=1)] = "auto"
     test_seconds: Annotated[float, Field(gt=0)] = CodeLimits.test_seconds

@@ -96,6 +96,11 @@ def _check_adapter(config: Config, objective: ObjectiveConfig, source: str) -> N
             f"{source}: model.adapter goes with objective.confidence_parameters=adapter (of the confidence) or "
             "training.train=adapter (of the whole policy); set both (model.adapter.rank=16 is enough) or neither"
         )
+    if config.judging.confidence_tokens and objective.confidence_parameters != "adapter":
+        raise UserError(
+            f"{source}: judging.confidence_tokens={config.judging.confidence_tokens} needs "
+            "objective.confidence_parameters=adapter, which the tokens belong to"
+        )
     rollout = config.rollout
     if objective.confidence_sees == "logprobs" and (rollout.temperature != 1 or rollout.top_p < 1 or rollout.top_k):
         raise UserError(

@@ -375,7 +375,7 @@ def _stated(config: EvaluationConfig, saved: SavedAdapter, engine: Any, tokenize
     from megatron_dcpo.rollout.vllm_engine import VllmEngine
 
     digits = DigitVocabulary.of(tokens.table, engine.eos_token_ids).token_ids
-    form = StatementForm.of(tokenizer, digits, saved.marker, saved.activated)
+    form = StatementForm.of(tokenizer, digits, saved.marker, saved.activated, saved.own_tokens)
     if isinstance(engine, VllmEngine) and saved.servable:
         logits = tree_logits(form, partial(engine.next_logprobs, saved.directory))
     else:

@@ -2,7 +2,8 @@
 
 The form in which an adapter states the confidence (``objective.confidence_parameters: adapter``): only the decimals are
 chosen, among the digits alone, so that no statement is malformed. Where the tokenizer has a token for every two digits
-(Llama-3) one position chooses; otherwise (Qwen) one for the tenth and, behind each of the ten, one for the hundredth.
+(Llama-3) one position chooses; otherwise (Qwen) one for the tenth and, behind each of the ten, one for the hundredth. With
+``judging.confidence_tokens`` one position chooses among tokens that belong to the adapter: 0.00 to 1.00, 1.00 included.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from megatron_dcpo.errors import UserError
 
 @dataclass(frozen=True)
 class StatementForm:
-    """``lead``: its token ids. ``digits``: int64 [K], the tokens of the choices: K = 100 (``00`` to ``99``) or 10.
-    ``activated``: the adapter acts from the lead on; else on the whole text."""
+    """``lead``: its token ids. ``digits``: int64 [K], the tokens of the choices: K = 100 (``00`` to ``99``), 10, or 101 that
+    are numbers of the adapter's own tokens. ``activated``: the adapter acts from the lead on; else on the whole text."""
 
     text: str
     lead: tuple[int, ...]
@@ -28,12 +29,16 @@ class StatementForm:
     activated: bool = True
 
     @classmethod
-    def of(cls, tokenizer: Any, digits: Mapping[int, np.ndarray], marker: str, activated: bool = True) -> StatementForm:
+    def of(
+        cls, tokenizer: Any, digits: Mapping[int, np.ndarray], marker: str, activated: bool = True, own_tokens: int = 0
+    ) -> StatementForm:
         """``digits``: width -> token of each value (``DigitVocabulary``).
 
         Raises :class:`UserError` where some are missing."""
-        text = f"\n{marker} Confidence: 0."
-        lead = tuple(tokenizer.encode(text, add_special_tokens=False))
+        text = f"\n{marker} Confidence:{' ' if own_tokens else ' 0.'}"
+        lead = tuple(tokenizer.encode(text.rstrip(), add_special_tokens=False))
+        if own_tokens:
+            return cls(text, lead, np.arange(own_tokens), activated)
         for width in (2, 1):
             if (digits[width] >= 0).all():
                 return cls(text, lead, digits[width], activated)
@@ -42,9 +47,23 @@ class StatementForm:
         )
 
     @property
+    def own_tokens(self) -> bool:
+        """Whether the choices are the adapter's own tokens."""
+        return len(self.digits) == 101
+
+    @property
+    def values(self) -> int:
+        """How many values can be stated: 0.00, 0.01, ..."""
+        return 101 if self.own_tokens else 100
+
+    def written(self, c: float) -> str:
+        """The statement of ``c``."""
+        return self.text + (f"{c:.2f}" if self.own_tokens else f"{round(100 * c):02d}")
+
+    @property
     def branches(self) -> int:
         """Digits behind the lead whose successors are chosen as well."""
-        return 0 if len(self.digits) == 100 else len(self.digits)
+        return len(self.digits) if len(self.digits) == 10 else 0
 
     @cached_property
     def tokens(self) -> np.ndarray:

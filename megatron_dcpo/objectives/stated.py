@@ -19,13 +19,13 @@ from megatron_dcpo.objectives.options import ObjectiveConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
-VALUES = np.arange(100) / 100  # what can be stated (judging/statement.py)
+VALUES = np.arange(101) / 100  # what can be stated; 1.00 not in every form (judging/statement.py)
 
 
 @dataclass(frozen=True)
 class StatementTarget:
     """Of one response: the tokens of prompt and response that its statement follows (``after``), the score of each value,
-    float64 [100], their weight in the loss, and what the confidence ``seen`` beside the text, float32 [features] or None."""
+    float64 [V], their weight in the loss, and what the confidence ``seen`` beside the text, float32 [features] or None."""
 
     after: int
     scores: np.ndarray
@@ -33,15 +33,15 @@ class StatementTarget:
     seen: np.ndarray | None
 
 
-def score_values(targets: np.ndarray, options: ObjectiveConfig) -> np.ndarray:
-    """The score of every value that can be stated against each of the ``targets`` [N], float64 [N, 100]."""
-    values, t = np.broadcast_arrays(VALUES[None], targets[:, None])
+def score_values(targets: np.ndarray, options: ObjectiveConfig, count: int = 100) -> np.ndarray:
+    """The score of the ``count`` values that can be stated against each of the ``targets`` [N], float64 [N, count]."""
+    values, t = np.broadcast_arrays(VALUES[None, :count], targets[:, None])
     return SCORES[options.calibration_loss](values, t, options.score_clamp)
 
 
 def statement_losses(logits: Tensor, scores: Tensor, options: ObjectiveConfig) -> Tensor:
-    """The loss of each statement, [B]. ``logits`` [B, 1, 100], or [B, 11, 10]: of the tenth, and behind each tenth of the
-    hundredth, whose scores differ by a tenth as much and are brought to the same scale."""
+    """The loss of each statement, [B]. ``logits`` [B, 1, 100 or 101], or [B, 11, 10]: of the tenth, and behind each tenth
+    of the hundredth, whose scores differ by a tenth as much and are brought to the same scale."""
     import torch
 
     def loss(logprobs: Tensor, scores: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ def stated(logits: Tensor) -> Tensor:
     """The value that is stated, [B]: the mean of the distribution over the values, in hundredths."""
     import torch
 
-    values = torch.as_tensor(VALUES, dtype=logits.dtype, device=logits.device)
     first, behind = logits[:, 0].softmax(-1), logits[:, 1:].softmax(-1)
     p = (first[..., None] * behind).flatten(1) if behind.shape[1] else first
+    values = torch.as_tensor(VALUES[: p.shape[1]], dtype=logits.dtype, device=logits.device)
     return (p @ values * 100).round() / 100

@@ -27,7 +27,7 @@ from megatron_dcpo.policy.model import Policy
 from megatron_dcpo.runtime.device import current_device
 from megatron_dcpo.runtime.distributed import all_gather_objects
 from megatron_dcpo.weights.architecture import Architecture
-from megatron_dcpo.weights.peft_adapter import FEATURES, KEPT, SCALE, LowRank
+from megatron_dcpo.weights.peft_adapter import FEATURES, KEPT, SCALE, TOKENS, LowRank
 from megatron_dcpo.weights.table import adapted, hf_shapes
 
 from megatron.core.dist_checkpointing import ShardedTensor  # isort: skip
@@ -51,7 +51,9 @@ class Adapter:
     did without it, but inside :meth:`activated`.
     """
 
-    def __init__(self, policy: Policy, config: AdapterConfig, features: int = 0, always: bool = False) -> None:
+    def __init__(
+        self, policy: Policy, config: AdapterConfig, features: int = 0, own_tokens: int = 0, always: bool = False
+    ) -> None:
         self.policy, self.config, self.always = policy, config, always
         self.active = always
         self.parameters: dict[str, Tensor] = {}
@@ -61,9 +63,12 @@ class Adapter:
                 self._adapt(layer, layer.layer_number - 1)
             if always and gpt.pre_process:
                 gpt.embedding.register_forward_hook(_with_gradient)
-        if features and policy.gpt[0].pre_process:
-            weight = torch.zeros(policy.arch.hidden_size, features, device=current_device())
-            self.parameters[FEATURES] = weight.requires_grad_()
+        for name, here, shape in (
+            (FEATURES, features and policy.gpt[0].pre_process, (policy.arch.hidden_size, features)),
+            (TOKENS, own_tokens and policy.gpt[-1].post_process, (own_tokens, policy.arch.hidden_size)),
+        ):
+            if here:
+                self.parameters[name] = torch.zeros(shape, device=current_device()).requires_grad_()
 
     @contextmanager
     def activated(self, chunk: int) -> Iterator[None]:
@@ -96,7 +101,7 @@ class Adapter:
 
     def features(self, values: Tensor) -> Tensor:
         """[n, features] -> [n, hidden]."""
-        return F.linear(values.to(torch.float32), self._share(self.parameters[FEATURES]))
+        return F.linear(values.to(torch.float32), self.share(self.parameters[FEATURES]))
 
     def whole(self) -> dict[str, Tensor]:
         """The parameters of all stages, on the CPU of every rank. Collective."""
@@ -137,9 +142,9 @@ class Adapter:
         low_rank = self.pairs[f"{module}.weight"] = LowRank(*pair, self.config.alpha / self.config.rank)
         return low_rank
 
-    def _share(self, parameter: Tensor) -> Tensor:
+    def share(self, parameter: Tensor) -> Tensor:
         """``parameter``, of which every tensor-parallel rank will have the whole gradient: each keeps its share, for the sum
-        over ranks."""
+        over ranks. Or any other tensor."""
         if self.policy.topology.tp_size == 1:
             return parameter
         share = parameter / self.policy.topology.tp_size
@@ -171,7 +176,7 @@ class Adapter:
             if self.policy.config.sequence_parallel:
                 inner = gather_from_sequence_parallel_region(F.linear(x, A.to(x.dtype)), group=group)
             else:
-                inner = copy_to_tensor_model_parallel_region(F.linear(x, self._share(A).to(x.dtype)), group=group)
+                inner = copy_to_tensor_model_parallel_region(F.linear(x, self.share(A).to(x.dtype)), group=group)
             of_pairs = iter(inner.split(self.config.rank, -1))
             parts = [
                 F.linear(next(of_pairs), pair.B[own].to(x.dtype)) * pair.scale
@@ -194,7 +199,7 @@ class Adapter:
             if self.policy.config.sequence_parallel:
                 inner, B = reduce_scatter_to_sequence_parallel_region(inner, group=group), pair.B
             else:
-                inner, B = reduce_from_tensor_model_parallel_region(inner, group=group), self._share(pair.B)
+                inner, B = reduce_from_tensor_model_parallel_region(inner, group=group), self.share(pair.B)
             return output[0] + F.linear(inner, B.to(x.dtype)) * pair.scale, output[1]
 
         return hook

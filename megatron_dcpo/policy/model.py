@@ -65,6 +65,15 @@ class Policy:
     def addition(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         raise KeyError(name)
 
+    @property
+    def output_weight(self) -> Tensor:
+        """This rank's rows of the output layer, on the last stage."""
+        gpt = self.gpt[-1]
+        weight: Tensor = (
+            gpt.shared_embedding_or_output_weight() if self.arch.tied_embeddings else gpt.output_layer.weight
+        )
+        return weight
+
     def parameters(self, chunk: int) -> dict[str, Tensor]:
         """Parameters of a chunk by their name in the weight table."""
         return {name: p.data for name, p in self.gpt[chunk].named_parameters()}

@@ -21,7 +21,6 @@ from megatron_dcpo.policy.batching import LossInputs, MicroBatch, TokenSequence,
 from megatron_dcpo.policy.context_parallel import together
 from megatron_dcpo.policy.model import Policy
 from megatron_dcpo.policy.output_layer import OutputLayer, Queries, TokenOutputs, fused_loss, token_outputs
-from megatron_dcpo.policy.statements import digit_logits
 
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
 from megatron.core.tensor_parallel.mappings import (
@@ -74,8 +73,7 @@ def accumulate_gradients(
             outputs = _of_all_ranks(policy, batch, token_outputs(layer, hidden, queries))
             loss, stats = loss_function(batch, outputs)
         if batch.statements is not None and stated is not None and statement_loss is not None:
-            logits = digit_logits(policy, layer.weight, stated, batch.statements)
-            stated_loss, more = statement_loss(batch, logits)
+            stated_loss, more = statement_loss(batch, stated)
             loss, stats = loss + stated_loss / upstream, stats | more
         return loss * scale, torch.ones((), dtype=torch.int, device=hidden.device), stats
 
@@ -123,8 +121,7 @@ def compute_statements(
 
     def collect(batch: MicroBatch, output: Any, non_loss_data: bool = True) -> list[Tensor]:
         assert batch.statements is not None
-        logits = digit_logits(policy, _output_weight(policy), output[1], batch.statements)
-        return list(logits[: batch.statements.count].cpu())
+        return list(output[1][: batch.statements.count].cpu())
 
     parts = broadcast_from_last_stage(
         policy, _run(policy, samples, splits, collect, packing, forward_only=True, inputs=inputs)
@@ -211,13 +208,7 @@ def _output_layer(
     queries = Queries.of(batch.targets, *((others.rows, others.token_ids) if others is not None else ()))
     overlapped = policy.config.no_sync_func is not None
     return (
-        OutputLayer.of(_output_weight(policy), policy.arch.vocab_size, temperature, group, overlapped),
+        OutputLayer.of(policy.output_weight, policy.arch.vocab_size, temperature, group, overlapped),
         hidden,
         queries,
     )
-
-
-def _output_weight(policy: Policy) -> Tensor:
-    gpt = policy.gpt[-1]
-    weight: Tensor = gpt.shared_embedding_or_output_weight() if policy.arch.tied_embeddings else gpt.output_layer.weight
-    return weight

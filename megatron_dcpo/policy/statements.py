@@ -25,6 +25,7 @@ from megatron_dcpo.judging.statement import StatementForm
 from megatron_dcpo.policy.adapter import Adapter
 from megatron_dcpo.policy.model import Policy
 from megatron_dcpo.runtime.device import current_device
+from megatron_dcpo.weights.peft_adapter import TOKENS
 
 from megatron.core.tensor_parallel.mappings import (  # isort: skip
     copy_to_tensor_model_parallel_region,
@@ -37,7 +38,7 @@ from megatron.core.tensor_parallel.mappings import (  # isort: skip
 @dataclass(frozen=True)
 class StatementInputs:
     """Of each of B samples: the tokens of its prompt and response that the statement follows (``after``), the score of each
-    value that can be stated, float64 [100], its weight in the loss, and what the confidence sees beside the text, float32
+    value that can be stated, float64 [V], its weight in the loss, and what the confidence sees beside the text, float32
     [features] (None: nothing)."""
 
     form: StatementForm
@@ -51,7 +52,7 @@ class StatementInputs:
 class Statements:
     """The statements of a micro-batch: B sequences of n tokens. ``tokens``, ``positions``: int64 [B, n], or [B, P + n] with
     what they follow; ``prefix``: int64 [B, P], where in the flat micro-batch [b * s] the tokens stand that a statement
-    follows; ``mask``: bool [B, 1, n, P + n], what each token attends to; ``scores`` [B, 100], ``weights`` [B], ``features``
+    follows; ``mask``: bool [B, 1, n, P + n], what each token attends to; ``scores`` [B, V], ``weights`` [B], ``features``
     [B, features] or None. ``count``: samples; the others only fill up."""
 
     form: StatementForm
@@ -116,8 +117,8 @@ class Statements:
 
 
 class StatementStream:
-    """Makes a chunk's ``forward`` take ``statements``: it then returns (its output, the statements' hidden states) on the
-    last stage, and both as one tensor before."""
+    """Makes a chunk's ``forward`` take ``statements``: it then returns (its output, :meth:`digit_logits`) on the last stage,
+    and before it the output and the statements' hidden states as one tensor."""
 
     def __init__(self, adapter: Adapter, chunk: int) -> None:
         self.adapter, self.chunk = adapter, chunk
@@ -148,7 +149,7 @@ class StatementStream:
         finally:
             self.statements, self.kept = None, None
         if gpt.post_process:
-            return output, stated
+            return output, self.digit_logits(stated, statements)
         return torch.cat([output.reshape(-1, 1, output.shape[-1]), stated])
 
     def _shape(self, length: int, batch: int) -> tuple[int, int, int]:
@@ -184,6 +185,22 @@ class StatementStream:
         if self.config.sequence_parallel:
             full = scatter_to_sequence_parallel_region(full, group=self.adapter.policy.topology.tp_group)
         return full
+
+    def digit_logits(self, hidden: Tensor, statements: Statements) -> Tensor:
+        """Logits fp32 [B, m, K] of the digits at the m tokens that choose one, at temperature 1; ``hidden``: [B * n, 1, h].
+        The output layer stays as it is; tokens of the adapter's own are trained. Collective over the tensor-parallel
+        ranks, of which each has its share of the gradient."""
+        (rows, n), group = statements.tokens.shape, self.adapter.policy.topology.tp_group
+        if not self.config.sequence_parallel:  # where they were gathered, the gradient is summed already
+            hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
+        hidden = hidden.view(rows, n, -1)[:, statements.before :][:, statements.form.choosing]
+        if statements.form.own_tokens:
+            return self.adapter.share(F.linear(hidden.float(), self.adapter.parameters[TOKENS]))
+        weight = self.adapter.policy.output_weight.detach()
+        local = torch.as_tensor(statements.form.digits, device=weight.device) - group.rank() * len(weight)
+        here = (local >= 0) & (local < len(weight))
+        digits = weight[torch.where(here, local, 0)] * here[:, None]
+        return reduce_from_tensor_model_parallel_region(hidden @ digits.t(), group=group).float()
 
     def _attention(
         self, layer: int, forward: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *a: Any, **o: Any
@@ -228,22 +245,10 @@ def _without_recomputation(decoder: Any) -> Iterator[None]:
             setattr(owner, name, value)
 
 
-def adapt(policy: Policy, config: AdapterConfig, features: int = 0) -> Adapter:
-    """A new adapter for ``policy``, whose chunks now take statements; ``features``: numbers that the confidence sees."""
-    adapter = Adapter(policy, config, features)
+def adapt(policy: Policy, config: AdapterConfig, features: int = 0, own_tokens: int = 0) -> Adapter:
+    """A new adapter for ``policy``, whose chunks now take statements; ``features``: numbers that the confidence sees,
+    ``own_tokens``: those that it chooses among instead of digits."""
+    adapter = Adapter(policy, config, features, own_tokens)
     for chunk in range(len(policy.gpt)):
         StatementStream(adapter, chunk)
     return adapter
-
-
-def digit_logits(policy: Policy, weight: Tensor, hidden: Tensor, statements: Statements) -> Tensor:
-    """Logits fp32 [B, m, K] of the digits at the m tokens that choose one, at temperature 1. ``weight``: this rank's rows of
-    the output layer, which stays as it is; ``hidden``: [B * n, 1, h]. Collective over the tensor-parallel ranks."""
-    (rows, n), group = statements.tokens.shape, policy.topology.tp_group
-    if not policy.config.sequence_parallel:  # where they were gathered, the gradient is summed already
-        hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
-    hidden = hidden.view(rows, n, -1)[:, statements.before :][:, statements.form.choosing]
-    local = torch.as_tensor(statements.form.digits, device=weight.device) - group.rank() * len(weight)
-    here = (local >= 0) & (local < len(weight))
-    digits = weight.detach()[torch.where(here, local, 0)] * here[:, None]
-    return reduce_from_tensor_model_parallel_region(hidden @ digits.t(), group=group).float()

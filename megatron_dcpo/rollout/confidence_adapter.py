@@ -24,7 +24,7 @@ from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.objectives.stated import stated
 from megatron_dcpo.rollout.transformers_engine import TransformersEngine, prefill
 from megatron_dcpo.types import Prompt, Response
-from megatron_dcpo.weights.peft_adapter import FEATURES, SavedAdapter, check_shapes, pairs
+from megatron_dcpo.weights.peft_adapter import FEATURES, TOKENS, SavedAdapter, check_shapes, pairs
 
 # token ids of N prompts with their reasoning, what the confidence sees beside them, float32 [N, features] -> [N, m, K]
 DigitLogits = Callable[[Sequence[Sequence[int]], np.ndarray], Tensor]
@@ -83,6 +83,8 @@ class ConfidenceAdapter:
         check_shapes(saved, shapes)
         weight = engine.model.get_input_embeddings().weight
         self.features = saved.tensors[FEATURES].to(weight) if FEATURES in saved.tensors else None
+        rows = engine.model.get_output_embeddings().weight[torch.as_tensor(form.digits, device=weight.device)]
+        self.rows = saved.tensors[TOKENS].to(weight) if form.own_tokens else rows.detach()
         for name, (A, B) in pairs(saved).items():
             module = engine.model.get_submodule(name)
             module.register_forward_hook(self._hook(A.to(weight), B.to(weight), saved.scale))
@@ -116,15 +118,14 @@ class ConfidenceAdapter:
         visible = torch.cat([mask.bool()[:, None].expand(-1, n, -1), own.expand(len(ids), n, n)], dim=-1)[:, None]
         hidden = torch.zeros(visible.shape, dtype=states.dtype, device=device)
         with self._activated(True):
-            out = model(
+            out = model.base_model(
                 inputs_embeds=states,
                 attention_mask=hidden.masked_fill(~visible, torch.finfo(states.dtype).min),
                 position_ids=last[:, None] + 1 + depths,
                 past_key_values=cache,
                 use_cache=True,
             )
-        choices = torch.as_tensor(form.digits, device=device)
-        return out.logits[:, form.choosing][..., choices].float()
+        return F.linear(out.last_hidden_state[:, form.choosing], self.rows).float()
 
 
 def reasoning_of(
@@ -145,6 +146,6 @@ def reasoning_of(
 def with_statement(reasoning: Response, form: StatementForm, c: float, tokens: TokenBytes) -> Response:
     """``reasoning`` with its text and, behind it, the confidence ``c``."""
     pieces, ends = tokens.pieces(reasoning.token_ids), reasoning.token_ends
-    text = b"".join(pieces).decode(errors="replace") + form.text + f"{round(100 * c):02d}"
+    text = b"".join(pieces).decode(errors="replace") + form.written(c)
     ends = np.cumsum([*map(len, pieces)], dtype=np.int64) if ends is None else ends
     return replace(reasoning, text=text, token_ends=ends, finish_reason="stop")

@@ -58,10 +58,12 @@ class Partial:
 
 @dataclass
 class SlotSteps:
-    """Decoding positions of an engine, added up over its steps: those there were, and those that gave a token."""
+    """Decoding positions of an engine, added up over its steps: those there were, and those that gave a token.
+    ``preemptions``: how often a response lost its place in the cache to another and was computed anew."""
 
     total: int = 0
     used: int = 0
+    preemptions: int = 0
 
 
 class EngineError(RuntimeError):

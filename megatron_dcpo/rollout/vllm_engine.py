@@ -362,7 +362,19 @@ class VllmEngine(Engine):
         self._enter_in_ledger("weights")
         self._enter_in_ledger("kv_cache")
         llm.update_weight_version("0")
+        self._count_preemptions(llm)
         return llm
+
+    def _count_preemptions(self, llm: Any) -> None:
+        """The scheduler stands in this process; its own statistics would cost time in every step."""
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        preempt = scheduler._preempt_request
+
+        def counted(*arguments: Any, **options: Any) -> Any:
+            self.slot_steps.preemptions += 1
+            return preempt(*arguments, **options)
+
+        scheduler._preempt_request = counted
 
     def _unlink_shared_memory(self) -> None:
         """On the CPU the ranks of an engine talk through shared memory whose name is the same in every job of a machine,

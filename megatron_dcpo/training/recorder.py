@@ -19,11 +19,12 @@ import numpy as np
 
 from megatron_dcpo.calibration import json_ready, summarize
 from megatron_dcpo.checkpoints.saver import last_complete
-from megatron_dcpo.config import as_dict, to_yaml
+from megatron_dcpo.config import Config, as_dict, to_yaml
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.planning.plan import Machine, make_plan
 from megatron_dcpo.planning.traffic import sequence_flops
 from megatron_dcpo.policy.model import Policy
-from megatron_dcpo.runtime.device import peak_tflops
+from megatron_dcpo.runtime.device import capabilities, peak_tflops
 from megatron_dcpo.runtime.distributed import broadcast_object
 from megatron_dcpo.runtime.files import write_atomically
 from megatron_dcpo.runtime.text import parse_json
@@ -61,6 +62,7 @@ class Recorder:
             raise UserError(
                 f"cannot write in run_dir {run.directory} ({_why(refused)}); free space or change run_dir"
             ) from None
+        self.planned = planned_memory(run.config, run.topology.world_size) if self.writes else {}
         if run.config.logging.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -96,7 +98,7 @@ class Recorder:
         refused: str | None = None
         if self.writes:
             metrics = {"step": step, **step_metrics(samples, statistics, timers), **(traffic or {})}
-            metrics |= utilization(self.run.policy, samples, timers)
+            metrics |= utilization(self.run.policy, samples, timers) | self.planned
             try:
                 overlapped = timers.seconds.get("judge_busy", 0.0)
                 tokens = {(s.response.prompt_id, s.response.sample_index): s.tokens for s in statistics.samples}
@@ -286,6 +288,16 @@ def utilization(policy: Policy, samples: Sequence[TrainingSample], timers: Timer
     forward = sum(sequence_flops(policy.arch, policy.layout, length, length) for length in lengths)
     reached = 3 * forward / seconds / policy.topology.world_size / 1e12
     return {"tflops/train": reached, "mfu/train": reached / peak}
+
+
+def planned_memory(config: Config, gpus: int) -> dict[str, float]:
+    """``memory/planned/PHASE`` in GB on a GPU: what ``dcpo plan`` says of the fullest, beside the measured
+    ``memory/PHASE/device``."""
+    if not capabilities().separate_memory:
+        return {}
+    plan = make_plan(config, Machine(gpus=gpus))
+    peaks = {"train": plan.largest.total, "save": plan.saving_bytes, "rollout": plan.rollout_bytes}
+    return {f"memory/planned/{phase}": peak / 1e9 for phase, peak in peaks.items()}
 
 
 def _mean(values: list[float]) -> float:

@@ -171,18 +171,22 @@ def build_run(config: Config) -> TrainingRun:
 
 def build_statement_form(config: Config, tokenizer: Any, digits: DigitVocabulary) -> StatementForm | None:
     """How the adapter of ``model.adapter`` states the confidence."""
-    adapter = config.confidence_adapter
-    return StatementForm.of(tokenizer, digits.token_ids, config.judging.marker, adapter.activated) if adapter else None
+    adapter, judging = config.confidence_adapter, config.judging
+    if adapter is None:
+        return None
+    return StatementForm.of(tokenizer, digits.token_ids, judging.marker, adapter.activated, judging.confidence_tokens)
 
 
 def build_adapter(config: Config, objective: Objective, policy: Policy) -> AdapterOptimizer | None:
     """The adapter of ``model.adapter`` on ``policy``, with its optimizer."""
     if config.model.adapter is None:
         return None
-    of_policy = config.policy_adapter
-    seen = NUM_FEATURES if objective.options.confidence_sees == "logprobs" else 0
+    if config.policy_adapter:
+        adapter = Adapter(policy, config.policy_adapter, always=True)
+    else:
+        seen = NUM_FEATURES if objective.options.confidence_sees == "logprobs" else 0
+        adapter = adapt(policy, config.model.adapter, seen, config.judging.confidence_tokens)
     steps = config.training.steps * config.training.updates_per_rollout
-    adapter = Adapter(policy, of_policy, always=True) if of_policy else adapt(policy, config.model.adapter, seen)
     optimizer = AdapterOptimizer(adapter, config.optimizer, steps)
     ledger.put("adapter", optimizer.nbytes)
     return optimizer

@@ -156,11 +156,13 @@ def _samples(group: Group) -> list[TrainingSample]:
 
 
 def _utilisation(run: TrainingRun, before: SlotSteps | None) -> dict[str, float]:
-    """The share of the engines' decoding positions since ``before`` that gave a token; where they know. Collective."""
-    now = run.engine.slot_steps
-    own = (now.used - before.used, now.total - before.total) if now is not None and before is not None else (0, 0)
-    used, total = np.sum(all_gather_objects(own), axis=0).tolist()
-    return {"rollout/utilisation": used / total} if total else {}
+    """The share of the engines' decoding positions since ``before`` that gave a token, and how often a full cache cost a
+    response its place; where they know. Collective."""
+    now, own = run.engine.slot_steps, (0, 0, 0)
+    if now is not None and before is not None:
+        own = (now.used - before.used, now.total - before.total, now.preemptions - before.preemptions)
+    used, total, preemptions = np.sum(all_gather_objects(own), axis=0).tolist()
+    return {"rollout/utilisation": used / total, "rollout/preemptions": preemptions} if total else {}
 
 
 def _sample_groups(run: TrainingRun, groups: Sequence[Group], wanted: int, step: int, timers: Timers) -> list[Group]:

@@ -26,11 +26,11 @@ def statement_targets(
     run: TrainingRun, samples: Sequence[TrainingSample], scored: Scored
 ) -> list[StatementTarget | None]:
     """What the statement of each sample is trained on; None where the policy itself states the confidence."""
-    if not run.objective.adapter_states:
+    if not run.objective.adapter_states or run.statement_form is None:
         return [None] * len(samples)
     options = run.objective.options
     weight = options.weight_confidence / max(float(scored.trained.sum()), 1.0)
-    scores = score_values(scored.targets, options)
+    scores = score_values(scored.targets, options, run.statement_form.values)
     targets: list[StatementTarget | None] = []
     for sample, row, trained in zip(samples, scores, scored.trained, strict=True):
         ids, boundary = sample.response_ids, sample.judgement.boundary
@@ -51,7 +51,7 @@ def statement_inputs(form: StatementForm | None, samples: Sequence[TrainingSampl
     return StatementInputs(
         form,
         [target.after for target in targets],
-        np.array([target.scores for target in targets]).reshape(len(targets), 100),
+        np.array([target.scores for target in targets]).reshape(len(targets), form.values),
         np.array([target.weight for target in targets]),
         np.stack(seen) if seen else None,
     )

@@ -24,6 +24,7 @@ from megatron_dcpo.runtime.text import read_json_object
 DIRECTORY = "confidence_adapter"  # beside the model's weights
 POLICY_DIRECTORY = "adapter"  # of the whole policy, in the run's directory
 FEATURES = "confidence_features.weight"  # [hidden, features], no part of PEFT's file
+TOKENS = "confidence_tokens.weight"  # [101, hidden], the output rows of its own tokens, beside the former
 KEPT = "adapter."  # before its tensors' names in a training's checkpoint
 SCALE = "adapter.scale"  # there as well, of an adapter of the whole policy
 _PREFIX = "base_model.model."
@@ -47,7 +48,7 @@ class LowRank:
 @dataclass(frozen=True)
 class SavedAdapter:
     """Of ``directory``. ``tensors``: ``model.layers.0.self_attn.q_proj.lora_A.weight`` [rank, in], ``...lora_B.weight``
-    [out, rank], and :data:`FEATURES` where the confidence sees log-probs; ``scale``: alpha / rank."""
+    [out, rank], :data:`FEATURES` where the confidence sees log-probs, :data:`TOKENS`; ``scale``: alpha / rank."""
 
     directory: Path
     tensors: dict[str, Tensor]
@@ -59,7 +60,12 @@ class SavedAdapter:
     @property
     def servable(self) -> bool:
         """Whether an engine that applies an adapter to the whole text computes the same."""
-        return not self.activated and FEATURES not in self.tensors
+        return not self.activated and not self.tensors.keys() & {FEATURES, TOKENS}
+
+    @property
+    def own_tokens(self) -> int:
+        """How many tokens of its own it chooses among; 0: digits."""
+        return len(self.tensors[TOKENS]) if TOKENS in self.tensors else 0
 
 
 def write_adapter(
@@ -84,14 +90,15 @@ def write_adapter(
     if statement is not None and config.activated:
         peft["alora_invocation_tokens"] = list(statement[0])
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    features = {name: whole.pop(name) for name in (FEATURES,) if name in whole}
+    beside = {name: whole.pop(name) for name in (FEATURES, TOKENS) if name in whole}
     with new_directory(directory, overwrite=True) as temporary:
         save_file({_PREFIX + name: tensor for name, tensor in whole.items()}, temporary / "adapter_model.safetensors")
-        if features:
-            save_file(features, temporary / "confidence.safetensors")
+        if beside:
+            save_file(beside, temporary / "confidence.safetensors")
         (temporary / "adapter_config.json").write_text(json.dumps(peft, indent=1) + "\n")
         if statement is not None:
-            about = {"marker": statement[1], "sees": "logprobs" if features else "text"}
+            tokens = len(beside[TOKENS]) if TOKENS in beside else 0
+            about = {"marker": statement[1], "sees": "logprobs" if FEATURES in beside else "text", "tokens": tokens}
             (temporary / "confidence.json").write_text(json.dumps(about, indent=1) + "\n")
 
 
@@ -100,7 +107,7 @@ def read_adapter(directory: Path) -> SavedAdapter:
     about, peft = (read_json_object(directory / name) for name in ("confidence.json", "adapter_config.json"))
     try:
         tensors = load_file(directory / "adapter_model.safetensors")
-        if about["sees"] == "logprobs":
+        if about["sees"] == "logprobs" or about.get("tokens"):
             tensors |= load_file(directory / "confidence.safetensors")
         rank = int(peft["r"])
         scale = float(peft["lora_alpha"]) / rank

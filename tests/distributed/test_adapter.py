@@ -54,6 +54,7 @@ ONE = [
     {"parallel": {"recompute_granularity": "full"}},
     {"parallel": {}, "choices": 100},
     {"parallel": {"sequence_packing": True}, "choices": 100},
+    {"parallel": {}, "choices": 101},  # tokens of its own
 ]
 WHOLE = {"activated": False}  # acts on the whole text, not on the statement alone
 
@@ -61,13 +62,14 @@ WHOLE = {"activated": False}  # acts on the whole text, not on the statement alo
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """Where trained adapters of the tiny model are, on a policy that was not trained: activated or not."""
-    return {activated: tmp_path_factory.mktemp("saved") for activated in (True, False)}
+    return {activated: tmp_path_factory.mktemp("saved") for activated in (True, False, "tokens")}
 
 
 @pytest.fixture(scope="module")
 def one(tiny_models, tmp_path_factory, saved):
     settings = [*ONE, PLAIN | WHOLE]
-    settings += [PLAIN | {"lr": 0.0, "save": str(where), "activated": form} for form, where in saved.items()]
+    settings += [PLAIN | {"lr": 0.0, "save": str(saved[form]), "activated": form} for form in (True, False)]
+    settings += [PLAIN | {"lr": 0.0, "save": str(saved["tokens"]), "choices": 101}]
     out = tmp_path_factory.mktemp("one")
     return torchrun("adapter", 1, out, {"model": str(tiny_models("qwen3", True)), "settings": settings})[0]
 
@@ -78,16 +80,16 @@ def sequences():
     return [np.concatenate([s.prompt_ids, s.response_ids[: reasoning_of(s)]]).tolist() for s in samples]
 
 
-@pytest.mark.parametrize("activated", [True, False])
-def test_the_embedded_engine_states_what_the_trainer_computes(one, saved, tiny_models, activated):
-    logits = stated_by_the_engine(saved, tiny_models, activated, features_of(samples_for_test()))
-    np.testing.assert_allclose(logits, np.array(one[-2 if activated else -1]["last"]), atol=1e-4)
+@pytest.mark.parametrize(("form", "place"), [(True, -3), (False, -2), ("tokens", -1)])
+def test_the_embedded_engine_states_what_the_trainer_computes(one, saved, tiny_models, form, place):
+    logits = stated_by_the_engine(saved, tiny_models, form, features_of(samples_for_test()))
+    np.testing.assert_allclose(logits, np.array(one[place]["last"]), atol=1e-4)
 
 
 def stated_by_the_engine(saved, tiny_models, activated, features):
     engine = TransformersEngine.from_pretrained(tiny_models("qwen3", True))
     adapter = read_adapter(saved[activated] / DIRECTORY)
-    form = form_for_test(10, adapter.activated)
+    form = form_for_test(adapter.own_tokens or 10, adapter.activated)
     return ConfidenceAdapter(engine, adapter, form).logits(sequences(), features).numpy()
 
 
@@ -120,8 +122,8 @@ def test_the_policy_is_the_one_without_adapter_bit_for_bit(one):
     with_adapter, without, *_ = one
     assert with_adapter["losses"] == without["losses"]
     assert with_adapter["norms"] == without["norms"]
-    assert with_adapter["weights"] == without["weights"] == one[6]["weights"]
-    assert one[6]["stated"] != with_adapter["stated"]
+    assert with_adapter["weights"] == without["weights"] == one[7]["weights"] == one[6]["weights"]
+    assert one[7]["stated"] != with_adapter["stated"]
 
 
 def test_the_adapter_learns_from_every_part(one):
@@ -141,14 +143,16 @@ def test_packing_and_recomputation_do_not_matter(one):
 def test_layouts_train_the_same_adapter(one, layout, tiny_models, tmp_path):
     ranks, parallel, variants = LAYOUTS[layout]
     settings = [{"parallel": parallel | variant} for variant in variants]
-    settings += [{"parallel": parallel, "choices": 100}, {"parallel": parallel | variants[-1]} | WHOLE]
+    settings += [{"parallel": parallel, "choices": 100}, {"parallel": parallel, "choices": 101}]
+    settings += [{"parallel": parallel | variants[-1]} | WHOLE]
     results = torchrun("adapter", ranks, tmp_path, {"model": str(tiny_models("qwen3", True)), "settings": settings})
     for rank in results:
-        *found, hundred, whole = rank
+        *found, hundred, own, whole = rank
         for each in found:
             same(each, one[0])
         same(hundred, one[4])
-        same(whole, one[6])
+        same(own, one[6])
+        same(whole, one[7])
 
 
 def test_through_the_layers_of_transformer_engine(one, tiny_models, tmp_path):

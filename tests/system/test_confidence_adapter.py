@@ -103,9 +103,30 @@ def test_an_adapter_on_the_whole_text_leaves_the_policy_alone_too(finished: Path
     )
 
 
+def test_tokens_of_its_own(tmp_path: Path) -> None:
+    options = ("judging.confidence_tokens=101", "optimizer.adapter_lr=0.02", "training.steps=4")
+    rows = train(tmp_path / "run", *options, method="dcpo_adapter")
+    assert rows[0]["confidence/mean"] == 0.5  # the rows of the new tokens are zero: all values are as likely
+    assert rows[-1]["confidence/mean"] != 0.5
+    saved = tmp_path / "run" / "policy" / "confidence_adapter"
+    assert load_file(saved / "confidence.safetensors")["confidence_tokens.weight"].shape[0] == 101
+    stated = evaluate(tmp_path / "run" / "policy", tmp_path / "out")
+    assert stated["violation_rate"] == 0
+    assert stated["verbal"]["mean"] != 0.5
+
+
 @pytest.mark.parametrize(
     ("overrides", "word"),
     [
+        (
+            (
+                "model.adapter=null",
+                "objective.confidence_parameters=shared",
+                "objective.confidence_sees=text",
+                "judging.confidence_tokens=101",
+            ),
+            "judging.confidence_tokens",
+        ),
         (("model.adapter=null",), "model.adapter"),
         (("rollout.temperature=0.7",), "rollout.temperature=1"),
         (("model.adapter.rank=0",), "rank"),

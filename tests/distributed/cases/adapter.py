@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from megatron_dcpo.config import AdapterConfig, ParallelConfig
 from megatron_dcpo.judging.statement import NUM_FEATURES, StatementForm
@@ -18,7 +19,7 @@ from megatron_dcpo.policy.optimizer import build_optimizer, gather_parameters, g
 from megatron_dcpo.policy.schedule import accumulate_gradients
 from megatron_dcpo.policy.statements import StatementInputs, adapt
 from megatron_dcpo.runtime.distributed import all_gather_objects
-from megatron_dcpo.weights.peft_adapter import DIRECTORY, write_adapter
+from megatron_dcpo.weights.peft_adapter import DIRECTORY, TOKENS, write_adapter
 from tests.distributed.cases.common import config_for_test, initialize_layout, samples_for_test, shared_out
 from tests.distributed.cases.policy import digest
 
@@ -38,11 +39,11 @@ def features_of(everything: list[Any]) -> np.ndarray:
 def inputs_of(form: StatementForm, everything: list[Any], mine: Any) -> LossInputs:
     """A statement behind part of each response, scored by numbers that differ from sample to sample."""
     places = [next(i for i, other in enumerate(everything) if other is sample) for sample in mine]
-    scores = -np.random.default_rng(1).random((len(everything), 100))
+    scores = -np.random.default_rng(1).random((len(everything), form.values))
     features = features_of(everything)
     after = [len(s.prompt_ids) + reasoning_of(s) for s in mine]
     weights = np.array([(1 + place % 3) / len(everything) for place in places])
-    own = scores[places].reshape(-1, 100), weights, features[places].reshape(-1, NUM_FEATURES)
+    own = scores[places].reshape(-1, form.values), weights, features[places].reshape(-1, NUM_FEATURES)
     return LossInputs(statements=StatementInputs(form, after, *own))
 
 
@@ -60,7 +61,12 @@ def measure(setting: dict[str, Any], options: dict[str, Any], topology: Any) -> 
     optimizer, scheduler = build_optimizer(config, policy)
     adapter = None
     if setting.get("adapter", True):
-        adapter = AdapterOptimizer(adapt(policy, AdapterConfig(rank=4, alpha=8), NUM_FEATURES), config.optimizer, 100)
+        own_tokens = 101 * (setting.get("choices") == 101)
+        adapted = adapt(policy, AdapterConfig(rank=4, alpha=8), NUM_FEATURES, own_tokens)
+        if own_tokens and policy.gpt[-1].post_process:  # zero, a first step would train nothing else
+            rows = torch.randn(101, policy.arch.hidden_size, generator=torch.Generator().manual_seed(3))
+            adapted.parameters[TOKENS].data.copy_(0.1 * rows)
+        adapter = AdapterOptimizer(adapted, config.optimizer, 100)
     samples, form = samples_for_test(), form_for_test(setting.get("choices", 10), setting.get("activated", True))
     indices, splits = shared_out(samples, parallel, topology, 2, max_tokens=260)
     mine = [samples[i] for i in indices]

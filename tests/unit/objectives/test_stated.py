@@ -20,12 +20,12 @@ def expected_score(logits, scores):
     return (joint.flatten(1) * scores).sum(-1)
 
 
-@pytest.mark.parametrize("shape", [(1, 100), (11, 10)])
+@pytest.mark.parametrize("shape", [(1, 100), (11, 10), (1, 101)])
 def test_with_a_large_damping_it_is_the_gradient_of_the_expected_score(shape):
     """Up to a factor of each decision, the tenth's being one of all it can depend on; the hundredths weigh ten times."""
     torch.manual_seed(0)
     logits = torch.randn(3, *shape, dtype=torch.float64, requires_grad=True)
-    scores = torch.as_tensor(score_values(np.array([0.0, 1.0, 0.3]), BRIER))
+    scores = torch.as_tensor(score_values(np.array([0.0, 1.0, 0.3]), BRIER, max(100, shape[1])))
     (ours,) = torch.autograd.grad(statement_losses(logits, scores, BRIER.changed(digit_damping=1e9)).sum(), logits)
     (plain,) = torch.autograd.grad(-expected_score(logits, scores).sum(), logits)
     for sample in range(3):
@@ -34,12 +34,12 @@ def test_with_a_large_damping_it_is_the_gradient_of_the_expected_score(shape):
             assert cosine > 1 - 1e-6, (sample, row)
 
 
-@pytest.mark.parametrize("shape", [(1, 100), (11, 10)])
+@pytest.mark.parametrize("shape", [(1, 100), (11, 10), (1, 101)])
 def test_gradient_descent_finds_the_probability(shape):
     """Labels right with probability .37: what is stated in the end is .37."""
     logits = torch.zeros(1, *shape, requires_grad=True)
     adam = torch.optim.Adam([logits], lr=0.1)
-    scores = torch.as_tensor(score_values(np.array([0.0, 1.0]), BRIER), dtype=torch.float32)
+    scores = torch.as_tensor(score_values(np.array([0.0, 1.0]), BRIER, max(100, shape[1])), dtype=torch.float32)
     expected = (0.63 * scores[0] + 0.37 * scores[1])[None]
     for _ in range(400):
         adam.zero_grad()
@@ -55,6 +55,9 @@ def test_what_is_stated_is_the_mean_in_hundredths():
     certain[1, 1 + 0, 9] = certain[1, 1 + 9, 4] = 0.0
     assert stated(certain).tolist() == pytest.approx([0.74, 0.52])
     assert stated(torch.zeros(1, 1, 100)).tolist() == pytest.approx([0.5])  # of 0 to .99: .495
+    sure = torch.zeros(1, 1, 101)
+    sure[..., 100] = 1e4
+    assert stated(sure).tolist() == [1.0]
 
 
 def test_the_policy_gets_the_advantages_of_grpo():

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_dcpo.config import ModelConfig, ParallelConfig
+from megatron_dcpo.config import ModelConfig, ParallelConfig, load_config
+from megatron_dcpo.planning.plan import Machine, make_plan
 from megatron_dcpo.planning.traffic import forward_flops
 from megatron_dcpo.runtime import device
 from megatron_dcpo.training import recorder
@@ -49,3 +50,15 @@ def test_utilization_of_the_training_phase(monkeypatch):
     work = SimpleNamespace(tokens=32_000, length=2000)
     assert found["tflops/train"] == pytest.approx(3 * forward_flops(arch, layout, work) / 2.0 / 8 / 1e12)
     assert recorder.utilization(policy, samples, SimpleNamespace(seconds={})) == {}
+
+
+def test_planned_memory_stands_beside_the_measured(monkeypatch):
+    path = REPOSITORY / "examples" / "qwen3_8b" / "math" / "dcpo.yaml"
+    config = load_config(path, [f"model.path={REPOSITORY / 'tests/fixtures/models/Qwen3-8B'}"])
+    assert recorder.planned_memory(config, 8) == {}, "nothing on the CPU"
+    monkeypatch.setattr(recorder, "capabilities", lambda: SimpleNamespace(separate_memory=True))
+    plan = make_plan(config, Machine(gpus=8))
+    found = recorder.planned_memory(config, 8)
+    assert found["memory/planned/train"] == pytest.approx(plan.largest.total / 1e9)
+    assert found["memory/planned/train"] > found["memory/planned/save"] > 0
+    assert found["memory/planned/rollout"] == pytest.approx(plan.rollout_bytes / 1e9)
