@@ -167,6 +167,10 @@ class JudgingConfig:
     program_seconds: Annotated[float, Field(gt=0)] = CodeLimits.program_seconds
     memory_mb: Annotated[int, Field(ge=128)] = CodeLimits.memory_mb
 
+    @property
+    def limits(self) -> CodeLimits:
+        return CodeLimits(self.test_seconds, self.program_seconds, self.memory_mb)
+
 
 @dataclass(frozen=True, config=_STRICT)
 class OptimizerConfig:

@@ -129,9 +129,8 @@ def load_held_out(config: Config, tokenizer: Any, tokens: TokenBytes) -> HeldOut
     if not options.interval:
         return None
     check_validation(config)
-    limits = CodeLimits(judging.test_seconds, judging.program_seconds, judging.memory_mb)
     problems = load_problems(
-        benchmark_list(options), judging.marker, limits, judging.sandbox, untested=config.data.untested
+        benchmark_list(options), judging.marker, judging.limits, judging.sandbox, untested=config.data.untested
     )
     prompts: dict[str, Prompt] = {}
     for one in problems:

@@ -97,14 +97,7 @@ def compute_logprobs(
         counts = [len(sample.response_ids) for sample in batch.samples]
         return [piece.cpu().numpy() for piece in logprobs.split(counts)]
 
-    pieces_of_batches = broadcast_from_last_stage(
-        policy, _run(policy, samples, splits, collect, packing, forward_only=True)
-    )
-    result: list[np.ndarray] = [np.zeros(0, np.float32)] * len(samples)
-    for members, pieces in zip(splits, pieces_of_batches, strict=True):
-        for index, piece in zip(members, pieces, strict=True):
-            result[index] = piece
-    return result
+    return _in_order(policy, splits, _run(policy, samples, splits, collect, packing, forward_only=True))
 
 
 @torch.no_grad()
@@ -123,15 +116,15 @@ def compute_statements(
         assert batch.statements is not None
         return list(output[1][: batch.statements.count].cpu())
 
-    parts = broadcast_from_last_stage(
-        policy, _run(policy, samples, splits, collect, packing, forward_only=True, inputs=inputs)
-    )
-    found = {
-        index: logits
-        for rows, part in zip(splits, parts, strict=True)
-        for index, logits in zip(rows, part, strict=True)
-    }
-    return [found[index] for index in range(len(samples))]
+    parts = _run(policy, samples, splits, collect, packing, forward_only=True, inputs=inputs)
+    return _in_order(policy, splits, parts)
+
+
+def _in_order(policy: Policy, splits: Sequence[Sequence[int]], parts: list[list[Any]]) -> list[Any]:
+    """Of every sample what the last stage made of it, on every stage. ``parts``: by micro-batch, as ``splits``."""
+    pairs = zip(splits, broadcast_from_last_stage(policy, parts), strict=True)
+    found = {index: piece for rows, part in pairs for index, piece in zip(rows, part, strict=True)}
+    return [found[index] for index in range(len(found))]
 
 
 def broadcast_from_last_stage(policy: Policy, value: Any) -> Any:

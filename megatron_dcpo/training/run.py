@@ -263,8 +263,5 @@ def build_verifier(config: Config, prompts: Sequence[Prompt]) -> tuple[Verifier,
             "judging.verifier=code needs programming problems"
         )
     from megatron_dcpo.judging.programs import ProgramVerifier
-    from megatron_dcpo.sandbox.local import CodeLimits
 
-    judging = config.judging
-    limits = CodeLimits(judging.test_seconds, judging.program_seconds, judging.memory_mb)
-    return ProgramVerifier(tests, limits, judging.sandbox), FENCED
+    return ProgramVerifier(tests, config.judging.limits, config.judging.sandbox), FENCED

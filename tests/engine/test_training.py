@@ -66,6 +66,21 @@ def test_training_on_vllm(alone: list[dict[str, float]]) -> None:
 
 
 @at_length
+@pytest.mark.parametrize("processes", [1, 2])
+def test_validation_changes_nothing_of_the_run(alone, tmp_path: Path, processes: int) -> None:
+    """By the run's engine, of one rank or of two: the same validation, and the training that there is without one."""
+    options = [f"evaluation.benchmarks={HELDOUT}", "evaluation.interval=1", "evaluation.limit=8"]
+    size = [f"{key}.tensor_model_parallel_size={processes}" for key in ("parallel", "rollout")]
+    rows = train(tmp_path / "run", *ENGINE, *options, *size, processes=processes)
+    validated = [row["evaluation/heldout/accuracy"] for row in rows]
+    assert len(validated) == 4
+    assert len(set(validated)) > 1
+    for ours, single in zip(rows[1:], alone, strict=True):
+        assert ours["reward/accuracy"] == single["reward/accuracy"]
+        assert ours["loss/policy"] == pytest.approx(single["loss/policy"], abs=0 if processes == 1 else 1e-4)
+
+
+@at_length
 @pytest.mark.parametrize(
     "option", ["parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=2", "seed=1"]
 )
