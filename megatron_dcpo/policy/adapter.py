@@ -142,13 +142,13 @@ class Adapter:
         low_rank = self.pairs[f"{module}.weight"] = LowRank(*pair, self.config.alpha / self.config.rank)
         return low_rank
 
-    def share(self, parameter: Tensor) -> Tensor:
-        """``parameter``, of which every tensor-parallel rank will have the whole gradient: each keeps its share, for the sum
-        over ranks. Or any other tensor."""
+    def share(self, tensor: Tensor) -> Tensor:
+        """``tensor``, of which every tensor-parallel rank will have the whole gradient: each keeps its share, for the sum
+        over ranks."""
         if self.policy.topology.tp_size == 1:
-            return parameter
-        share = parameter / self.policy.topology.tp_size
-        return parameter.detach() + (share - share.detach())
+            return tensor
+        share = tensor / self.policy.topology.tp_size
+        return tensor.detach() + (share - share.detach())
 
     def _own(self, size: int) -> slice:
         """This tensor-parallel rank's part of ``size`` rows or columns."""

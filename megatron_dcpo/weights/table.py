@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
@@ -129,13 +129,11 @@ def engine_cuts(arch: Architecture) -> Mapping[str, EngineCut]:
     return MappingProxyType(cuts)
 
 
-def adapted(arch: Architecture, projections: Collection[str]) -> tuple[str, ...]:
+@functools.lru_cache(maxsize=64)
+def adapted(arch: Architecture, projections: tuple[str, ...]) -> tuple[str, ...]:
     """The tensors to which a low-rank adapter on ``projections`` (``q_proj``, ...) adds."""
-    return tuple(name for name in hf_shapes(arch) if _projection(name) in projections)
-
-
-def _projection(name: str) -> str:
-    return name.removesuffix(".weight").rpartition(".")[2] if name.endswith(".weight") else ""
+    endings = tuple(f".{projection}.weight" for projection in projections)
+    return tuple(name for name in hf_shapes(arch) if name.endswith(endings))
 
 
 def number_of_parameters(arch: Architecture) -> int:
