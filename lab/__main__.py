@@ -1,4 +1,4 @@
-"""``python -m lab run|render|theory``: the calibration lab. ``make lab`` and ``make lab-smoke`` call it."""
+"""``python -m lab run|render|test|test-tables|theory``: the calibration lab. ``make lab`` and ``make lab-smoke`` call it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lab.grid import FAMILIES, grid, known, select
 from lab.runner import FULL, SMOKE, Lab, has_policy
-from lab.testgrid import METHODS_OF_THE_TEST, TestGrid, cells
+from lab.testgrid import METHODS_OF_THE_TEST, HeldOutLab, cells, pack
 from megatron_dcpo.errors import UserError
 
 
@@ -32,6 +32,9 @@ def main() -> int:
     test.add_argument("--methods", default=",".join(METHODS_OF_THE_TEST), help="default: %(default)s")
     test.add_argument("--seeds", type=int, default=1, help="of every method on every pretraining")
     test.add_argument("--smoke", action="store_true", help="three steps, a few problems")
+    tables = verbs.add_parser("test-tables", help="the tables of the test, from the published responses")
+    tables.add_argument("--grid", type=Path, help="the --out of a test whose cells to publish first")
+    tables.add_argument("--out", type=Path, default=Path("docs/lab"))
     render = verbs.add_parser("render", help="tables and figures from finished cells")
     render.add_argument("--grid", type=Path, help="the --out of a run whose cells to publish (default: as published)")
     render.add_argument("--out", type=Path, default=Path("docs/lab"))
@@ -46,7 +49,14 @@ def main() -> int:
         elif args.verb == "test":
             known(args.methods.split(","))
             chosen = cells(args.policies.split(","), args.methods.split(","), range(1, args.seeds + 1))
-            TestGrid(args.out.resolve(), SMOKE if args.smoke else FULL, args.jobs).run(chosen)
+            HeldOutLab(args.out.resolve(), SMOKE if args.smoke else FULL, args.jobs).run(chosen)
+        elif args.verb == "test-tables":
+            from lab import testtables
+
+            if args.grid:
+                logging.info("%d trained cells packed", pack(args.grid, args.out / testtables.RECORDS))
+            found = testtables.tables(args.out / testtables.RECORDS, args.out)
+            print(f"best on the validation problems: {found['best']}")
         elif args.verb == "theory":
             from lab.theory.run import write_theory
 

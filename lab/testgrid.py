@@ -65,7 +65,7 @@ def cells(policies: Sequence[str], methods: Sequence[str], seeds: Sequence[int])
 
 
 @dataclass(frozen=True)
-class TestGrid(Lab):
+class HeldOutLab(Lab):
     """The cells of the test below ``out``."""
 
     def run_cell(self, cell: Cell) -> dict[str, Any]:

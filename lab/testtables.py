@@ -1,0 +1,295 @@
+"""``test.json`` and ``test_tables.md``: the tables of the test, from ``docs/lab/test_records.tar.xz`` alone.
+
+Rows that need no training of their own are computed here from GRPO's responses, or from the adapter's: ``FITTED`` on the
+validation problems, never on the test's.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from lab.grid import METHODS
+from lab.results import crossed, read_archive, rounded
+from lab.runner import EXAMPLES
+from megatron_dcpo.calibration import accuracy_at_coverage, aurc, auroc, binned_error, brier, ece, json_ready, null_ece
+from megatron_dcpo.data.datasets import read_json_lines
+from megatron_dcpo.errors import UserError
+
+RECORDS = "test_records.tar.xz"
+POLICIES = MappingProxyType({"large": "qwen3_3", "qwen3": "qwen3_2", "llama": "llama"})  # as test.json names them
+METRICS = ("accuracy", "pass_at_8", "ece", "brier", "auroc", "skill", "ece_ood", "aurc", "accuracy_at_80", "utility")
+TITLES = {name: method.title for name, method in METHODS.items()} | {
+    "lookup": "lookup, one number per type",
+    "consistency": "agreement of 8 samples",
+    "logprob": "log-prob of the reasoning, isotonic",
+    "adapter_isotonic": "adapter, isotonic",
+}
+
+
+@dataclass(frozen=True)
+class Records:
+    """Judged responses [N] to one part, in the order of the problems. ``confidence`` is NaN where none was stated."""
+
+    problem: np.ndarray
+    kind: np.ndarray
+    correct: np.ndarray
+    confidence: np.ndarray
+    logprob: np.ndarray
+    answer: np.ndarray
+
+    def stating(self, confidence: np.ndarray) -> Records:
+        return replace(self, confidence=confidence)
+
+
+Run = Mapping[str, Records]  # part -> responses of one policy under one method
+Runs = dict[tuple[str, int], dict[str, Run]]  # (family, pretraining) -> method -> run
+
+
+def load(archive: Path, seed: int = 1) -> Runs:
+    """The responses of all cells of one seed. Raises :class:`UserError` where there is no archive."""
+    if not archive.is_file():
+        raise UserError(f"{archive}: no records; make them with: python -m lab test, then test-tables --grid")
+    kinds = {name: np.array([r["type"] for _, r in read_json_lines(EXAMPLES / "data" / f"{name}.jsonl")]) for name in
+             ("test", "ood", "heldout", "train")}  # fmt: skip
+    runs: Runs = {}
+    for path, content in sorted(read_archive(archive).items()):
+        policy, method, of_seed, file = path.split("/")
+        part = file.removesuffix(".csv")
+        if int(of_seed) == seed and part in (*kinds, "decoding"):
+            family, _, pretraining = policy.partition(".")
+            run = runs.setdefault((family, int(pretraining or 0)), {}).setdefault(method, {})
+            assert isinstance(run, dict)
+            run[part] = _records(content, kinds["test" if part == "decoding" else part])
+    return runs
+
+
+def _records(content: bytes, kinds: np.ndarray) -> Records:
+    rows = list(csv.DictReader(io.StringIO(content.decode())))
+    rows.sort(key=lambda row: int(row["problem"]))
+    columns = {key: [row[key] for row in rows] for key in rows[0]}
+    problem = np.array(columns["problem"], int)
+    confidence, logprob = (
+        np.array([float(v) if v else math.nan for v in columns[k]]) for k in ("confidence", "logprob")
+    )
+    correct = np.array(columns["correct"], float)
+    return Records(problem, kinds[problem], correct, confidence, logprob, np.array(columns["answer"]))
+
+
+# ------------------------------------------------------------------------------------------------ fitted rows
+def isotonic(x: np.ndarray, y: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
+    from sklearn.isotonic import IsotonicRegression
+
+    known = ~np.isnan(x)
+    model = IsotonicRegression(y_min=0, y_max=1, out_of_bounds="clip").fit(x[known], y[known])
+    return lambda new: np.where(np.isnan(new), y.mean(), model.predict(np.nan_to_num(new)))
+
+
+def lookup(fit: Records) -> Callable[[Records], np.ndarray]:
+    """The accuracy on the type of problem, of all types where the type is new."""
+    table = {kind: fit.correct[fit.kind == kind].mean() for kind in np.unique(fit.kind)}
+    return lambda r: np.array([table.get(kind, fit.correct.mean()) for kind in r.kind])
+
+
+def agreement(r: Records) -> np.ndarray:
+    """Share of the problem's responses with the same answer."""
+    keys = np.array([f"{p} {a}" for p, a in zip(r.problem, r.answer, strict=True)])
+    _, group, count = np.unique(keys, return_inverse=True, return_counts=True)
+    return count[group] / np.bincount(r.problem)[r.problem]
+
+
+Fit = Callable[[Records], Callable[[Records], np.ndarray]]
+
+
+def _isotonic_of(column: str) -> Fit:
+    def fit(records: Records) -> Callable[[Records], np.ndarray]:
+        model = isotonic(getattr(records, column), records.correct)
+        return lambda r: model(getattr(r, column))
+
+    return fit
+
+
+FITTED: Mapping[str, tuple[str, Fit]] = MappingProxyType(
+    {
+        "lookup": ("grpo", lookup),
+        "logprob": ("grpo", _isotonic_of("logprob")),
+        "adapter_isotonic": ("adapter", _isotonic_of("confidence")),
+    }
+)
+
+
+def with_fitted(runs: dict[str, Run]) -> dict[str, Run]:
+    """The trained rows and those made of them. On the validation problems a fitted row is fitted on the other half."""
+    found = dict(runs)
+    for name, (start, fit) in FITTED.items():
+        if "heldout" not in runs.get(start, {}):
+            continue
+        fitted, parts = runs[start]["heldout"], {}
+        for part, records in runs[start].items():
+            parts[part] = records.stating(fit(fitted)(records))
+        halves = fitted.problem % 2 == 0
+        stated = np.empty(len(halves))
+        for half in (halves, ~halves):
+            stated[half] = fit(_rows(fitted, ~half))(_rows(fitted, half))
+        found[name] = parts | {"heldout": fitted.stating(stated)}
+    if "grpo" in runs:
+        found["consistency"] = {part: records.stating(agreement(records)) for part, records in runs["grpo"].items()}
+    return found
+
+
+def _rows(r: Records, chosen: np.ndarray) -> Records:
+    return Records(*(getattr(r, name)[chosen] for name in (f.name for f in fields(r))))
+
+
+# ------------------------------------------------------------------------------------------------ metrics
+def pass_at(k: int, r: Records) -> float:
+    """Unbiased estimate (Chen et al. 2021): mean over problems of 1 - C(n - right, k) / C(n, k) for n responses each."""
+    n = np.bincount(r.problem)
+    right = np.bincount(r.problem, weights=r.correct).astype(int)
+    return float(np.mean([1 - math.comb(a - b, k) / math.comb(a, k) for a, b in zip(n, right, strict=True) if a]))
+
+
+def skill(r: Records) -> float:
+    """1 - Brier / Brier of the lookup that states the method's own accuracy on each type."""
+    own = lookup(r)(r)
+    return 1 - brier(r.confidence, r.correct) / brier(own, r.correct)
+
+
+def utility(r: Records) -> float:
+    """Right +1, wrong -1, not answered 0, per question; answered where the confidence is at least a half."""
+    return float(((2 * r.correct - 1) * (np.nan_to_num(r.confidence, nan=-1) >= 0.5)).mean())
+
+
+def scores(run: Run, part: str = "test") -> dict[str, float]:
+    """``METRICS`` of one policy under one method; NaN where the part was not sampled."""
+    r, ood = run[part], run.get("ood")
+    c, y = r.confidence, r.correct
+    least = int(np.bincount(r.problem).min())
+    return {
+        "accuracy": float(y.mean()), "pass_at_8": pass_at(8, r) if least >= 8 else math.nan,
+        "ece": ece(c, y), "brier": brier(c, y), "auroc": auroc(c, y), "skill": skill(r),
+        "ece_ood": ece(ood.confidence, ood.correct) if ood else math.nan,
+        "aurc": aurc(c, y), "accuracy_at_80": accuracy_at_coverage(c, y, 0.8), "utility": utility(r),
+    }  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------ what is written
+def tables(archive: Path, out: Path) -> dict[str, Any]:
+    """Write ``test.json`` and ``test_tables.md``; returns the former. ``best`` is the row with the least Brier score on the
+    validation problems of the three-layer policies."""
+    runs = {policy: with_fitted(methods) for policy, methods in load(archive).items()}
+    families = {family: [runs[key] for key in sorted(runs) if key[0] == family] for family in POLICIES}
+    chosen = _validation(families["large"])
+    best = min(chosen, key=lambda name: chosen[name])
+    policies = {
+        POLICIES[family]: {
+            name: _columns([r[name] for r in of if name in r and "test" in r[name]]) for name in _names(of)
+        }
+        for family, of in families.items()
+        if of
+    }
+    band = [null_ece(r[best]["test"].confidence, resamples=400) for r in families["large"] if best in r]
+    result = {"best": best, "null_ece_95": float(np.mean(band)), "policies": policies}
+    (out / "test.json").write_text(json.dumps(rounded(json_ready(result)), indent=1) + "\n")
+    (out / "test_tables.md").write_text(_markdown(families, result, chosen))
+    return result
+
+
+def _names(of: Sequence[Mapping[str, Run]]) -> list[str]:
+    return [name for name in TITLES if any("test" in r.get(name, {}) for r in of)]
+
+
+def _columns(of: Sequence[Run]) -> dict[str, list[float]]:
+    rows = [scores(run) for run in of]
+    return {key: [row[key] for row in rows] for key in METRICS}
+
+
+def _validation(of: Sequence[Mapping[str, Run]]) -> dict[str, float]:
+    """Brier score on the validation problems, mean over the pretrainings, of the rows that every pretraining has there."""
+    names = [name for name in TITLES if all("heldout" in r.get(name, {}) for r in of)]
+    return {name: float(np.mean([scores(r[name], "heldout")["brier"] for r in of])) for name in names}
+
+
+def _markdown(
+    families: Mapping[str, Sequence[Mapping[str, Run]]], result: Mapping[str, Any], chosen: Mapping[str, float]
+) -> str:
+    lines = ["# Tables of the test", "", "Made by `python -m lab test-tables` from `test_records.tar.xz` alone.", ""]
+    for family, of in families.items():
+        if not of:
+            continue
+        columns = result["policies"][POLICIES[family]]
+        lines += [f"## {POLICIES[family]}", "", "Mean over the n pretrainings.", ""]
+        lines += [f"| | n | {' | '.join(METRICS)} |", "|---" * (len(METRICS) + 2) + "|"]
+        for name, row in columns.items():
+            shown = " | ".join(f"{np.mean(row[key]):.4f}" for key in METRICS)
+            lines.append(f"| {TITLES[name]} | {len(row['accuracy'])} | {shown} |")
+        lines += ["", "ECE of every pretraining: plug-in, corrected for its bias, 95 % interval over problems;"]
+        lines += ["what 95 % of calibrated models with these confidences stay below.", ""]
+        lines += ["| | pretraining | ECE | corrected | interval | calibrated |", "|---" * 6 + "|"]
+        for name in columns:
+            for number, r in enumerate((r[name] for r in of if "test" in r.get(name, {})), start=1):
+                lines.append(f"| {TITLES[name]} | {number} | {_interval(r['test'])} |")
+        lines += ["", *_differences(of), ""]
+        lines += ["The paper's decoding (T 0.7, top-p 0.8, top-k 20), mean over pretrainings:", ""]
+        lines += ["| | accuracy | ECE | Brier | AUROC |", "|---" * 5 + "|"]
+        for name in columns:
+            rows = [scores(r[name], "decoding") for r in of if "decoding" in r.get(name, {})]
+            if rows:
+                shown = " | ".join(
+                    f"{np.mean([r[k] for r in rows]):.4f}" for k in ("accuracy", "ece", "brier", "auroc")
+                )
+                lines.append(f"| {TITLES[name]} | {shown} |")
+        lines.append("")
+    lines += [
+        "## Choice of the best row",
+        "",
+        "Brier score on the validation problems (fitted rows: on the other half of them).",
+        "",
+    ]
+    lines += [
+        "| row | Brier |",
+        "|---|---|",
+        *(f"| {TITLES[k]} | {v:.4f} |" for k, v in sorted(chosen.items(), key=lambda i: i[1])),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _interval(r: Records) -> str:
+    found = binned_error(r.confidence, r.correct, r.problem, resamples=400)
+    plain, band = ece(r.confidence, r.correct), null_ece(r.confidence, resamples=200)
+    return f"{plain:.4f} | {found.estimate:.4f} | {found.low:.4f} to {found.high:.4f} | {band:.4f}"
+
+
+def _differences(of: Sequence[Mapping[str, Run]]) -> list[str]:
+    """Accuracy (points) and Brier score against GRPO, with intervals for other pretrainings and other problems."""
+    lines = ["Minus GRPO, same problems and pretrainings; ± for other pretrainings and problems (crossed):", ""]
+    lines += ["| | accuracy, points | Brier |", "|---|---|---|"]
+    for name in _names(of):
+        both = [r for r in of if "test" in r.get(name, {}) and "test" in r.get("grpo", {})]
+        if name == "grpo" or not both:
+            continue
+        shown = []
+        for value, unit in ((lambda r: r.correct, 100), (lambda r: (r.confidence - r.correct) ** 2, 1)):
+            matrix = np.array(
+                [_by_problem(r[name]["test"], value) - _by_problem(r["grpo"]["test"], value) for r in both]
+            )
+            gap = crossed(matrix)
+            half = "" if math.isnan(gap.low) else f" ± {unit * (gap.high - gap.mean):.3g}"
+            shown.append(f"{unit * gap.mean:+.3g}{half}")
+        lines.append(f"| {TITLES[name]} | {' | '.join(shown)} |")
+    return lines
+
+
+def _by_problem(r: Records, value: Callable[[Records], np.ndarray]) -> np.ndarray:
+    """Mean of a value over each problem's responses; without a stated confidence a response counts as 0.5."""
+    filled = r.stating(np.nan_to_num(r.confidence, nan=0.5))
+    return np.bincount(r.problem, weights=value(filled)) / np.bincount(r.problem)
