@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from lab.grid import Cell
-from lab.results import read_archive, write_archive
+from lab.results import problem_of, read_archive, write_archive
 from lab.runner import SAMPLING, Lab, commit, relative
 from megatron_dcpo.data.datasets import read_json_lines
 from megatron_dcpo.runtime.files import write_atomically
@@ -130,10 +130,11 @@ def responses(samples: Path) -> dict[str, bytes]:
         if s["benchmark"] not in tables:
             tables[s["benchmark"]] = io.StringIO(",".join(COLUMNS) + "\n")
             tables[s["benchmark"]].seek(0, io.SEEK_END)
-        confidence = "" if s["confidence"] is None else f"{s['confidence']:.4g}"
-        logprob = "" if s.get("reasoning_logprob") is None else f"{s['reasoning_logprob']:.4g}"
-        row = (int(s["prompt_id"].rsplit("/", 1)[1]), int(s["correct"]), confidence, s["answer"], logprob)
-        line = (*row, f"{s['token_confidence']:.4g}", s["num_tokens"])
+        said, logprob, token = (
+            "" if s.get(key) is None else f"{s[key]:.4g}"
+            for key in ("confidence", "reasoning_logprob", "token_confidence")
+        )
+        line = (problem_of(s), int(s["correct"]), said, s["answer"], logprob, token, s["num_tokens"])
         csv.writer(tables[s["benchmark"]], lineterminator="\n").writerow(line)
     return {name: table.getvalue().encode() for name, table in tables.items()}
 

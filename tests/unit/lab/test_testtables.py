@@ -133,7 +133,10 @@ def test_cells_are_packed_as_they_were_judged(tmp_path) -> None:
     for draw in ("test", "decoding", "unfinished"):
         folder = run / "responses" / "grpo" / draw
         folder.mkdir(parents=True)
-        (folder / "samples.jsonl").write_text(json.dumps({"benchmark": "test", "prompt_id": "test/7", **said}) + "\n")
+        lines = [
+            {"benchmark": "test", "prompt_id": "test/7", **said, **more} for more in ({}, {"token_confidence": None})
+        ]
+        (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         if draw != "unfinished":
             (folder / "evaluation.json").write_text("{}")
     assert pack(tmp_path, tmp_path / "a.tar.xz") == 1
@@ -141,7 +144,7 @@ def test_cells_are_packed_as_they_were_judged(tmp_path) -> None:
     assert set(files) == {
         f"large.2/{name}" for name in ("adapter/1/curve.csv", "grpo/1/test.csv", "grpo/1/decoding.csv")
     }
-    assert files["large.2/grpo/1/test.csv"].decode().splitlines()[1] == "7,1,,12,,0.5123,9"
+    assert files["large.2/grpo/1/test.csv"].decode().splitlines()[1:] == ["7,1,,12,,0.5123,9", "7,1,,12,,,9"]
     assert curve(run / "metrics.jsonl").decode().splitlines() == [
         ",".join(("step", *CURVES)),
         "9,0.45,nan,nan,nan,nan,nan",

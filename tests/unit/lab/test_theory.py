@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from lab.theory import estimators, mode_collapse, scoring_rules
 from lab.theory.gradient_conflict import LOSSES, decoupled_conflict, fisher_conflict, softmax
@@ -198,3 +199,45 @@ def test_giving_up_spreads_if_the_marker_answers_for_calibration_alone(preset: s
     }
     assert end["confidence"] > 0.15
     assert end["reasoning"] < 0.03
+
+
+def test_every_mixture_of_right_answers_is_optimal() -> None:
+    """Proposition 1 of the paper names one trajectory: here no mixture of two right ones can be improved (errata P10)."""
+    R = np.array([1.0, 1.0, 0.0])
+    for share in (0.0, 0.3, 0.5, 1.0):
+        optimum = np.array([share, 1 - share, 0.0])
+        assert optimum @ R == 1.0 == R.max()
+        flow = mode_collapse.exact_flow(np.log(np.maximum(optimum, 1e-9)), R, 100, 0.5)
+        assert flow.entropy[-1] == pytest.approx(flow.entropy[0], abs=1e-6), "the exact gradient leaves it there"
+
+
+def test_the_groups_subgradient_varies_unless_its_accuracy_is_known() -> None:
+    """Var sign(c - R) = 4p(1 - p); of a sampled group 4 P(below c) P(above c), up to ties, not 0 (errata P11)."""
+    p, G = 0.4, 8
+    variance = estimators.subgradient_variance
+    assert variance(0.7, p, 1) == pytest.approx(4 * p * (1 - p)), "4p(p - 1) would be negative"
+    for c in (0.41, 0.45, 0.7):
+        below = stats.binom.cdf(np.floor(c * G), G, p)
+        expected = 4 * below * (1 - below)
+        assert variance(c, p, G) == pytest.approx(expected)
+        assert expected > 0
+    assert variance(0.41, p, G) > 4 * p * (1 - p), "near p the group's varies more than the single label's"
+
+
+def test_shared_parameters_break_theorem_1() -> None:
+    """Answer and confidence read one parameter: exact ascent on the confidence's Brier score alone changes the accuracy; with
+    a parameter each it does not (errata P12)."""
+
+    def score(answer: float, stated: float) -> float:
+        p, c = 1 / (1 + np.exp(-answer)), 1 / (1 + np.exp(-stated))
+        return -(
+            p * (1 - c) ** 2 + (1 - p) * c**2
+        )  # p is what is sampled: a policy gradient reaches the confidence alone
+
+    step = 1e-5
+    ascent = (score(-1.0, 1.0 + step) - score(-1.0, 1.0 - step)) / (2 * step)
+    assert ascent < -0.1, "over-confident: the stated confidence is pushed down"
+    shared = np.array([-1.0, 1.0]) + np.array([1.0, 1.0]) * ascent  # logits: theta - 1 and theta + 1 at theta = 0
+    assert shared[0] < -1.1, "and with it the accuracy"
+    disjoint = np.array([-1.0, 1.0]) + np.array([0.0, 1.0]) * ascent
+    assert disjoint[0] == -1.0
