@@ -225,7 +225,7 @@ def test_the_groups_subgradient_varies_unless_its_accuracy_is_known() -> None:
 
 
 def test_shared_parameters_break_theorem_1() -> None:
-    """Answer and confidence read one parameter: exact ascent on the confidence's Brier score alone changes the accuracy; with
+    """Answer and confidence read one parameter: ascent on the confidence's Brier score alone changes the accuracy; with
     a parameter each it does not (errata P12)."""
 
     def score(answer: float, stated: float) -> float:
