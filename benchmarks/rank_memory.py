@@ -36,7 +36,7 @@ from megatron_dcpo.weights.planner import Layout
 
 def measured_state(policy, optimizer) -> dict[str, int]:
     """Bytes of weights, gradient buffers, fp32 main parameters and moments, each storage once."""
-    buffers = [buffer for chunk in policy.chunks for buffer in chunk.buffers]
+    buffers = [buffer for chunk in policy.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
     weights = storages(p.data for gpt in policy.gpt for p in gpt.parameters())
     inner = [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
     moments = [state[key] for one in inner for state in one.state.values() for key in ("exp_avg", "exp_avg_sq")]
@@ -129,7 +129,7 @@ def measure(options: dict[str, Any]) -> list[dict[str, Any]]:
         )
         policy = build_policy(config.model, config.parallel, topology)
         optimizer, _ = build_optimizer(config, policy)
-        state = stage_state(policy.arch, policy.layout, config, topology.pp_rank, topology.replicas)
+        state = stage_state(policy.arch, policy.layout, config, topology.pp_rank, topology.dp_size * topology.cp_size)
         result = {"predicted": {k: getattr(state, k) for k in ("weights", "gradients", "main_params", "moments")}}
         prompt, response = options["prompt_tokens"], options["response_tokens"]
         rng = np.random.default_rng(0)

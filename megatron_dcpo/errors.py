@@ -52,9 +52,14 @@ def validation_message(error: Any) -> str:
 
 
 def check_world_size(
-    tensor_model_parallel_size: int, pipeline_model_parallel_size: int, context_parallel_size: int, processes: int
+    tensor_model_parallel_size: int,
+    pipeline_model_parallel_size: int,
+    context_parallel_size: int,
+    processes: int,
+    experts: int = 1,
 ) -> None:
-    """Raise :class:`UserError` when the model-parallel size does not divide the number of ``processes``."""
+    """Raise :class:`UserError` when the model-parallel size does not divide the number of ``processes``. ``experts``: the
+    ranks of a pipeline stage that have all experts."""
     model_parallel = tensor_model_parallel_size * pipeline_model_parallel_size * context_parallel_size
     context = f" x context_parallel_size={context_parallel_size}" if context_parallel_size > 1 else ""
     if processes % model_parallel:
@@ -62,4 +67,9 @@ def check_world_size(
             f"parallel: tensor_model_parallel_size={tensor_model_parallel_size} x pipeline_model_parallel_size="
             f"{pipeline_model_parallel_size}{context} = {model_parallel} does not divide the {processes} process(es) "
             f"started; launch with torchrun --nproc-per-node a multiple of {model_parallel}"
+        )
+    if processes % (experts * pipeline_model_parallel_size):
+        raise UserError(
+            f"parallel: expert_model_parallel_size x expert_tensor_parallel_size = {experts}, x pipeline_model_parallel_size"
+            f"={pipeline_model_parallel_size}, does not divide the {processes} process(es) started; launch a multiple of it"
         )

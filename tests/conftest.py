@@ -25,7 +25,16 @@ def shared_data() -> Path:
 
 def _save_tiny_model(path: Path, family: str, tied: bool, layers: int) -> Path:
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
 
     torch.manual_seed(0)
     common = {
@@ -53,6 +62,10 @@ def _save_tiny_model(path: Path, family: str, tied: bool, layers: int) -> Path:
         model = LlamaForCausalLM(LlamaConfig(**common, rope_parameters=rope))
     elif family == "qwen2":
         model = Qwen2ForCausalLM(Qwen2Config(**{k: v for k, v in common.items() if k != "head_dim"}, hidden_act="silu"))
+    elif family.startswith("qwen3_moe"):
+        experts = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
+        normalized = family != "qwen3_moe_unnormalized"
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**common, **experts, norm_topk_prob=normalized))
     else:
         model = Qwen3ForCausalLM(Qwen3Config(**common))
     for name, parameter in model.named_parameters():

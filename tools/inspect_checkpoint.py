@@ -14,7 +14,7 @@ import hashlib
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,13 +85,20 @@ def _describe(shape: tuple[int, ...], dtype: str) -> dict[str, Any]:
 
 
 def _sha256(checkpoint: MegatronCheckpoint, tensor: StoredTensor) -> str:
-    """Of the whole tensor; layer by layer when layers are stacked along its leading axis."""
+    """Of the whole tensor; layer by layer and expert by expert where they are stacked along its leading axes."""
     digest = hashlib.sha256()
-    layers = [tensor.at_layer(n) for n in range(tensor.shape[0])] if len(tensor.shape) > 2 else [tensor]
-    for layer in layers:
-        for _, block in checkpoint.blocks(layer):
+    for matrix in _matrices(tensor):
+        for _, block in checkpoint.blocks(matrix):
             digest.update(block.numpy().data)
     return digest.hexdigest()
+
+
+def _matrices(tensor: StoredTensor) -> Iterator[StoredTensor]:
+    if len(tensor.shape) <= 2:
+        yield tensor
+        return
+    for number in range(tensor.shape[0]):
+        yield from _matrices(tensor.entry(number))
 
 
 if __name__ == "__main__":

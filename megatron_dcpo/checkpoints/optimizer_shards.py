@@ -4,7 +4,8 @@ Megatron's ``fully_reshardable`` format gathers the state of all data-parallel r
 format gathers nothing, but ties a checkpoint to its tensor and pipeline sizes. Here a rank's flat range of a parameter is
 cut into boxes of that parameter (the end of a row, whole rows, the beginning of a row), and each box is a shard of the
 same tensor that ``fully_reshardable`` writes. So no rank holds another's state, a rank reads what it owns, and a
-checkpoint resumes at any layout; those that Megatron's own code wrote are read as well.
+checkpoint resumes at any layout; those that Megatron's own code wrote are read as well. Experts on several ranks have an
+optimizer of their own behind the first; their tensors stand beside the others', and they share its groups' options.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
+_EXPERTS = "is_expert_parallel"
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}  # what is in the checkpoint, as Megatron names it
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, shape
@@ -38,11 +41,11 @@ def optimizer_state(optimizer: Any, model: dict[str, Any], is_loading: bool) -> 
         return {}
     if not is_distributed(optimizer):
         return dict(optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=METADATA))
-    (part,) = optimizer_parts(optimizer)
-    state = dict(part.state_dict())
-    if is_loading:
+    parts = optimizer_parts(optimizer)
+    state = dict(parts[0].state_dict())
+    for part in parts if is_loading else ():
         part.load_state_dict(part.state_dict())  # allocates the moments
-    state["param_state"] = _own_shards(part, model)
+    state["param_state"] = dict(enumerate(shards for part in parts for shards in _own_shards(part, model)))
     state["param_state_sharding_type"] = METADATA["distrib_optim_sharding_type"]
     return state
 
@@ -51,23 +54,32 @@ def restore(optimizer: Any, loaded: dict[str, Any]) -> None:
     """Step counts and options of the groups, and without the distributed optimizer the tensors too."""
     if optimizer is None:
         return
-    if is_distributed(optimizer):
-        loaded = {name: value for name, value in loaded.items() if not name.startswith("param_state")}
-    optimizer.load_state_dict(loaded)
+    if not is_distributed(optimizer):
+        optimizer.load_state_dict(loaded)
+        return
+    loaded = {name: value for name, value in loaded.items() if not name.startswith("param_state")}
+    saved = {_identity(group): group for group in loaded["optimizer"]["param_groups"]}
+    for part in optimizer_parts(optimizer):
+        own = part.state_dict()["optimizer"]["param_groups"]
+        groups = [saved[_identity(group)] | {_EXPERTS: group[_EXPERTS]} for group in own]
+        part.load_state_dict(loaded | {"optimizer": loaded["optimizer"] | {"param_groups": groups}})
 
 
-def _own_shards(part: DistributedOptimizer, model: dict[str, Any]) -> dict[int, dict[str, list[ShardedTensor]]]:
+def _identity(group: dict[str, Any]) -> tuple[Any, ...]:
+    """By which a group is found again, at other sizes as well: an expert's parameter is in a group like any other's."""
+    return tuple(group[key] for key in param_group_identifier_keys if key != _EXPERTS)
+
+
+def _own_shards(part: DistributedOptimizer, model: dict[str, Any]) -> Iterator[dict[str, list[ShardedTensor]]]:
     sharded, _ = extract_sharded_tensors_and_factories(model)
     bases = {id(base.data): base for base in nested_values(sharded)}
-    state = {}
-    for number, (parameter, start, stop) in enumerate(_owned_ranges(part)):
+    for parameter, start, stop in _owned_ranges(part):
         tensors = part._get_main_param_and_optimizer_states(parameter)
-        state[number] = {
+        yield {
             name: list(_shards(bases[id(parameter)], name, tensor.detach(), start, stop))
             for name, tensor in tensors.items()
             if name != "step"  # kept per group
         }
-    return state
 
 
 def _owned_ranges(part: DistributedOptimizer) -> Iterator[tuple[Tensor, int, int]]:

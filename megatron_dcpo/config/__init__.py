@@ -64,7 +64,8 @@ class ParallelConfig:
     ``recompute_granularity`` ``full``: whole layers, each unit of ``recompute_num_layers`` (``uniform``) or that many of a
     stage (``block``); ``selective``: ``recompute_modules`` of every layer. Layers are divided equally over the pipeline but
     for ``num_layers_in_{first,last}_pipeline_stage``; ``account_for_{embedding,loss}_in_pipeline_split``: the embedding, the
-    output layer counts as one; ``pipeline_model_parallel_layout``: all stages written out, ``Et*5|(t*6|)*2t*3L``."""
+    output layer counts as one; ``pipeline_model_parallel_layout``: all stages written out, ``Et*5|(t*6|)*2t*3L``.
+    Experts are divided over ``expert_model_parallel_size`` ranks, one over ``expert_tensor_parallel_size`` (default: TP)."""
 
     tensor_model_parallel_size: Positive = 1
     pipeline_model_parallel_size: Positive = 1
@@ -74,6 +75,8 @@ class ParallelConfig:
     account_for_embedding_in_pipeline_split: bool = False
     account_for_loss_in_pipeline_split: bool = False
     pipeline_model_parallel_layout: str | None = None
+    expert_model_parallel_size: Positive = 1
+    expert_tensor_parallel_size: Positive | None = None
     context_parallel_size: Positive = 1
     cp_comm_type: Literal["p2p", "all_gather"] = "p2p"
     sequence_parallel: bool = False
@@ -88,14 +91,10 @@ class ParallelConfig:
     distributed_timeout_minutes: Positive = 30
 
     @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        """Tensor, pipeline, virtual pipeline, context parallelism: how ``runtime.distributed.initialize`` takes them."""
-        return (
-            self.tensor_model_parallel_size,
-            self.pipeline_model_parallel_size,
-            self.virtual_pipeline_model_parallel_size,
-            self.context_parallel_size,
-        )
+    def sizes(self) -> tuple[Any, ...]:
+        """As ``runtime.distributed.initialize`` takes them."""
+        names = "tensor_model pipeline_model virtual_pipeline_model context expert_model expert_tensor"
+        return tuple(getattr(self, f"{name}_parallel_size") for name in names.split())
 
 
 @dataclass(frozen=True, config=_STRICT)

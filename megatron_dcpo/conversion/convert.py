@@ -45,6 +45,7 @@ from megatron_dcpo.conversion.parameters import (
     megatron_shape,
     row_copies,
     slices,
+    stack,
 )
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.dtypes import FLOATS, dtype_bytes
@@ -184,14 +185,14 @@ def _new_chunks(arch: Architecture, reader: HFReader, padded: int) -> Iterator[N
         rows, *columns = megatron_shape(arch, copies)
         rows = padded if kinds[megatron] == "vocab" else rows
         dtype = reader.specs[copies[0].hf][1]
-        key, layer = checkpoint_key(megatron)
-        stack = () if layer is None else (arch.num_layers,)
+        key, place = checkpoint_key(megatron)
+        stacked = stack(arch, place)
         bounds = _chunk_bounds(kinds[megatron], rows, math.prod(columns) * dtype_bytes(dtype))
         for start, stop in itertools.pairwise(bounds):
-            sizes = (*(1 for _ in stack), stop - start, *columns)
-            offsets = (*(() if layer is None else (layer,)), start, *(0 for _ in columns))
+            sizes = (*(1 for _ in stacked), stop - start, *columns)
+            offsets = (*place, start, *(0 for _ in columns))
             make = partial(_rows, reader, copies, start, stop, sizes)
-            yield NewChunk(key, (*stack, rows, *columns), offsets, sizes, dtype, make)
+            yield NewChunk(key, (*stacked, rows, *columns), offsets, sizes, dtype, make)
 
 
 def _rows(reader: HFReader, copies: Sequence[Copy], start: int, stop: int, sizes: tuple[int, ...]) -> Tensor:

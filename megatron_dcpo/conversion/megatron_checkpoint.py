@@ -70,23 +70,24 @@ class Chunk:
 class StoredTensor:
     """A tensor of the checkpoint, of whatever number of chunks. ``dtype`` is torch's name.
 
-    ``layer``: the entry of ``chunks`` along their leading axis that this tensor is; ``None``: all of it.
+    ``place``: the entry of ``chunks`` along their leading axes that this tensor is.
     """
 
     key: str
     shape: tuple[int, ...]
     dtype: str
     chunks: tuple[Chunk, ...]
-    layer: int | None = None
+    place: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * dtype_bytes(self.dtype)
 
-    def at_layer(self, number: int) -> StoredTensor:
-        """Entry ``number`` along the leading axis, on which Megatron stacks the layers."""
-        chunks = tuple(c for c in self.chunks if c.offsets[0] <= number < c.offsets[0] + c.sizes[0])
-        return StoredTensor(self.key, self.shape[1:], self.dtype, chunks, number)
+    def entry(self, number: int) -> StoredTensor:
+        """Entry ``number`` along the leading axis, on which Megatron stacks the layers, and the experts on the next."""
+        axis = len(self.place)
+        chunks = tuple(c for c in self.chunks if c.offsets[axis] <= number < c.offsets[axis] + c.sizes[axis])
+        return StoredTensor(self.key, self.shape[1:], self.dtype, chunks, (*self.place, number))
 
     def append(self, below: StoredTensor) -> StoredTensor:
         """This tensor and the rows of ``below`` after its own."""
@@ -126,8 +127,8 @@ class MegatronCheckpoint:
         boxes = []
         for chunk in tensor.chunks:
             block, offsets = self._map(tensor, chunk), chunk.offsets
-            if tensor.layer is not None:
-                block, offsets = block[tensor.layer - offsets[0]], offsets[1:]
+            for number in tensor.place:
+                block, offsets = block[number - offsets[0]], offsets[1:]
             boxes.append((offsets, block))
         if sum(block.numel() for _, block in boxes) != tensor.nbytes:
             raise UserError(f"{self.path}: the chunks of {tensor.key} do not cover it")

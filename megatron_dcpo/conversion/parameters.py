@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,8 +22,9 @@ from megatron_dcpo.weights.table import LOCAL_NAMES, hf_shapes
 WHOLE_MODEL = Layout(make_vocab_size_divisible_by=1, transformer_engine=True)  # one rank, Transformer Engine's names
 _EMBEDDING = "embedding.word_embeddings.weight"
 _LAYER = "decoder.layers."
+_EXPERTS = re.compile(r"(mlp\.experts)(\.linear_fc[12]\.weight)(\d+)")
 # Modules whose (empty) extra state Megatron expects in a checkpoint, in the local or the Transformer Engine spec.
-_EXTRA_STATES = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+_EXTRA_STATES = ("self_attention.linear_qkv", "self_attention.linear_proj")
 _EXTRA_STATES_QK = ("self_attention.q_layernorm", "self_attention.k_layernorm")
 
 
@@ -44,18 +47,31 @@ def megatron_shape(arch: Architecture, copies: Sequence[Copy]) -> tuple[int, ...
     return (sum(copy.length for copy in copies), *hf_shapes(arch)[copies[0].hf][1:])
 
 
-def checkpoint_key(megatron: str) -> tuple[str, int | None]:
-    """``decoder.layers.7.mlp...`` -> (``decoder.layers.mlp...``, 7): layers are stacked in a checkpoint."""
+def checkpoint_key(megatron: str) -> tuple[str, tuple[int, ...]]:
+    """``decoder.layers.7.mlp...`` -> (``decoder.layers.mlp...``, (7,)): layers are stacked in a checkpoint, and the experts
+    of a layer, (7, expert)."""
     if not megatron.startswith(_LAYER):
-        return megatron, None
+        return megatron, ()
     number, _, rest = megatron.removeprefix(_LAYER).partition(".")
-    return _LAYER + rest, int(number)
+    expert = _EXPERTS.fullmatch(rest)
+    if expert is None:
+        return _LAYER + rest, (int(number),)
+    return f"{_LAYER}{expert[1]}.experts{expert[2]}", (int(number), int(expert[3]))
+
+
+def stack(arch: Architecture, place: Sequence[int]) -> tuple[int, ...]:
+    """The leading axes of a checkpoint's tensor in which the parameter at ``place`` is one entry."""
+    return (arch.num_layers, arch.num_experts)[: len(place)]
 
 
 def extra_states(arch: Architecture) -> dict[str, None]:
     modules = _EXTRA_STATES + (_EXTRA_STATES_QK if arch.qk_layernorm else ())
-    layers = range(arch.num_layers)
-    keys = [f"{_LAYER}{module}._extra_state/shard_{n}_{arch.num_layers}" for n in layers for module in modules]
+    layers, experts = arch.num_layers, arch.num_experts
+    keys = [f"{_LAYER}{module}._extra_state/shard_{n}_{layers}" for n in range(layers) for module in modules]
+    for n, linear in itertools.product(range(layers), ("linear_fc1", "linear_fc2")):
+        shards = [f"{n}.{expert}_{layers}.{experts}" for expert in range(experts)] or [f"{n}_{layers}"]
+        module = "mlp.experts.experts" if experts else "mlp"
+        keys += [f"{_LAYER}{module}.{linear}._extra_state/shard_{shard}" for shard in shards]
     return dict.fromkeys([*keys, "decoder.final_layernorm._extra_state/shard_0_1"])
 
 
@@ -136,34 +152,34 @@ def locate(arch: Architecture, checkpoint: MegatronCheckpoint) -> dict[str, Stor
 def _find(
     model: Mapping[str, StoredTensor], prefix: str, megatron: str, arch: Architecture, path: Path, used: set[str]
 ) -> StoredTensor:
-    """The tensor under any of the names Megatron gives it: layers stacked or apart, norms fused or not."""
-    key, layer = checkpoint_key(megatron)
-    for name in (key, _local_name(key)):
-        stacked = model.get(prefix + name)
-        if stacked is not None:
-            used.add(prefix + name)
-            if layer is None:
-                return stacked
-            if stacked.shape[0] != arch.num_layers:
-                raise UserError(
-                    f"{path}: the checkpoint has {stacked.shape[0]} layers, config.json says {arch.num_layers}"
-                )
-            return stacked.at_layer(layer)
-        apart = f"{prefix}{_LAYER}{layer}.{name.removeprefix(_LAYER)}"
-        if apart in model:
-            used.add(apart)
-            return model[apart]
-        gate, up = apart + "_w", apart + "_v"  # Megatron's singleton_local_shards
-        if gate in model and up in model:
-            used.update((gate, up))
-            return model[gate].append(model[up])
+    """The tensor under any of the names Megatron gives it: layers and experts stacked or apart, norms fused or not."""
+    key, place = checkpoint_key(megatron)
+    for name in (key, _other_name(key)):
+        apart = [prefix + name]
+        if place:
+            apart.append(f"{prefix}{_LAYER}{place[0]}.{name.removeprefix(_LAYER)}")
+        if len(place) == 2:
+            apart.append(apart[-1].replace(".experts.experts.", f".experts.experts.{place[1]}."))
+        for number, found in enumerate(apart):
+            parts = next(([*p] for p in ((found,), (found + "_w", found + "_v")) if model.keys() >= {*p}), [])
+            if not parts:
+                continue
+            used.update(parts)
+            tensor = model[parts[0]] if len(parts) == 1 else model[parts[0]].append(model[parts[1]])
+            for entry, size, axis in [*zip(place, stack(arch, place), ("layers", "experts"), strict=False)][number:]:
+                if tensor.shape[0] != size:
+                    raise UserError(f"{path}: the checkpoint has {tensor.shape[0]} {axis}, config.json says {size}")
+                tensor = tensor.entry(entry)
+            return tensor
     raise UserError(f"{path}: tensor {prefix}{key} is missing; config.json promises it")
 
 
-def _local_name(key: str) -> str:
+def _other_name(key: str) -> str:
+    """The same in the other layer spec: the local one names the norm before experts as if it were fused."""
     for fused, local in LOCAL_NAMES.items():
-        if key.endswith(fused):
-            return key.removesuffix(fused) + local
+        for name, other in ((fused, local), (local, fused)):
+            if key.endswith(f".{name}"):
+                return key.removesuffix(name) + other
     return key
 
 

@@ -33,10 +33,12 @@ _SHARED = ("embedding.word_embeddings.weight", "output_layer.weight")
 @dataclass(frozen=True)
 class State:
     """Bytes of one rank, all its model chunks together. ``numel``: its parameters, padding and adapter not counted;
-    ``buffer_numel``: the gradient buffers' length; ``shard_numel``: parameters of which it holds the optimizer state."""
+    ``buffer_numel``: the gradient buffers' length, ``expert_numel`` of it experts' that other ranks have others of;
+    ``shard_numel``: parameters of which it holds the optimizer state."""
 
     numel: int
     buffer_numel: int
+    expert_numel: int
     shard_numel: int
     weights: int
     gradients: int
@@ -58,34 +60,43 @@ def adapter_bytes(arch: Architecture, layout: Layout, config: Config, stage: int
     return 16 * numbers * layers_per_stage(arch.num_layers, layout)[stage] // arch.num_layers
 
 
+def expert_replicas(layout: Layout, data_parallel: int) -> int:
+    """How many ranks of a stage hold the same experts, of ``data_parallel`` that hold the same of the rest."""
+    ranks = layout.tensor_model_parallel_size * data_parallel
+    return ranks // (layout.expert_model_parallel_size * layout.expert_tensor)
+
+
 def stage_state(arch: Architecture, layout: Layout, config: Config, stage: int, data_parallel: int) -> State:
     """The state of a rank of pipeline ``stage``; with the distributed optimizer, of the one with the largest shard. Of a
     frozen policy there are weights and an adapter, whose gradients are all that is reduced."""
     itemsize, parallel = dtype_bytes(config.model.params_dtype), config.parallel
-    numel = buffer_numel = 0
-    shards = [0] * (data_parallel if parallel.use_distributed_optimizer else 1)
+    numel, lengths, shards = 0, [0, 0], [[0] * data_parallel, [0] * expert_replicas(layout, data_parallel)]
     for virtual in range(layout.virtual_pipeline_model_parallel_size):
         sizes = parameter_sizes(arch, layout, Coordinates(0, stage, virtual))
         numel += sum(size for _, size in sizes)
-        if not parallel.use_distributed_optimizer:
-            buffer_numel += sum(size for _, size in sizes)
-            shards[0] += sum(size for _, size in sizes)
-            continue
         bucketing = parallel.overlap_grad_reduce and stage == 0 and virtual == 0
         bucket_size = max(40_000_000, 1_000_000 * data_parallel) if bucketing else None
         shared = _SHARED if arch.tied_embeddings and layout.pipeline_model_parallel_size > 1 else ()
-        for bucket in _buckets([(size, name in shared) for name, size in sizes], data_parallel, bucket_size):
-            buffer_numel += bucket.length
-            for rank, numel_of_rank in enumerate(_numel_per_rank(bucket, data_parallel)):
-                shards[rank] += numel_of_rank
+        for experts in (False, True):  # divided over ranks, they have buffers of their own
+            apart = layout.expert_model_parallel_size > 1
+            own = [(size, name in shared) for name, size in sizes if (apart and ".experts." in name) == experts]
+            if not parallel.use_distributed_optimizer:
+                lengths[experts] += sum(size for size, _ in own)
+                shards[experts][0] += sum(size for size, _ in own)
+                continue
+            for bucket in _buckets(own, len(shards[experts]), bucket_size):
+                lengths[experts] += bucket.length
+                for rank, numel_of_rank in enumerate(_numel_per_rank(bucket, len(shards[experts]))):
+                    shards[experts][rank] += numel_of_rank
     adapter = adapter_bytes(arch, layout, config, stage)
     if config.frozen:
-        return State(numel, adapter // 16, 0, itemsize * numel, 0, 0, 0, adapter)
-    shard = max(shards)
+        return State(numel, adapter // 16, 0, 0, itemsize * numel, 0, 0, 0, adapter)
+    buffer_numel, shard = sum(lengths), sum(map(max, shards))
     padded = buffer_numel if parallel.use_distributed_optimizer else numel
     return State(
         numel=numel,
         buffer_numel=buffer_numel,
+        expert_numel=lengths[True],
         shard_numel=shard,
         weights=itemsize * padded,
         gradients=4 * buffer_numel,
@@ -151,9 +162,11 @@ def _numel_per_rank(bucket: _Bucket, ranks: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Widths:
-    """Sizes of one rank. ``hidden`` is an average: under sequence parallelism a rank has one in TP tokens."""
+    """Sizes of one rank. ``hidden`` is an average: under sequence parallelism a rank has one in TP tokens. ``routed``: inputs
+    of MLPs per token; with experts an average too, which an uneven routing exceeds."""
 
     hidden: float
+    routed: float
     queries: int
     keys: int
     heads: int
@@ -180,14 +193,15 @@ class Activations:
 
 
 def widths(arch: Architecture, layout: Layout, config: Config) -> Widths:
-    tp = layout.tensor_model_parallel_size
+    tp, etp = layout.tensor_model_parallel_size, layout.expert_tensor
     return Widths(
         hidden=arch.hidden_size / (tp if config.parallel.sequence_parallel else 1),
+        routed=arch.experts_per_token * etp / tp or 1.0,
         queries=arch.num_attention_heads * arch.kv_channels // tp,
         keys=arch.num_query_groups * arch.kv_channels // tp,
         heads=arch.num_attention_heads // tp,
         groups=arch.num_query_groups // tp,
-        ffn=arch.ffn_hidden_size // tp,
+        ffn=arch.ffn_hidden_size // etp,
         vocab=padded_vocab_size(arch, layout) // tp,
         head_dim=arch.kv_channels,
         bytes=dtype_bytes(config.model.params_dtype),
@@ -216,7 +230,7 @@ def layer_bytes(arch: Architecture, layout: Layout, config: Config, recompute: s
     if "mlp" in modules:
         # The checkpoint keeps the MLP's input; the local one's is counted with its norm, Transformer Engine's has the norm.
         kept -= _mlp(w, layout.transformer_engine) + (b * w.hidden + 4 if layout.transformer_engine else 0)
-    return kept
+    return kept + (_routing(arch, w, layout.transformer_engine) if arch.num_experts else 0)
 
 
 def stage_layers_bytes(arch: Architecture, layout: Layout, config: Config, stage: int) -> float:
@@ -248,7 +262,14 @@ def recomputed_share(arch: Architecture, layout: Layout, config: Config) -> floa
 
 def _mlp(w: Widths, transformer_engine: bool) -> float:
     """fc1's output and SwiGLU's; the local one: fc1's output, SiLU's, the linear half, their product."""
-    return w.bytes * w.ffn * (3 if transformer_engine else 5)
+    return w.bytes * w.ffn * w.routed * (3 if transformer_engine else 5)
+
+
+def _routing(arch: Architecture, w: Widths, transformer_engine: bool) -> float:
+    """Of experts besides: the router's scores and choices; per choice the permuted token, two indices and two weights; the
+    local one keeps SwiGLU's output before it is weighted."""
+    kept = w.bytes * (arch.hidden_size + (0 if transformer_engine else w.ffn)) + 24
+    return w.routed * kept + 5 * arch.num_experts * w.hidden / arch.hidden_size
 
 
 def _local(arch: Architecture, w: Widths) -> float:
@@ -322,7 +343,7 @@ def stage_activations(
     b, flying = w.bytes, in_flight(layout, stage, micro_batches)
     last = stage == layout.pipeline_model_parallel_size - 1
     # Where a layer's backward pass begins: gradients of its output, of fc2's input and of fc2's weight.
-    working = tokens * (b * w.ffn + 8 * arch.hidden_size) + b * w.ffn * arch.hidden_size
+    working = int(tokens * w.routed * (b * w.ffn + 8 * arch.hidden_size)) + b * w.ffn * arch.hidden_size
     if recompute == "full":  # a unit of layers, as the backward pass finds it
         unit = config.parallel.recompute_num_layers if config.parallel.recompute_method == "uniform" else 1
         working += int(tokens * unit * layer_bytes(arch, layout, config, "none"))

@@ -9,12 +9,12 @@ from typing import Any
 from megatron_dcpo.config import Config
 from megatron_dcpo.errors import UserError, check_world_size
 from megatron_dcpo.objectives import build_objective
-from megatron_dcpo.planning.memory import Activations, State, stage_activations, stage_state
+from megatron_dcpo.planning.memory import Activations, State, expert_replicas, stage_activations, stage_state
 from megatron_dcpo.planning.traffic import Rates, Seconds, Traffic, Work, step_seconds, step_traffic
 from megatron_dcpo.runtime.dtypes import dtype_bytes
 from megatron_dcpo.weights.architecture import Architecture, read_architecture
 from megatron_dcpo.weights.pipeline import layers_per_stage
-from megatron_dcpo.weights.planner import Layout, check_layout, check_recomputation
+from megatron_dcpo.weights.planner import Layout, check_layout, check_options
 from megatron_dcpo.weights.reshard_plan import check_engine, most_received
 from megatron_dcpo.weights.table import kv_bytes_per_token, number_of_parameters
 
@@ -129,7 +129,7 @@ def make_plan(config: Config, machine: Machine, rates: Rates | None = None) -> P
     # on GPUs ``auto`` means Transformer Engine, whatever this machine has
     layout = Layout.of(config.model, config.parallel, config.model.transformer_impl != "local")
     check_layout(arch, layout)
-    check_recomputation(arch, layout, config.parallel)
+    check_options(arch, layout, config.parallel)
     context = config.parallel.context_parallel_size
     replicas = _check_gpus(layout, context, machine.gpus)
     data_parallel = replicas // context
@@ -144,7 +144,8 @@ def make_plan(config: Config, machine: Machine, rates: Rates | None = None) -> P
         _stage(arch, layout, config, stage, replicas, batch, engine, reference)
         for stage in range(layout.pipeline_model_parallel_size)
     )
-    traffic = step_traffic(arch, layout, config, replicas, max(stage.state.buffer_numel for stage in stages), work)
+    largest = max(stages, key=lambda stage: stage.state.buffer_numel)
+    traffic = step_traffic(arch, layout, config, replicas, largest.state, work)
     resharding = _resharding(arch, layout, config, engine, replicas)
     seconds = step_seconds(
         arch,
@@ -183,7 +184,7 @@ def _check_gpus(layout: Layout, context_parallel_size: int, gpus: int) -> int:
     if not 1 <= gpus <= MOST_GPUS:
         raise UserError(f"--gpus {gpus} is outside 1 ... {MOST_GPUS}")
     tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
-    check_world_size(tp, pp, context_parallel_size, gpus)
+    check_world_size(tp, pp, context_parallel_size, gpus, layout.expert_model_parallel_size * layout.expert_tensor)
     return gpus // (tp * pp)
 
 
@@ -251,8 +252,15 @@ def _stage(
         engine=engine.resident,
         resting=resting,
         host_copies=probe + offloaded + reference_copy,
-        saved=own + weights // replicas + state.adapter * 3 // 4,  # without gradients
+        # an adapter without gradients
+        saved=own + _of_each(state, weights, replicas, expert_replicas(layout, replicas)) + state.adapter * 3 // 4,
     )
+
+
+def _of_each(state: State, weights: int, replicas: int, expert_replicas: int) -> int:
+    """A rank's share of the weights that others hold as well."""
+    experts = weights * state.expert_numel // max(state.buffer_numel, 1)
+    return (weights - experts) // replicas + experts // expert_replicas
 
 
 def _engine(arch: Architecture, config: Config, machine: Machine) -> Engine:
@@ -289,6 +297,7 @@ def _resharding(arch: Architecture, layout: Layout, config: Config, engine: Engi
     if engine.kind == "server":
         return 0
     itemsize = dtype_bytes(config.model.params_dtype)
+    replicas = replicas * layout.tensor_model_parallel_size // layout.width
     return most_received(arch, layout, engine.tensor_model_parallel_size, replicas, itemsize)
 
 

@@ -27,6 +27,7 @@ def print_plan(plan: Plan) -> None:
         f"{plan.arch.name}, {parameters / 1e9:.2f} billion parameters, on {plan.machine.gpus} GPUs: "
         f"TP {layout.tensor_model_parallel_size} x PP {layout.pipeline_model_parallel_size} x DP {plan.data_parallel}"
         + (f" x CP {cp}" if (cp := config.parallel.context_parallel_size) > 1 else "")
+        + (f", EP {ep} x ETP {layout.expert_tensor}" if (ep := layout.expert_model_parallel_size) > 1 else "")
         + (f", VPP {v}" if (v := layout.virtual_pipeline_model_parallel_size) > 1 else "")
         + (f", {'-'.join(map(str, layers))} layers" if len(layers) > 1 else "")
         + (", sequence parallel" if config.parallel.sequence_parallel else "")
@@ -112,6 +113,7 @@ def _traffic(plan: Plan) -> Table:
         ("update: forward and backward", 0, seconds.update),
         (f"tensor parallel ({activations})", traffic.tensor_parallel, seconds.tensor_parallel),
         ("context parallel (keys and values)", traffic.context_parallel, seconds.context_parallel),
+        ("expert parallel (tokens to experts and back)", traffic.expert_parallel, seconds.expert_parallel),
         (f"data parallel ({gradients})", traffic.data_parallel, seconds.data_parallel),
         ("pipeline (point to point)", traffic.pipeline, seconds.pipeline),
         ("weights into the engine (received)", plan.resharding, seconds.resharding),
@@ -148,10 +150,13 @@ def reshard_facts(config: Any, gpus: int | None = None) -> dict[str, Any]:
 
     arch, layout = read_architecture(config.model.path), Layout.of(config.model, config.parallel)
     check_layout(arch, layout)
-    model_parallel = layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size
+    model_parallel = layout.width * layout.pipeline_model_parallel_size
     engine_tp = config.rollout.tensor_model_parallel_size
     gpus = gpus if gpus is not None else max(model_parallel, engine_tp)
-    for what, size in (("training TP x PP", model_parallel), ("rollout.tensor_model_parallel_size", engine_tp)):
+    for what, size in (
+        ("training TP (or EP x ETP) x PP", model_parallel),
+        ("rollout.tensor_model_parallel_size", engine_tp),
+    ):
         if gpus < 1 or gpus % size:
             raise UserError(f"--gpus {gpus} is not a multiple of {what} = {size}")
     itemsize = dtype_bytes(config.model.params_dtype)

@@ -169,7 +169,8 @@ def costs_of(plan: Plan, environment: Environment, rollout_gpus: int | None = No
     size, gpus = engine.tensor_model_parallel_size, plan.machine.gpus
     hbm, per_second = rates.hbm_gbps * 1e9, size * rates.peak_tflops * 1e12 * rates.mfu
     prompt, seconds = config.data.max_prompt_length, plan.seconds
-    training = seconds.forward + seconds.update + seconds.tensor_parallel + seconds.context_parallel + seconds.pipeline
+    training = seconds.forward + seconds.update + seconds.tensor_parallel + seconds.context_parallel
+    training += seconds.expert_parallel + seconds.pipeline
     interval = config.training.save_interval
     return Costs(
         engines=(rollout_gpus or gpus) // size,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_dcpo.config import Config
-from megatron_dcpo.planning.memory import recomputed_share
+from megatron_dcpo.planning.memory import State, expert_replicas, recomputed_share
 from megatron_dcpo.runtime.dtypes import dtype_bytes
 from megatron_dcpo.weights.architecture import Architecture
 from megatron_dcpo.weights.pipeline import layers_per_stage
@@ -45,6 +45,7 @@ class Traffic:
     data_parallel: int
     tensor_parallel: int
     context_parallel: int
+    expert_parallel: int
     pipeline: int
 
 
@@ -57,6 +58,7 @@ class Seconds:
     update: float
     tensor_parallel: float
     context_parallel: float
+    expert_parallel: float
     data_parallel: float
     pipeline: float
     resharding: float
@@ -66,21 +68,25 @@ class Seconds:
         return sum(vars(self).values())
 
 
-def step_traffic(arch: Architecture, layout: Layout, config: Config, replicas: int, numel: int, work: Work) -> Traffic:
+def step_traffic(
+    arch: Architecture, layout: Layout, config: Config, replicas: int, state: State, work: Work
+) -> Traffic:
     """Ring collectives: an all-gather or reduce-scatter of n bytes over r ranks sends (r - 1) / r * n, an all-reduce
-    twice that. ``numel``: length of the rank's gradient buffer. Gradients are sent in fp32. ``replicas``: data- times
+    twice that. ``state``: of the rank with most gradients, which are sent in fp32. ``replicas``: data- times
     context-parallel size."""
     tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
     parallel, b = config.parallel, dtype_bytes(config.model.params_dtype)
-    share = (replicas - 1) / replicas
-    per_update = share * numel * ((4 + b) if parallel.use_distributed_optimizer else 8)
+    numel, of_experts = state.buffer_numel - state.expert_numel, expert_replicas(layout, replicas)
+    shared = numel * (replicas - 1) / replicas + state.expert_numel * (of_experts - 1) / of_experts
+    per_update = shared * ((4 + b) if parallel.use_distributed_optimizer else 8)
     tokens = work.tokens / replicas  # of a rank and those it shares its layers with
     hidden = tokens * arch.hidden_size * b
     ring = (tp - 1) / tp * hidden
     layers = max(layers_per_stage(arch.num_layers, layout))
-    # Two linear pairs per layer. Each way an all-reduce, or an all-gather and a reduce-scatter: the same bytes; sequence
+    # Two linear pairs per layer, one beside experts. Each way an all-reduce, or an all-gather and a reduce-scatter: the same bytes; sequence
     # parallelism gathers the two inputs once more for the gradient of the weights.
-    forward, backward = 4 * ring * layers, (6 if parallel.sequence_parallel else 4) * ring * layers
+    pairs = layers * (1 if arch.num_experts else 2)
+    forward, backward = 2 * ring * pairs, (3 if parallel.sequence_parallel else 2) * ring * pairs
     repeated = recomputed_share(arch, layout, config) * (parallel.recompute_granularity == "full")
     ends = 2 * ring  # the embedding's output and the output layer's input gradient
     passes = work.forward_passes
@@ -90,7 +96,11 @@ def step_traffic(arch: Architecture, layout: Layout, config: Config, replicas: i
     # Keys and values go once around the context-parallel ranks, on the way back with their gradients.
     around = (parallel.context_parallel_size - 1) * tokens * 2 * arch.num_query_groups // tp * arch.kv_channels * b
     context = around * layers * (passes + 3 + repeated)
-    return Traffic(int(work.updates * per_update), int(tensor), int(context), int(pipeline))
+    # A token goes to its experts and back, there to all ranks of an expert.
+    ep, etp = layout.expert_model_parallel_size, layout.expert_tensor
+    away = arch.experts_per_token * hidden / tp * ((ep - 1) / ep + etp - 1)
+    experts = 2 * away * layers * (passes + 2 + repeated)
+    return Traffic(int(work.updates * per_update), int(tensor), int(context), int(experts), int(pipeline))
 
 
 def forward_flops(arch: Architecture, layout: Layout, work: Work) -> float:
@@ -118,7 +128,8 @@ def _flops_per_token(arch: Architecture, layout: Layout, length: float) -> tuple
     q, k = arch.num_attention_heads * d, arch.num_query_groups * d
     h, f = arch.hidden_size, arch.ffn_hidden_size
     # the last term: scores and values over half the length
-    per_layer = 2 * (h * (q + 2 * k) + q * h + 3 * h * f) + 2 * q * length
+    mlp = 3 * h * f * arch.experts_per_token + h * arch.num_experts if arch.num_experts else 3 * h * f
+    per_layer = 2 * (h * (q + 2 * k) + q * h + mlp) + 2 * q * length
     return per_layer, 2 * h * padded_vocab_size(arch, layout)
 
 
@@ -163,7 +174,8 @@ def step_seconds(
         update=factor * forward,
         tensor_parallel=traffic.tensor_parallel / (within if tp <= rates.gpus_per_node else across),
         context_parallel=traffic.context_parallel / (within if tp * cp <= rates.gpus_per_node else across),
+        expert_parallel=traffic.expert_parallel / (within if layout.width <= rates.gpus_per_node else across),
         data_parallel=traffic.data_parallel / across,
         pipeline=traffic.pipeline / across,
-        resharding=resharding / (within if tp * pp <= rates.gpus_per_node else across),
+        resharding=resharding / (within if layout.width * pp <= rates.gpus_per_node else across),
     )

@@ -142,10 +142,16 @@ class CausalAttention(MegatronModule):
 def layer_spec(config: TransformerConfig, transformer_engine: bool) -> ModuleSpec | TransformerBlockSubmodules:
     """The layer spec for ``config``. ``qk_layernorm`` and RMSNorm are read from it."""
     if transformer_engine:
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+        return get_gpt_layer_with_transformer_engine_spec(
+            config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm
+        )
+    spec = get_gpt_layer_local_spec(config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     layer: Any = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    if (
+        config.num_moe_experts
+    ):  # in checkpoints as in Transformer Engine's spec, whose experts have no norm fused to them
+        del layer.sharded_state_dict_keys_map["pre_mlp_layernorm."]
     attention = layer.self_attention.submodules
     attention.core_attention = CausalAttention
     if config.qk_layernorm:

@@ -24,7 +24,7 @@ from megatron_dcpo.weights.planner import (
     Copy,
     Layout,
     check_layout,
-    check_recomputation,
+    check_options,
     padded_vocab_size,
     plan,
     sharded_dimensions,
@@ -92,6 +92,19 @@ def transformer_config(
         recompute["recompute_num_layers"] = parallel.recompute_num_layers
     if parallel.recompute_granularity == "selective":
         recompute["recompute_modules"] = list(parallel.recompute_modules)
+    experts: dict[str, Any] = {}
+    if arch.num_experts:
+        experts = {
+            "num_moe_experts": arch.num_experts,
+            "moe_ffn_hidden_size": arch.ffn_hidden_size,
+            "moe_router_topk": arch.experts_per_token,
+            "moe_router_pre_softmax": not arch.normalized_experts,
+            "moe_router_load_balancing_type": "none",
+            "moe_router_dtype": "fp32",
+            "moe_grouped_gemm": transformer_engine,
+            "expert_model_parallel_size": parallel.expert_model_parallel_size,
+            "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
+        }
     interleaved = parallel.virtual_pipeline_model_parallel_size > 1
     return TransformerConfig(
         num_layers=arch.num_layers,
@@ -135,6 +148,7 @@ def transformer_config(
         persist_layer_norm=False,
         deterministic_mode=on_cpu,
         **recompute,
+        **experts,
     )
 
 
@@ -158,13 +172,13 @@ def build_policy(model: ModelConfig, parallel: ParallelConfig, topology: Topolog
         logger.info("layers: %s", "Transformer Engine" if engine else "local (model.transformer_impl=local)")
     layout = Layout.of(model, parallel, engine)
     check_layout(arch, layout)
-    check_recomputation(arch, layout, parallel)
+    check_options(arch, layout, parallel)
     reader = HFReader(model.path)
     reader.check(arch)
     config = transformer_config(arch, parallel, torch_dtype(model.params_dtype), engine)
     gpts, copies = [], []
     for virtual in range(layout.virtual_pipeline_model_parallel_size):
-        at = Coordinates(topology.tp_rank, topology.pp_rank, virtual)
+        at = layout.at(topology.part, topology.pp_rank, virtual)
         gpt = _build_chunk(arch, layout, config, at)
         copies.append(plan(arch, layout, at))
         load_into(reader, copies[-1], {name: p.data for name, p in gpt.named_parameters()})
@@ -209,7 +223,8 @@ def _hidden_states(hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
 
 def _mark_tensor_parallel(gpt: GPTModel, dimensions: dict[str, int | None]) -> None:
     """Mark the sharded parameters. Megatron does so while it draws random weights, which is skipped here; without the
-    mark its gradient norm counts a sharded parameter on the first tensor-parallel rank only."""
+    mark its gradient norm counts a sharded parameter on the first tensor-parallel rank only. That holds for experts as
+    well, which another tensor-parallel rank does not have, also where an expert is on one rank."""
     for name, parameter in gpt.named_parameters():
         dim = dimensions[name]
         if dim is not None and not hasattr(parameter, "tensor_model_parallel"):

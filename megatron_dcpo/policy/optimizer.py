@@ -91,8 +91,9 @@ def gradient_norm(optimizer: Any) -> float:
 
 
 def optimizer_group(optimizer: Any) -> dist.ProcessGroup:
-    """The ranks over which gradient statistics are summed: model parallel, or all with the distributed optimizer."""
-    return optimizer_parts(optimizer)[0].get_grad_stats_parallel_group()
+    """The ranks over which gradient statistics are summed: model parallel, or all with the distributed optimizer, which
+    experts on several ranks need: the parts of its chain share that group."""
+    return optimizer.get_grad_stats_parallel_group()
 
 
 def optimizer_parts(optimizer: Any) -> list[Any]:
@@ -151,7 +152,7 @@ class Offload:
     def _gradients_are_here(self) -> None:
         if self.policy.frozen:
             return
-        buffers = [buffer for chunk in self.policy.chunks for buffer in chunk.buffers]
+        buffers = [b for chunk in self.policy.chunks for b in chunk.buffers + chunk.expert_parallel_buffers]
         ledger.put("gradients", sum(buffer.grad_data.nbytes for buffer in buffers))
 
 

@@ -54,7 +54,7 @@ def accumulate_gradients(
     Returns the statistics of each micro-batch on the last pipeline stage, nothing on the others.
     """
     # What is left of the factor below when the schedule has divided; gradients of a frozen policy's adapter are sums.
-    upstream = 1 if policy.frozen else policy.topology.replicas
+    upstream = 1 if policy.frozen else policy.topology.dp_size * policy.topology.cp_size
     scale = len(splits) * upstream
 
     def loss_closure(batch: MicroBatch, output: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:

@@ -147,8 +147,9 @@ def read_eos_token_ids(model_dir: Path) -> tuple[int, ...]:
 logger = logging.getLogger(__name__)
 
 
-def choose_engine(choice: str, model_dir: str | Path) -> Literal["vllm", "transformers"]:
-    """``auto`` takes vLLM where it is installed and can run the model, and says so when it cannot.
+def choose_engine(choice: str, model_dir: str | Path, updated: bool = False) -> Literal["vllm", "transformers"]:
+    """``auto`` takes vLLM where it is installed and can run the model, and says so when it cannot. ``updated``: the engine
+    is to get a policy's weights.
 
     Raises :class:`UserError` when vLLM is asked for and cannot be used.
     """
@@ -157,7 +158,7 @@ def choose_engine(choice: str, model_dir: str | Path) -> Literal["vllm", "transf
     reason = "vLLM is not installed (on a GPU: pip install 'megatron-dcpo[vllm]'; without one: make setup-engine)"
     if find_spec("vllm") is not None:
         try:
-            reason = unsupported(read_architecture(model_dir))
+            reason = unsupported(read_architecture(model_dir), updated)
         except UserError as error:  # a model of another kind, which transformers may know
             reason = str(error)
     elif choice == "auto":
@@ -170,8 +171,10 @@ def choose_engine(choice: str, model_dir: str | Path) -> Literal["vllm", "transf
     return "transformers"
 
 
-def unsupported(arch: Architecture) -> str:
+def unsupported(arch: Architecture, updated: bool = False) -> str:
     """Why vLLM, installed, cannot run ``arch`` here; empty if it can. Does not import vLLM, which takes seconds."""
+    if updated and arch.num_experts:
+        return "a policy's experts are not handed to vLLM in this version"
     sizes = capabilities().attention_head_sizes
     if sizes is not None and arch.kv_channels not in sizes:
         return f"vLLM's attention on the CPU has no head_dim {arch.kv_channels} (it has {sizes})"

@@ -36,6 +36,7 @@ from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.runtime.signals import RolloutAbandoned, stop_requested
 from megatron_dcpo.types import Response
 from megatron_dcpo.weights.planner import WeightSlice
+from megatron_dcpo.weights.table import expert_places
 
 _COMPACT_BELOW = 0.75  # drop finished rows from the KV cache when less than this share is still running
 _REFILL_BELOW = 0.9  # where others wait for their place
@@ -73,7 +74,11 @@ class TransformersEngine(Engine):
         self.max_num_seqs = max_num_seqs
         self.weights_version = 0
         self.slot_steps: SlotSteps = SlotSteps()
-        self._parameters = dict(self.model.named_parameters())
+        self._parameters: dict[str, Tensor] = {}
+        for name, parameter in self.model.named_parameters():
+            places = expert_places(name, parameter.shape)
+            views = {own: parameter.data[e, first : first + rows] for own, (e, first, rows) in places.items()}
+            self._parameters |= views or {name: parameter}
 
     @classmethod
     def from_pretrained(cls, model_dir: str | Path, dtype: str = "fp32", max_num_seqs: int = 512) -> TransformersEngine:

@@ -23,8 +23,9 @@ from megatron.core import parallel_state, tensor_parallel  # noqa: E402 - after 
 
 @dataclass(frozen=True)
 class Topology:
-    """Where this rank stands in the grid. ``model_group`` spans the TP x PP ranks that have the model once, a replica.
-    The CP replicas of a data-parallel rank share its samples."""
+    """Where this rank stands in the grid. ``model_group`` spans the ranks that have the model once, a replica: ``width``
+    consecutive ones of each pipeline stage, TP or the EP x ETP of all experts. The CP replicas of a data-parallel rank
+    share its samples."""
 
     rank: int
     world_size: int
@@ -36,15 +37,26 @@ class Topology:
     dp_size: int
     cp_rank: int
     cp_size: int
+    width: int
+
+    @property
+    def part(self) -> int:
+        """Of the ranks of a pipeline stage, the number of this one in its replica."""
+        return self.rank % self.width
+
+    @property
+    def place(self) -> int:
+        """The rank in ``model_group``."""
+        return self.pp_rank * self.width + self.part
 
     @property
     def replica(self) -> int:
-        """Megatron counts tensor before context before data before pipeline ranks."""
-        return self.dp_rank * self.cp_size + self.cp_rank
+        """Megatron counts tensor before context (or expert) before data before pipeline ranks."""
+        return self.rank % (self.world_size // self.pp_size) // self.width
 
     @property
     def replicas(self) -> int:
-        return self.dp_size * self.cp_size
+        return self.world_size // self.pp_size // self.width
 
     @property
     def reports(self) -> bool:
@@ -65,11 +77,13 @@ class Topology:
 
     @property
     def replica_group(self) -> dist.ProcessGroup:
-        """The ranks that hold the same part of the model."""
+        """The ranks that hold the same part of the model, but for experts."""
         return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
     @property
     def model_group(self) -> dist.ProcessGroup:
+        if self.width > self.tp_size:
+            return parallel_state.get_expert_tensor_model_pipeline_parallel_group()
         return parallel_state.get_model_parallel_group()
 
     @property
@@ -82,6 +96,9 @@ def initialize(
     pipeline_model_parallel_size: int = 1,
     virtual_pipeline_model_parallel_size: int = 1,
     context_parallel_size: int = 1,
+    expert_model_parallel_size: int = 1,
+    expert_tensor_parallel_size: int | None = None,
+    *,
     seed: int = 1,
     timeout_minutes: int = 30,
 ) -> Topology:
@@ -90,7 +107,9 @@ def initialize(
     Raises :class:`UserError` when the parallel sizes do not divide the world size.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    check_world_size(tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size, world_size)
+    experts = expert_model_parallel_size * (expert_tensor_parallel_size or tensor_model_parallel_size)
+    sizes = tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size
+    check_world_size(*sizes, world_size, experts)
     set_threads()
     if not dist.is_initialized():
         if has_cuda():
@@ -106,6 +125,8 @@ def initialize(
             pipeline_model_parallel_size,
             virtual_pipeline_model_parallel_size if virtual_pipeline_model_parallel_size > 1 else None,
             context_parallel_size=context_parallel_size,
+            expert_model_parallel_size=expert_model_parallel_size,
+            expert_tensor_parallel_size=expert_tensor_parallel_size,
             distributed_timeout_minutes=timeout_minutes,
         )
     # Dropout is off in RL and sampling has counted random numbers of its own; Megatron still needs its tracker.
@@ -128,6 +149,10 @@ def topology() -> Topology:
         dp_size=parallel_state.get_data_parallel_world_size(),
         cp_rank=parallel_state.get_context_parallel_rank(),
         cp_size=parallel_state.get_context_parallel_world_size(),
+        width=max(
+            parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_expert_tensor_and_model_parallel_world_size(),
+        ),
     )
 
 

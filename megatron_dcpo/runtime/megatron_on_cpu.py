@@ -7,10 +7,12 @@ What is covered, and why nothing more is needed:
    factories put "cuda" tensors on the CPU. (A ``TorchFunctionMode`` would do it too, at a cost on *every* torch call.)
 3. The optimizers compare ``Tensor.type()`` with ``torch.cuda.*Tensor``; within those calls, and only there, the CPU types
    carry that name.
-4. Apex's ``FusedAdam`` is replaced by the one at the end of this file.
+4. Experts: the dispatcher takes its counts from the device, and gloo gathers equal parts only.
+5. Apex's ``FusedAdam`` is replaced by the one at the end of this file.
 
 On a machine with CUDA, :func:`ensure` does the last only, and only where Megatron finds neither Transformer Engine's Adam
-nor Apex's: with torch's a run cannot be resumed.
+nor Apex's: with torch's a run cannot be resumed. Besides, the router asks for a function of Transformer Engine's by a name
+that Megatron leaves undefined without it.
 """
 
 from __future__ import annotations
@@ -59,6 +61,8 @@ def ensure() -> None:
         _patch_torch_cuda()
         _patch_megatron()
     _replace_torchs_adam()
+    experts: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    experts.te_general_gemm = getattr(experts, "te_general_gemm", None)
 
 
 def _replace_torchs_adam() -> None:
@@ -79,7 +83,10 @@ class _InertStream:
     def wait_stream(self, *args: Any) -> None:
         pass
 
-    wait_event = record = synchronize = record_event = wait = wait_stream
+    wait_event = record = synchronize = wait = wait_stream
+
+    def record_event(self, *args: Any) -> _InertStream:
+        return self
 
 
 def _patch_torch_cuda() -> None:
@@ -124,6 +131,40 @@ def _patch_megatron() -> None:
     for cls in (distributed.DistributedOptimizer, mixed.Float16OptimizerWithFloat16Params):
         cls.__init__ = _with_cuda_type_names(cls.__init__)
     mixed.clip_grad_by_total_norm_fp32 = _with_cuda_type_names(mixed.clip_grad_by_total_norm_fp32)
+    dispatcher: Any = importlib.import_module(core + "transformer.moe.token_dispatcher")
+    dispatcher.maybe_move_tensor_to_cpu = _to_numpy
+    mappings: Any = importlib.import_module(core + "tensor_parallel.mappings")
+    mappings._gather_along_first_dim = _gather_unequal(mappings._gather_along_first_dim)
+    mappings._reduce_scatter_along_first_dim = _reduce_scatter_unequal(mappings._reduce_scatter_along_first_dim)
+
+
+def _to_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Megatron's converts what it moves from the device alone."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _gather_unequal(gather: Callable[..., Any]) -> Callable[..., Any]:
+    def call(own: torch.Tensor, group: Any, output_split_sizes: list[int] | None = None, *args: Any) -> torch.Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(own, group, output_split_sizes, *args)
+        padded = own.new_zeros(max(output_split_sizes), *own.shape[1:])
+        padded[: len(own)] = own
+        parts = [torch.empty_like(padded) for _ in output_split_sizes]
+        torch.distributed.all_gather(parts, padded, group=group)
+        return torch.cat([part[:size] for part, size in zip(parts, output_split_sizes, strict=True)])
+
+    return call
+
+
+def _reduce_scatter_unequal(reduce_scatter: Callable[..., Any]) -> Callable[..., Any]:
+    def call(parts: torch.Tensor, group: Any, input_split_sizes: list[int] | None = None, *args: Any) -> torch.Tensor:
+        if input_split_sizes is None or group.size() == 1:
+            return reduce_scatter(parts, group, input_split_sizes, *args)
+        summed = parts.clone()
+        torch.distributed.all_reduce(summed, group=group)
+        return summed.split(input_split_sizes)[group.rank()].clone()
+
+    return call
 
 
 def _eager(function: Callable[..., Any] | None = None, **_: Any) -> Any:

@@ -13,7 +13,7 @@ from megatron_dcpo.errors import UserError, check_world_size
 from megatron_dcpo.evaluation.heldout import benchmark_names, check_validation
 from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.weights.architecture import Architecture, read_architecture
-from megatron_dcpo.weights.planner import Layout, check_layout, check_recomputation
+from megatron_dcpo.weights.planner import Layout, check_layout, check_options
 from megatron_dcpo.weights.table import number_of_parameters
 
 
@@ -27,6 +27,8 @@ def check_processes(config: Config, processes: int | None) -> None:
             parallel.pipeline_model_parallel_size,
             parallel.context_parallel_size,
             processes,
+            parallel.expert_model_parallel_size
+            * (parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size),
         )
     if config.model.transformer_impl == "transformer_engine" or capabilities().transformer_engine:
         from megatron_dcpo.policy.layers import use_transformer_engine
@@ -48,7 +50,16 @@ def check_model(config: Config) -> Architecture:
     arch = read_architecture(config.model.path)
     layout = Layout.of(config.model, config.parallel)
     check_layout(arch, layout)
-    check_recomputation(arch, layout, config.parallel)
+    check_options(arch, layout, config.parallel)
+    for refused, why in (
+        (config.model.adapter is not None, "model.adapter has no factors for experts; remove it"),
+        (
+            config.rollout.engine in ("vllm", "server"),
+            f"rollout.engine={config.rollout.engine} does not get a policy's experts in this version; take transformers",
+        ),
+    ):
+        if refused and arch.num_experts:
+            raise UserError(f"{config.model.path} is a mixture of experts: {why}")
     return arch
 
 

@@ -159,8 +159,7 @@ def _gather_failures(run: TrainingRun, failure: str, restarts: int, what: str) -
 
 
 def _checked(run: TrainingRun, plan: ReshardPlan, traffic: Traffic) -> dict[str, float]:
-    rank = run.topology.pp_rank * run.topology.tp_size + run.topology.tp_rank
-    counted, planned = (traffic.received, traffic.buckets), (plan.received[rank], len(plan.buckets))
+    counted, planned = (traffic.received, traffic.buckets), (plan.received[run.topology.place], len(plan.buckets))
     if counted != planned or traffic.peak > plan.peak_bytes:
         raise RuntimeError(f"weight synchronisation moved {counted} (bytes, buckets), the plan says {planned}")
     return {

@@ -26,7 +26,11 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A dense decoder-only transformer in Hugging Face terms. Sizes are counts, not bytes."""
+    """A decoder-only transformer in Hugging Face terms. Sizes are counts, not bytes.
+
+    With ``num_experts`` every layer has that many experts, each an MLP of width ``ffn_hidden_size``; a token goes to
+    ``experts_per_token`` of them, whose weights sum to one where they are ``normalized_experts``.
+    """
 
     name: str
     num_layers: int
@@ -43,6 +47,9 @@ class Architecture:
     tied_embeddings: bool
     qk_layernorm: bool
     qkv_bias: bool
+    num_experts: int = 0
+    experts_per_token: int = 0
+    normalized_experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,10 +57,12 @@ class _Traits:
     name: str
     qk_layernorm: bool = False
     qkv_bias: bool = False
+    experts: bool = False
 
 
 ARCHITECTURES: dict[str, _Traits] = {
     "Qwen3ForCausalLM": _Traits("qwen3", qk_layernorm=True),
+    "Qwen3MoeForCausalLM": _Traits("qwen3_moe", qk_layernorm=True, experts=True),
     "LlamaForCausalLM": _Traits("llama"),
     "Qwen2ForCausalLM": _Traits("qwen2", qkv_bias=True),
 }
@@ -68,6 +77,10 @@ _SIZES = (
     "head_dim",
     "vocab_size",
     "max_position_embeddings",
+    "num_experts",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
 )
 _ABSURD = 1 << 40
 
@@ -97,11 +110,12 @@ def parse_architecture(config: dict[str, Any], source: str = "config.json") -> A
     try:
         heads = config["num_attention_heads"]
         base, scaling = _rope(config, source)
+        experts = _experts(config, source) if traits.experts else {}
         return Architecture(
             name=traits.name,
             num_layers=config["num_hidden_layers"],
             hidden_size=config["hidden_size"],
-            ffn_hidden_size=config["intermediate_size"],
+            ffn_hidden_size=config["moe_intermediate_size" if traits.experts else "intermediate_size"],
             num_attention_heads=heads,
             num_query_groups=config.get("num_key_value_heads") or heads,
             kv_channels=config.get("head_dim") or config["hidden_size"] // heads,
@@ -113,11 +127,26 @@ def parse_architecture(config: dict[str, Any], source: str = "config.json") -> A
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
             qk_layernorm=traits.qk_layernorm,
             qkv_bias=traits.qkv_bias or bool(config.get("attention_bias", False)),
+            **experts,
         )
     except KeyError as error:
         raise UserError(f"{source}: {name} needs the key {error}") from None
     except (TypeError, ValueError, AttributeError, OverflowError) as error:
         raise UserError(f"{source}: not the configuration of a {name} ({one_line(error, 200)})") from None
+
+
+def _experts(config: dict[str, Any], source: str) -> dict[str, Any]:
+    """Of a mixture of experts in every layer; other mixtures are refused by name."""
+    for key, expected in (("decoder_sparse_step", 1), ("mlp_only_layers", []), ("n_shared_experts", 0)):
+        if (config.get(key) or expected) != expected:
+            raise UserError(f"{source}: {key}={config[key]!r:.60} is not supported; every layer must be experts alone")
+    # transformers 5 writes num_local_experts, the checkpoints on the hub have num_experts
+    number = config["num_experts"] if "num_experts" in config else config["num_local_experts"]
+    chosen = config["num_experts_per_tok"]
+    if chosen > number:
+        raise UserError(f"{source}: num_experts_per_tok={chosen} is more than the {number} experts")
+    normalized = bool(config.get("norm_topk_prob", False))
+    return {"num_experts": number, "experts_per_token": chosen, "normalized_experts": normalized}
 
 
 def _rope(config: dict[str, Any], source: str) -> tuple[float, RopeScaling | None]:

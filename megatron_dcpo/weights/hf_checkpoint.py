@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from megatron_dcpo.runtime.files import new_directory
 from megatron_dcpo.runtime.text import read_json_object
 from megatron_dcpo.weights.architecture import Architecture
 from megatron_dcpo.weights.planner import Copy
-from megatron_dcpo.weights.table import hf_shapes
+from megatron_dcpo.weights.table import expert_places, hf_shapes
 
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -33,7 +34,8 @@ _SIDE_DIRECTORIES = ("additional_chat_templates",)
 
 
 class HFReader:
-    """The tensors of a Hugging Face directory, memory-mapped: only what is used is read.
+    """The tensors of a Hugging Face directory, memory-mapped: only what is used is read. A tensor that holds all experts of
+    a layer appears as the experts' own.
 
     ``specs``: shape and type of every tensor. Raises :class:`UserError` for missing, truncated or malformed files, and
     when the index and the files disagree.
@@ -42,12 +44,13 @@ class HFReader:
     def __init__(self, model_dir: str | Path) -> None:
         self.model_dir = Path(model_dir)
         self.specs: dict[str, tuple[tuple[int, ...], str]] = {}
-        self._files: dict[str, Any] = {}
+        self._files: dict[str, Callable[[], Any]] = {}
+        self._found: set[str] = set()
         weight_map = read_weight_map(self.model_dir)
         for file in sorted(set(weight_map.values()) or {SINGLE_FILE}):
             self._add(self.model_dir / file)
         for name, file in weight_map.items():
-            if name not in self.specs:
+            if name not in self._found:
                 raise UserError(f"{self.model_dir / file}: tensor {name} is missing; {INDEX} promises it")
 
     def _add(self, path: Path) -> None:
@@ -56,11 +59,15 @@ class HFReader:
         try:
             file = safe_open(str(path), framework="pt")
             for name in file.keys():  # noqa: SIM118 - not a mapping
-                if name in self.specs:
-                    raise UserError(f"{path}: tensor {name} is in another file of the checkpoint as well")
-                header = file.get_slice(name)
-                self.specs[name] = (tuple(header.get_shape()), FROM_SAFETENSORS[header.get_dtype()])
-                self._files[name] = file
+                self._found.add(name)
+                header, get = file.get_slice(name), partial(file.get_slice, name)
+                shape, dtype = tuple(header.get_shape()), FROM_SAFETENSORS[header.get_dtype()]
+                places = expert_places(name, shape)
+                parts = {part: (place[2], shape[2]) for part, place in places.items()} or {name: shape}
+                if twice := next(filter(self.specs.__contains__, parts), None):
+                    raise UserError(f"{path}: tensor {twice} is in another file of the checkpoint as well")
+                self.specs |= {part: (of_part, dtype) for part, of_part in parts.items()}
+                self._files |= {part: partial(_OneExpert, get, *place) for part, place in places.items()} or {name: get}
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror or error}") from None
         except SafetensorError as error:
@@ -72,7 +79,7 @@ class HFReader:
         """The tensor ``name``: index it to get a view of the map. Raises :class:`UserError` when it is missing."""
         if name not in self._files:
             raise UserError(f"{self.model_dir}: tensor {name} is missing; config.json promises it")
-        return self._files[name].get_slice(name)
+        return self._files[name]()
 
     def tensor(self, name: str) -> torch.Tensor:
         """The whole tensor ``name``, a view of the map."""
@@ -89,6 +96,19 @@ class HFReader:
                 raise UserError(
                     f"{self.model_dir}: {name} has shape {list(shape)}, config.json implies {list(expected)}"
                 )
+
+
+class _OneExpert:
+    """``rows`` rows of one expert, of a tensor of all experts: to be indexed as a tensor of its own."""
+
+    def __init__(self, whole: Callable[[], Any], expert: int, first: int, rows: int) -> None:
+        self.whole, self.expert, self.first, self.rows = whole(), expert, first, rows
+
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> torch.Tensor:
+        rows, *columns = index if isinstance(index, tuple) else (index,)
+        start, stop, _ = rows.indices(self.rows)
+        part: torch.Tensor = self.whole[self.expert, self.first + start : self.first + stop, *columns]
+        return part
 
 
 def read_weight_map(model_dir: Path) -> dict[str, str]:

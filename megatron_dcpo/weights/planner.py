@@ -25,12 +25,13 @@ from megatron_dcpo.weights.pipeline import chunk_layers
 from megatron_dcpo.weights.table import (
     EMBEDDING_ROW,
     FINAL_NORM_ROW,
-    TRANSFORMER_ENGINE_NAMES,
     Interleaving,
     Row,
+    experts_of,
     hf_shapes,
     layer_rows,
     output_row,
+    transformer_engine_row,
 )
 
 UNEVEN_PIPELINE = (  # options that divide the layers other than equally
@@ -40,6 +41,7 @@ UNEVEN_PIPELINE = (  # options that divide the layers other than equally
     "account_for_loss_in_pipeline_split",
     "pipeline_model_parallel_layout",
 )
+EXPERTS = "expert_model_parallel_size", "expert_tensor_parallel_size"
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,24 @@ class Layout:
     account_for_embedding_in_pipeline_split: bool = False
     account_for_loss_in_pipeline_split: bool = False
     pipeline_model_parallel_layout: str | None = None
+    expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int | None = None
+
+    @property
+    def expert_tensor(self) -> int:
+        """ETP, by default TP as in Megatron."""
+        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+
+    @property
+    def width(self) -> int:
+        """Consecutive ranks of a pipeline stage that have all of it: TP, or the EP x ETP ranks of all experts."""
+        return max(self.tensor_model_parallel_size, self.expert_model_parallel_size * self.expert_tensor)
+
+    def at(self, place: int, pipeline: int, virtual: int = 0) -> Coordinates:
+        """What the rank at ``place`` of those :attr:`width` has. Megatron counts tensor before expert before data ranks."""
+        expert = place // self.expert_tensor % self.expert_model_parallel_size
+        tensor = place % self.tensor_model_parallel_size
+        return Coordinates(tensor, pipeline, virtual, expert, place % self.expert_tensor)
 
     @classmethod
     def of(cls, model: ModelConfig, parallel: ParallelConfig, transformer_engine: bool = False) -> Layout:
@@ -66,17 +86,20 @@ class Layout:
             parallel.virtual_pipeline_model_parallel_size,
             model.make_vocab_size_divisible_by,
             transformer_engine,
-            *(getattr(parallel, option) for option in UNEVEN_PIPELINE),
+            *(getattr(parallel, option) for option in (*UNEVEN_PIPELINE, *EXPERTS)),
         )
 
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Which piece of the layout: tensor rank, pipeline rank, virtual pipeline stage."""
+    """Which piece of the layout: tensor rank, pipeline rank, virtual pipeline stage, rank among the experts' ranks and
+    tensor rank within an expert."""
 
     tensor: int = 0
     pipeline: int = 0
     virtual: int = 0
+    expert: int = 0
+    expert_tensor: int = 0
 
 
 @dataclass(frozen=True)
@@ -106,8 +129,26 @@ def padded_vocab_size(arch: Architecture, layout: Layout) -> int:
     return -(-arch.vocab_size // multiple) * multiple
 
 
-def check_recomputation(arch: Architecture, layout: Layout, parallel: ParallelConfig) -> None:
-    """Raise :class:`UserError` when the units of a uniform recomputation do not divide a model chunk."""
+def check_options(arch: Architecture, layout: Layout, parallel: ParallelConfig) -> None:
+    """Raise :class:`UserError` when the units of a uniform recomputation do not divide a model chunk, and for options that
+    are not right with experts."""
+    for refused, why in (
+        (
+            parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel,
+            f"tensor_model_parallel_size={parallel.tensor_model_parallel_size} needs parallel.sequence_parallel=true",
+        ),
+        (
+            parallel.expert_model_parallel_size > 1 and not parallel.use_distributed_optimizer,
+            f"expert_model_parallel_size={parallel.expert_model_parallel_size} needs "
+            "parallel.use_distributed_optimizer=true",
+        ),
+        (
+            parallel.recompute_granularity == "selective" and "mlp" in parallel.recompute_modules,
+            "recompute_modules=mlp recomputes nothing; take core_attn, or parallel.recompute_granularity=full",
+        ),
+    ):
+        if refused and arch.num_experts:
+            raise UserError(f"with a mixture of experts parallel.{why}")
     unit = parallel.recompute_num_layers
     for layers in map(len, chunk_layers(arch.num_layers, layout)):
         if parallel.recompute_method == "uniform" and layers % unit:
@@ -120,12 +161,13 @@ def check_recomputation(arch: Architecture, layout: Layout, parallel: ParallelCo
 def check_layout(arch: Architecture, layout: Layout) -> None:
     """Raise :class:`UserError` for a layout that does not divide the model."""
     tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
+    _check_experts(arch, layout)
     for what, size in (
         ("attention heads", arch.num_attention_heads),
         ("query groups (key/value heads)", arch.num_query_groups),
         ("ffn_hidden_size", arch.ffn_hidden_size),
     ):
-        if size % tp:
+        if size % tp and not (what == "ffn_hidden_size" and layout.expert_tensor == 1):
             raise UserError(
                 f"parallel.tensor_model_parallel_size={tp} does not divide the model's {size} {what}; "
                 f"choose a divisor of {size}"
@@ -135,24 +177,55 @@ def check_layout(arch: Architecture, layout: Layout) -> None:
         raise UserError("parallel.virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size > 1")
 
 
+def _check_experts(arch: Architecture, layout: Layout) -> None:
+    tp, ep, etp = layout.tensor_model_parallel_size, layout.expert_model_parallel_size, layout.expert_tensor
+    named = f"parallel.expert_model_parallel_size={ep}"
+    for refused, why in (
+        (
+            not arch.num_experts and (ep > 1 or layout.expert_tensor_parallel_size is not None),
+            "parallel.expert_model_parallel_size and expert_tensor_parallel_size are for mixtures of experts; "
+            f"{arch.name} has no experts",
+        ),
+        (
+            arch.num_experts % ep > 0,
+            f"{named} does not divide the model's {arch.num_experts} experts; choose a divisor of {arch.num_experts}",
+        ),
+        (
+            etp not in (1, tp) or (ep == 1 and etp != tp),  # the latter: Megatron's gradients of the experts are wrong
+            f"parallel.expert_tensor_parallel_size={etp} must be parallel.tensor_model_parallel_size={tp} or, with "
+            "parallel.expert_model_parallel_size > 1, be 1",
+        ),
+        (
+            max(tp, ep * etp) % min(tp, ep * etp) > 0,
+            f"{named} x expert_tensor_parallel_size={etp} and parallel.tensor_model_parallel_size={tp}: one must divide "
+            "the other",
+        ),
+    ):
+        if refused:
+            raise UserError(why)
+
+
 @functools.lru_cache(maxsize=1024)
 def plan(arch: Architecture, layout: Layout, at: Coordinates) -> tuple[Copy, ...]:
     """All copies of the model chunk at ``at``, in parameter order. Deterministic; cached."""
     check_layout(arch, layout)
+    dense, expert = (layout.tensor_model_parallel_size, at.tensor), (layout.expert_tensor, at.expert_tensor)
     return tuple(
-        copy for row, primary in _chunk_rows(arch, layout, at) for copy in _copies(arch, layout, at, row, primary)
+        copy
+        for row, primary, of_expert in _chunk_rows(arch, layout, at)
+        for copy in _copies(arch, layout, *(expert if of_expert else dense), row, primary)
     )
 
 
 def sharded_dimensions(arch: Architecture, layout: Layout, at: Coordinates) -> dict[str, int | None]:
     """For every parameter of the chunk, the dimension split over tensor-parallel ranks; ``None``: replicated."""
     dims = {"replicated": None, "row": 1}
-    return {row.megatron: dims.get(row.interleaving, 0) for row, _ in _chunk_rows(arch, layout, at)}
+    return {row.megatron: dims.get(row.interleaving, 0) for row, *_ in _chunk_rows(arch, layout, at)}
 
 
 def interleavings(arch: Architecture, layout: Layout, at: Coordinates) -> dict[str, Interleaving]:
     """For every parameter of the chunk, how its Hugging Face tensors interleave."""
-    return {row.megatron: row.interleaving for row, _ in _chunk_rows(arch, layout, at)}
+    return {row.megatron: row.interleaving for row, *_ in _chunk_rows(arch, layout, at)}
 
 
 def checksum(copies: tuple[Copy, ...]) -> str:
@@ -160,29 +233,32 @@ def checksum(copies: tuple[Copy, ...]) -> str:
     return hashlib.sha256(repr(copies).encode()).hexdigest()[:16]
 
 
-def _chunk_rows(arch: Architecture, layout: Layout, at: Coordinates) -> Iterator[tuple[Row, bool]]:
-    """The rows of one model chunk with the global layer number filled in on the Hugging Face side."""
+def _chunk_rows(arch: Architecture, layout: Layout, at: Coordinates) -> Iterator[tuple[Row, bool, bool]]:
+    """The rows of one model chunk with the global numbers filled in on the Hugging Face side; whether they are primary, and
+    an expert's."""
     pp, vp = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
     first, last = at.pipeline == at.virtual == 0, at.pipeline == pp - 1 and at.virtual == vp - 1
     layers = chunk_layers(arch.num_layers, layout)[at.virtual * pp + at.pipeline]
     if first:
-        yield EMBEDDING_ROW, True
+        yield EMBEDDING_ROW, True, False
     for local, layer in enumerate(layers):
         for row in layer_rows(arch):
-            megatron = row.megatron.format(layer=local)
-            if layout.transformer_engine:
-                prefix = f"decoder.layers.{local}."
-                name = megatron.removeprefix(prefix)
-                megatron = prefix + TRANSFORMER_ENGINE_NAMES.get(name, name)
-            yield Row(megatron, tuple(name.format(layer=layer) for name in row.hf), row.interleaving), True
+            named = transformer_engine_row(arch, row) if layout.transformer_engine else row
+            experts = experts_of(arch, row)
+            if row.of_expert:
+                number = len(experts) // layout.expert_model_parallel_size
+                experts = experts[at.expert * number : (at.expert + 1) * number]
+            for index, expert in enumerate(experts):
+                yield named.at(local, index, layer, expert), True, row.of_expert
     if last:
-        yield FINAL_NORM_ROW, True
+        yield FINAL_NORM_ROW, True, False
         if not (arch.tied_embeddings and first):  # tied and on the embedding's own stage: Megatron shares the tensor
-            yield output_row(arch), not arch.tied_embeddings
+            yield output_row(arch), not arch.tied_embeddings, False
 
 
-def _copies(arch: Architecture, layout: Layout, at: Coordinates, row: Row, primary: bool) -> Iterator[Copy]:
-    tp, rank, shapes = layout.tensor_model_parallel_size, at.tensor, hf_shapes(arch)
+def _copies(arch: Architecture, layout: Layout, tp: int, rank: int, row: Row, primary: bool) -> Iterator[Copy]:
+    """``tp``, ``rank``: of the ranks that cut this row's tensors."""
+    shapes = hf_shapes(arch)
     if row.interleaving == "replicated":
         yield Copy(row.hf[0], 0, shapes[row.hf[0]][0], row.megatron, 0, 0, primary and rank == 0)
         return

@@ -158,7 +158,7 @@ class _Local:
 
     def __init__(self, policy: Shards) -> None:
         self.policy, topology = policy, policy.topology
-        self.rank = topology.pp_rank * topology.tp_size + topology.tp_rank
+        self.rank = topology.place
         self.shapes = hf_shapes(policy.arch)
         self._held: dict[str, list[tuple[Copy, Tensor]]] = {}
         for chunk, copies in enumerate(policy.copies):

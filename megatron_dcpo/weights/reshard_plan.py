@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.weights.architecture import Architecture
-from megatron_dcpo.weights.planner import Coordinates, Copy, Layout, plan
+from megatron_dcpo.weights.planner import Copy, Layout, plan
 from megatron_dcpo.weights.table import engine_cuts, hf_shapes
 
 BUCKET_BYTES = 512 * 2**20
@@ -144,7 +144,7 @@ def reshard_plan(
     """
     check_engine(arch, engine_tensor_model_parallel_size)
     names = [name for name in hf_shapes(arch) if only is None or name in only]
-    ranks = layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size
+    ranks = layout.width * layout.pipeline_model_parallel_size
     at = _engine_ranks(layout, engine_tensor_model_parallel_size, replicas, replica)
     slices = {n: tuple(engine_slice(arch, n, engine_tensor_model_parallel_size, rank) for rank in at) for n in names}
     whole = {name: tuple(engine_slice(arch, name, 1, 0) for _ in at) for name in names}
@@ -200,27 +200,27 @@ def _share_of_a_bucket(
 def _engine_ranks(layout: Layout, engine_tp: int, replicas: int, replica: int) -> list[int]:
     """The engine's tensor-parallel rank on each rank of a replica. Engines are blocks of consecutive ranks; Megatron
     counts tensor before data before pipeline ranks."""
-    tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
-    return [(t + tp * (replica + replicas * p)) % engine_tp for p in range(pp) for t in range(tp)]
+    width, stages = layout.width, range(layout.pipeline_model_parallel_size)
+    return [(place + width * (replica + replicas * p)) % engine_tp for p in stages for place in range(width)]
 
 
 def _held(arch: Architecture, layout: Layout, names: Sequence[str]) -> _Held:
     """Of every tensor the intervals that ranks hold, disjoint, in the order of their start; no readers yet."""
-    by_interval: dict[tuple[str, int, int], TransferOp] = {}
+    by_interval: dict[str, dict[tuple[int, int], TransferOp]] = {name: {} for name in hf_shapes(arch)}
     for pipeline in range(layout.pipeline_model_parallel_size):
-        for tensor in range(layout.tensor_model_parallel_size):
-            rank = pipeline * layout.tensor_model_parallel_size + tensor
+        for place in range(layout.width):
+            rank = pipeline * layout.width + place
             for virtual in range(layout.virtual_pipeline_model_parallel_size):
-                for name, copies in _by_tensor(plan(arch, layout, Coordinates(tensor, pipeline, virtual))).items():
+                for name, copies in _by_tensor(plan(arch, layout, layout.at(place, pipeline, virtual))).items():
                     start, stop = copies[0].hf_start, copies[-1].hf_stop
                     assert sum(copy.length for copy in copies) == stop - start, "the slices of a rank are neighbours"
                     numel = (stop - start) * _per_index(arch, name, copies[0].dim)
                     new = TransferOp(name, copies[0].dim, start, stop, numel, (), (), len(copies) > 1)
-                    op = by_interval.get((name, start, stop), new)
+                    op = by_interval[name].get((start, stop), new)
                     if rank not in op.holders:
                         holders = (rank, *op.holders) if copies[0].primary else (*op.holders, rank)
-                        by_interval[name, start, stop] = replace(op, holders=holders)
-    return {name: [by_interval[key] for key in sorted(by_interval) if key[0] == name] for name in names}
+                        by_interval[name][start, stop] = replace(op, holders=holders)
+    return {name: [op for _, op in sorted(by_interval[name].items(), key=lambda item: item[0])] for name in names}
 
 
 def _by_tensor(copies: Sequence[Copy]) -> dict[str, list[Copy]]:

@@ -1,15 +1,16 @@
 """The weight table: for every Megatron parameter, the Hugging Face tensors it is made of and how they interleave.
 
 One table serves import, export and resharding. ``{layer}`` stands for the layer's number: global in Hugging Face names,
-local to the pipeline stage in Megatron's.
+local to the pipeline stage in Megatron's. ``{expert}`` stands for an expert's in the same way: each is a row of its own.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
@@ -45,22 +46,70 @@ class Row:
     interleaving: Interleaving
 
     @property
+    def of_expert(self) -> bool:
+        return "{expert}" in self.megatron
+
+    def at(self, layer: int, expert: int, hf_layer: int, hf_expert: int) -> Row:
+        """The row of one layer and one expert, numbered as on this rank and as in the whole model."""
+        names = tuple(name.format(layer=hf_layer, expert=hf_expert) for name in self.hf)
+        return Row(self.megatron.format(layer=layer, expert=expert), names, self.interleaving)
+
+    @property
     def engine_cuts(self) -> tuple[EngineCut, ...]:
         """How an engine cuts each of ``hf``."""
         return _ENGINE_CUTS[self.interleaving]
 
 
-# Transformer Engine's fused linears hold the norm before them. Everything else is named alike in both layer specs.
-TRANSFORMER_ENGINE_NAMES = {
+# Transformer Engine's fused linears hold the norm before them, and its grouped ones all experts; no experts' linear has the
+# norm. Everything else is named alike in both layer specs.
+_FUSED_NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
-LOCAL_NAMES = {fused: local for local, fused in TRANSFORMER_ENGINE_NAMES.items()}
+_GROUPED_EXPERTS = {
+    f"mlp.experts.local_experts.{{expert}}.linear_fc{n}.weight": f"mlp.experts.linear_fc{n}.weight{{expert}}"
+    for n in (1, 2)
+}
+LOCAL_NAMES = {fused: local for local, fused in _FUSED_NORMS.items()}
 
 _M, _H = "decoder.layers.{layer}.", "model.layers.{layer}."
 _EMBEDDING = "model.embed_tokens.weight"
 
 
+def transformer_engine_row(arch: Architecture, row: Row) -> Row:
+    """A layer's row under the name it has in Transformer Engine's layer spec."""
+    names = _FUSED_NORMS | _GROUPED_EXPERTS
+    if arch.num_experts:
+        del names["pre_mlp_layernorm.weight"]
+    name = row.megatron.removeprefix(_M)
+    return replace(row, megatron=row.megatron.removesuffix(name) + names.get(name, name))
+
+
+def experts_of(arch: Architecture, row: Row) -> range:
+    """The experts that have such a row; one row where it is not an expert's."""
+    return range(arch.num_experts if row.of_expert else 1)
+
+
+def expert_places(name: str, shape: Sequence[int]) -> dict[str, tuple[int, int, int]]:
+    """Of a tensor with all experts of a layer, as transformers holds them in memory: (expert, first row, number of rows) of
+    each expert's own tensors. ``experts.gate_up_proj`` is [E, 2I, H], ``experts.down_proj`` [E, H, I]; empty for others."""
+    module, _, last = name.rpartition(".")
+    parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(last, ())
+    if not parts or not module.endswith(".experts") or len(shape) != 3 or shape[1] % len(parts):
+        return {}
+    rows = shape[1] // len(parts)
+    places = itertools.product(range(shape[0]), enumerate(parts))
+    return {f"{module}.{expert}.{part}.weight": (expert, half * rows, rows) for expert, (half, part) in places}
+
+
+def _mlp_rows(module: str, hf: str) -> list[Row]:
+    return [
+        Row(f"{_M}{module}.linear_fc1.weight", (f"{_H}{hf}.gate_proj.weight", f"{_H}{hf}.up_proj.weight"), "gate_up"),
+        Row(f"{_M}{module}.linear_fc2.weight", (f"{_H}{hf}.down_proj.weight",), "row"),
+    ]
+
+
+@functools.lru_cache(maxsize=64)
 def layer_rows(arch: Architecture) -> tuple[Row, ...]:
     """The rows of one decoder layer (Llama's names, which Qwen2 and Qwen3 share)."""
     qkv = tuple(f"{_H}self_attn.{p}_proj" for p in "qkv")
@@ -69,9 +118,12 @@ def layer_rows(arch: Architecture) -> tuple[Row, ...]:
         Row(f"{_M}self_attention.linear_qkv.weight", tuple(f"{name}.weight" for name in qkv), "qkv"),
         Row(f"{_M}self_attention.linear_proj.weight", (f"{_H}self_attn.o_proj.weight",), "row"),
         Row(f"{_M}pre_mlp_layernorm.weight", (f"{_H}post_attention_layernorm.weight",), "replicated"),
-        Row(f"{_M}mlp.linear_fc1.weight", (f"{_H}mlp.gate_proj.weight", f"{_H}mlp.up_proj.weight"), "gate_up"),
-        Row(f"{_M}mlp.linear_fc2.weight", (f"{_H}mlp.down_proj.weight",), "row"),
     ]
+    if arch.num_experts:
+        rows.append(Row(f"{_M}mlp.router.weight", (f"{_H}mlp.gate.weight",), "replicated"))
+        rows += _mlp_rows("mlp.experts.local_experts.{expert}", "mlp.experts.{expert}")
+    else:
+        rows += _mlp_rows("mlp", "mlp")
     if arch.qkv_bias:
         rows.append(Row(f"{_M}self_attention.linear_qkv.bias", tuple(f"{name}.bias" for name in qkv), "qkv"))
     if arch.qk_layernorm:
@@ -102,10 +154,13 @@ def hf_shapes(arch: Architecture) -> Mapping[str, tuple[int, ...]]:
         "self_attn.v_proj.weight": (kv, h),
         "self_attn.o_proj.weight": (h, q),
         "post_attention_layernorm.weight": (h,),
-        "mlp.gate_proj.weight": (f, h),
-        "mlp.up_proj.weight": (f, h),
-        "mlp.down_proj.weight": (h, f),
     }
+    if arch.num_experts:
+        per_layer["mlp.gate.weight"] = (arch.num_experts, h)
+    for mlp in [f"mlp.experts.{expert}" for expert in range(arch.num_experts)] or ["mlp"]:
+        per_layer |= {
+            f"{mlp}.{p}_proj.weight": shape for p, shape in (("gate", (f, h)), ("up", (f, h)), ("down", (h, f)))
+        }
     if arch.qkv_bias:
         per_layer |= {f"self_attn.{p}_proj.bias": (n,) for p, n in (("q", q), ("k", kv), ("v", kv))}
     if arch.qk_layernorm:
@@ -124,8 +179,8 @@ def engine_cuts(arch: Architecture) -> Mapping[str, EngineCut]:
     rows = [EMBEDDING_ROW, FINAL_NORM_ROW, output_row(arch)]
     cuts = {name: cut for row in rows for name, cut in zip(row.hf, row.engine_cuts, strict=True)}
     for row in layer_rows(arch):
-        for name, cut in zip(row.hf, row.engine_cuts, strict=True):
-            cuts |= {name.format(layer=layer): cut for layer in range(arch.num_layers)}
+        for layer, expert in itertools.product(range(arch.num_layers), experts_of(arch, row)):
+            cuts |= zip(row.at(0, 0, layer, expert).hf, row.engine_cuts, strict=True)
     return MappingProxyType(cuts)
 
 

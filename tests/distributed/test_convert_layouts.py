@@ -22,6 +22,7 @@ MODELS = [
     ("llama", False, "float32"),
     ("qwen2", True, "float32"),
 ]
+EXPERTS = [("qwen3_moe", True, "float32"), ("qwen3_moe", False, "bfloat16")]
 LAYOUTS = {
     "one": (1, {"use_distributed_optimizer": True}),
     "tp2": (2, {"tensor_model_parallel_size": 2}),
@@ -32,16 +33,37 @@ LAYOUTS = {
 }
 
 
+TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+EXPERT_LAYOUTS = {
+    "one": (1, {"use_distributed_optimizer": True}),
+    "ep2_pp2": (
+        4,
+        {"expert_model_parallel_size": 2, "use_distributed_optimizer": True, "pipeline_model_parallel_size": 2},
+    ),
+    "tp2_etp2": (2, TP2),
+    "tp2_ep2_etp1": (
+        2,
+        TP2 | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "use_distributed_optimizer": True},
+    ),
+}
+
+
 @pytest.fixture(scope="module")
 def imported(tmp_path_factory):
     """(Hugging Face directory, imported checkpoint, dtype) of every model; vocabulary 500, padded to 512 as for TP 1."""
-    made = []
-    for family, tied, dtype in MODELS:
-        base = tmp_path_factory.mktemp(f"{family}_{tied}")
-        source = save_model(base / "hf", family, tied, dtype, vocab_size=500)
-        import_checkpoint(source, base / "megatron")
-        made.append((source, base / "megatron", {"float32": "fp32", "bfloat16": "bf16"}[dtype]))
-    return made
+    return [imported_model(tmp_path_factory, *model) for model in MODELS]
+
+
+@pytest.fixture(scope="module")
+def imported_experts(tmp_path_factory):
+    return [imported_model(tmp_path_factory, *model) for model in EXPERTS]
+
+
+def imported_model(tmp_path_factory, family, tied, dtype):
+    base = tmp_path_factory.mktemp(f"{family}_{tied}")
+    source = save_model(base / "hf", family, tied, dtype, vocab_size=500)
+    import_checkpoint(source, base / "megatron")
+    return source, base / "megatron", {"float32": "fp32", "bfloat16": "bf16"}[dtype]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -55,8 +77,13 @@ def test_stock_model_of_transformer_engine_loads_and_saves(imported, tmp_path, l
     loads_and_saves(imported, tmp_path, layout, environment())
 
 
-def loads_and_saves(imported, tmp_path, layout, environment=None):
-    processes, parallel = LAYOUTS[layout]
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
+def test_stock_model_with_experts_loads_and_saves(imported_experts, tmp_path, layout):
+    loads_and_saves(imported_experts, tmp_path, layout, layouts=EXPERT_LAYOUTS)
+
+
+def loads_and_saves(imported, tmp_path, layout, environment=None, layouts=LAYOUTS):
+    processes, parallel = layouts[layout]
     tp = parallel.get("tensor_model_parallel_size", 1)
     cases = [
         {"model": str(source), "checkpoint": str(checkpoint), "dtype": dtype, "save": str(tmp_path / str(number))}

@@ -16,6 +16,8 @@ OVERLAP = {**DISTRIBUTED, "overlap_grad_reduce": True}
         ("llama", False, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
         ("qwen2", True, {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 1}),
         ("qwen3", False, {}),  # two data-parallel ranks
+        ("qwen3_moe", False, {"expert_model_parallel_size": 2}),
+        ("qwen3_moe", True, {"pipeline_model_parallel_size": 2}),
     ],
 )
 def test_state_of_every_rank_is_predicted(tiny_models, tmp_path, family, tied, parallel):
@@ -25,6 +27,8 @@ def test_state_of_every_rank_is_predicted(tiny_models, tmp_path, family, tied, p
         {"dtype": "bf16", "parallel": OVERLAP},
         {"dtype": "fp32", "parallel": DISTRIBUTED},
     ]
+    if "expert_model_parallel_size" in parallel:  # it needs the distributed optimizer
+        settings = settings[2:]
     options = {
         "model": str(tiny_models(family, tied)),
         "parallel": parallel,
@@ -38,10 +42,37 @@ def test_state_of_every_rank_is_predicted(tiny_models, tmp_path, family, tied, p
         for what in results[0]["measured"]:
             measured = [result["measured"][what] for result in results]
             predicted = [result["predicted"][what] for result in results]
-            if parallel:
+            if "pipeline_model_parallel_size" in parallel:
                 assert predicted == measured, (setting, what)
             else:  # one stage: the plan speaks of the rank with the largest shard
                 assert predicted[0] == max(measured), (setting, what)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_activations_of_experts_are_predicted(tiny_models, tmp_path, tp):
+    """Both ranks together: the routing of random weights is uneven, so that of two each has another number of tokens."""
+    options = {
+        "model": str(tiny_models("qwen3_moe")),
+        "parallel": DISTRIBUTED
+        | {"expert_model_parallel_size": 2, "sequence_packing": True}
+        | (
+            {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_tensor_parallel_size": 1}
+            if tp == 2
+            else {}
+        ),
+        "settings": [
+            {"dtype": "bf16"},
+            {"dtype": "fp32"},
+            {"dtype": "bf16", "parallel": {"recompute_granularity": "full"}},
+        ],
+        "prompt_tokens": 32,
+        "response_tokens": 224,
+        "activations": True,
+    }
+    for results in zip(*torchrun("plan", 2, tmp_path, options), strict=True):
+        found = [result["activations"] for result in results]
+        measured, predicted = (sum(rank[what] for rank in found) for what in ("measured", "predicted"))
+        assert predicted == pytest.approx(measured, rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-FAMILIES = ("qwen3", "llama", "qwen2")
+FAMILIES = ("qwen3", "qwen3_moe", "llama", "qwen2")
 SMALL = {
     "vocab_size": 331,
     "hidden_size": 32,
@@ -29,10 +29,12 @@ def save_model(
     """A random model of the family as transformers writes it, with a tokenizer-like side file."""
     import transformers
 
-    name = family.capitalize()
+    name = {"qwen3_moe": "Qwen3Moe"}.get(family, family.capitalize())
     settings: dict[str, Any] = SMALL | {"tie_word_embeddings": tied} | options
-    if family == "qwen3":
+    if family.startswith("qwen3"):
         settings = {"head_dim": 16} | settings
+    if family == "qwen3_moe":
+        settings = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24} | settings
     config = getattr(transformers, f"{name}Config")(**settings)
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForCausalLM")(config).to(getattr(torch, dtype))
@@ -68,10 +70,18 @@ def expected_megatron(path: Path, padded: int) -> dict[str, torch.Tensor]:
                 qkv = [at[f"self_attn.{p}_proj.{kind}"].unflatten(0, (groups, -1)) for p in "qkv"]
                 add(f"self_attention.linear_qkv.{kind}", torch.cat(qkv, dim=1).flatten(0, 1))
         add("self_attention.linear_proj.weight", at["self_attn.o_proj.weight"])
-        add("mlp.linear_fc1.weight", torch.cat([at["mlp.gate_proj.weight"], at["mlp.up_proj.weight"]]))
-        add("mlp.linear_fc2.weight", at["mlp.down_proj.weight"])
         add("self_attention.linear_qkv.layer_norm_weight", at["input_layernorm.weight"])
-        add("mlp.linear_fc1.layer_norm_weight", at["post_attention_layernorm.weight"])
+        if "num_local_experts" in config:
+            experts = [f"mlp.experts.{expert}." for expert in range(config["num_local_experts"])]
+            gate, up, down = (torch.stack([at[f"{e}{p}_proj.weight"] for e in experts]) for p in ("gate", "up", "down"))
+            add("mlp.experts.experts.linear_fc1.weight", torch.cat([gate, up], dim=1))
+            add("mlp.experts.experts.linear_fc2.weight", down)
+            add("mlp.router.weight", at["mlp.gate.weight"])
+            add("pre_mlp_layernorm.weight", at["post_attention_layernorm.weight"])
+        else:
+            add("mlp.linear_fc1.weight", torch.cat([at["mlp.gate_proj.weight"], at["mlp.up_proj.weight"]]))
+            add("mlp.linear_fc2.weight", at["mlp.down_proj.weight"])
+            add("mlp.linear_fc1.layer_norm_weight", at["post_attention_layernorm.weight"])
         for p in "qk":
             if f"self_attn.{p}_norm.weight" in at:
                 add(f"self_attention.{p}_layernorm.weight", at[f"self_attn.{p}_norm.weight"])

@@ -27,7 +27,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-def stock_chunks(arch, vocab_size, dtype, parallel, **config_options):
+def stock_chunks(arch, vocab_size, dtype, parallel, loads, **config_options):
     """What ``pretrain_gpt.py`` would build: Megatron's classes and layer spec, none of ours."""
     vp = parallel.virtual_pipeline_model_parallel_size
     config = TransformerConfig(
@@ -52,12 +52,18 @@ def stock_chunks(arch, vocab_size, dtype, parallel, **config_options):
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=True,
         **{option: getattr(parallel, option) for option in UNEVEN_PIPELINE},
+        **(experts_of(arch, parallel) if arch.num_experts else {}),
         **config_options,
     )
     if capabilities().transformer_engine:  # the stand-in
         spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=arch.qk_layernorm)
     else:
-        spec = get_gpt_layer_local_spec(qk_layernorm=arch.qk_layernorm, normalization="RMSNorm")
+        experts = {"num_experts": arch.num_experts or None, "moe_grouped_gemm": False}
+        spec = get_gpt_layer_local_spec(**experts, qk_layernorm=arch.qk_layernorm, normalization="RMSNorm")
+        if (
+            arch.num_experts and loads
+        ):  # the local spec names the norm before experts otherwise than Transformer Engine's
+            del spec.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
     stage, stages = parallel_state.get_pipeline_model_parallel_rank(), parallel.pipeline_model_parallel_size
     chunks = []
     for virtual in range(vp):
@@ -78,6 +84,17 @@ def stock_chunks(arch, vocab_size, dtype, parallel, **config_options):
     return chunks
 
 
+def experts_of(arch, parallel):
+    return {
+        "num_moe_experts": arch.num_experts,
+        "moe_ffn_hidden_size": arch.ffn_hidden_size,
+        "moe_router_topk": arch.experts_per_token,
+        "moe_token_dispatcher_type": "alltoall",
+        "expert_model_parallel_size": parallel.expert_model_parallel_size,
+        "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
+    }
+
+
 def run(options: dict[str, Any]) -> Any:
     parallel = ParallelConfig(**options["parallel"])
     topology = initialize_layout(parallel)
@@ -85,7 +102,7 @@ def run(options: dict[str, Any]) -> Any:
     for index, case in enumerate(options["cases"]):
         arch = read_architecture(case["model"])
         dtype = torch.bfloat16 if case["dtype"] == "bf16" else torch.float32
-        chunks = stock_chunks(arch, case["padded"], dtype, parallel, **case.get("config", {}))
+        chunks = stock_chunks(arch, case["padded"], dtype, parallel, "checkpoint" in case, **case.get("config", {}))
         if not case.get("mixed"):
             chunks = [chunk.to(dtype) for chunk in chunks]  # as Float16Module does: the local RMSNorm is fp32 otherwise
         if "checkpoint" in case:

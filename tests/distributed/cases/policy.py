@@ -15,7 +15,7 @@ from megatron_dcpo.checkpoints.state import load_checkpoint
 from megatron_dcpo.config import ParallelConfig
 from megatron_dcpo.policy.gradient_probe import probe_block_gradients
 from megatron_dcpo.policy.model import build_policy
-from megatron_dcpo.policy.optimizer import build_optimizer, zero_gradients
+from megatron_dcpo.policy.optimizer import build_optimizer, gather_parameters, zero_gradients
 from megatron_dcpo.policy.schedule import accumulate_gradients, compute_logprobs
 from megatron_dcpo.rollout import TransformersEngine
 from megatron_dcpo.runtime.distributed import all_gather_objects
@@ -30,7 +30,7 @@ def compare_with_engine(policy, options, samples, splits):
     engine = TransformersEngine.from_pretrained(options["model"], options.get("dtype", "fp32"))
     plan, traffic = plan_for(policy, bucket_bytes=options.get("bucket_bytes", 2**29)), Traffic()
     engine.update_weights(export_buckets(policy, plan, traffic), version=1)
-    rank = policy.topology.pp_rank * policy.topology.tp_size + policy.topology.tp_rank
+    rank = policy.topology.place
     assert traffic.received == plan.received[rank] == plan.least[rank], (traffic, plan.received, plan.least)
     assert traffic.peak <= plan.peak_bytes
     weights = {name: digest(parameter) for name, parameter in engine.model.named_parameters()}
@@ -99,6 +99,7 @@ def run(options: dict[str, Any]) -> Any:
             )
         _, norm, _ = optimizer.step()
         scheduler.step(1)
+        gather_parameters(policy)
         losses.append(everywhere(collected))
         norms.append(norm)
         if step == 0 and "save" in options:

@@ -8,11 +8,13 @@ import hashlib
 import io
 import json
 import pickle
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_dcpo.cli import main as dcpo
@@ -42,6 +44,46 @@ def test_round_trip_gives_the_same_files(tmp_path, family, tied, dtype, max_shar
     assert (different, errors) == ([], [])
     assert imported.tensors == exported.tensors
     assert len(list(source.glob("*.safetensors"))) == (1 if max_shard_size == "1GB" else len(names) - 4)
+
+
+def fused(source, out):
+    """The checkpoint with the experts of a layer in one tensor, as in transformers' memory: [E, 2I, H], [E, H, I]."""
+    shutil.copytree(source, out)
+    tensors = load_model(source)
+    for layer in range(4):
+        module = f"model.layers.{layer}.mlp.experts."
+        parts = {
+            p: torch.stack([tensors.pop(f"{module}{e}.{p}_proj.weight") for e in range(4)])
+            for p in ("gate", "up", "down")
+        }
+        tensors[f"{module}gate_up_proj"] = torch.cat([parts["gate"], parts["up"]], dim=1)
+        tensors[f"{module}down_proj"] = parts["down"]
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    return out
+
+
+def test_experts_in_one_tensor_are_imported_to_the_same_bytes(tmp_path):
+    source = save_model(tmp_path / "hf", "qwen3_moe", dtype="bfloat16")
+    import_checkpoint(source, tmp_path / "apart")
+    import_checkpoint(fused(source, tmp_path / "fused"), tmp_path / "together", verify=True)
+    assert filecmp.cmp(tmp_path / "apart" / "__0_0.distcp", tmp_path / "together" / "__0_0.distcp", shallow=False)
+    export_checkpoint(tmp_path / "together", tmp_path / "back", verify=True)
+    assert filecmp.cmp(source / "model.safetensors", tmp_path / "back" / "model.safetensors", shallow=False)
+
+
+@pytest.mark.parametrize("form", ["apart", "together"])
+def test_a_missing_expert_is_named(tmp_path, form):
+    source = save_model(tmp_path / "hf", "qwen3_moe")
+    source = fused(source, tmp_path / "fused") if form == "together" else source
+    tensors = load_model(source)
+    if form == "together":
+        tensors["model.layers.1.mlp.experts.down_proj"] = tensors["model.layers.1.mlp.experts.down_proj"][:3].clone()
+    else:
+        del tensors["model.layers.1.mlp.experts.3.down_proj.weight"]
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=r"tensor model.layers.1.mlp.experts.3.down_proj.weight is missing"):
+        import_checkpoint(source, tmp_path / "megatron")
+    assert not (tmp_path / "megatron").exists()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -3,9 +3,18 @@
 import numpy as np
 import pytest
 
+from megatron_dcpo.config import ParallelConfig
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.weights.architecture import Architecture, parse_architecture
-from megatron_dcpo.weights.planner import Coordinates, Layout, check_layout, checksum, padded_vocab_size, plan
+from megatron_dcpo.weights.planner import (
+    Coordinates,
+    Layout,
+    check_layout,
+    check_options,
+    checksum,
+    padded_vocab_size,
+    plan,
+)
 from megatron_dcpo.weights.table import hf_shapes
 
 
@@ -78,9 +87,93 @@ def test_layouts_that_do_not_divide_are_refused(layout, message):
         check_layout(architecture(), layout)
 
 
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("transformer_engine", [False, True])
+@pytest.mark.parametrize(
+    ("tp", "pp", "ep", "etp"),
+    [(1, 1, 1, None), (1, 2, 3, None), (2, 1, 2, None), (2, 1, 2, 1), (2, 2, 6, 1), (4, 1, 2, 1)],
+)
+def test_ranks_share_the_experts_evenly(tp, pp, ep, etp, transformer_engine):
+    """Of the ranks that have the model once, how many hold an element: of an expert's 1 / (EP x ETP), of what is split over
+    tensor ranks 1 / TP, of the rest all. Each rank has its parameters under consecutive local numbers."""
+    arch = architecture(**EXPERTS)
+    options = {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": etp}
+    layout = Layout(tp, pp, 1, 8, transformer_engine=transformer_engine, **options)
+    count = {hf: np.zeros(shape, int) for hf, shape in hf_shapes(arch).items()}
+    for place in range(layout.width):
+        names = set()
+        for pipeline in range(pp):
+            for copy in plan(arch, layout, layout.at(place, pipeline)):
+                index = (slice(None),) * copy.dim + (slice(copy.hf_start, copy.hf_stop),)
+                count[copy.hf][index] += 1
+                names.add(copy.megatron)
+        name = (
+            "mlp.experts.linear_fc{n}.weight{e}"
+            if transformer_engine
+            else "mlp.experts.local_experts.{e}.linear_fc{n}.weight"
+        )
+        local = {f"decoder.layers.0.{name.format(n=n, e=e)}" for n in (1, 2) for e in range(6 // ep)}
+        assert {name for name in names if name.startswith("decoder.layers.0.mlp.experts")} == local
+        assert "decoder.layers.0.pre_mlp_layernorm.weight" in names
+    for name, found in count.items():
+        cut = "proj" in name or "embed" in name or "head" in name
+        parts = ep * (etp or tp) if "experts" in name else tp if cut else 1
+        assert (found == layout.width // parts).all(), name
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (Layout(expert_model_parallel_size=4), "expert_model_parallel_size=4 does not divide the model's 6 experts"),
+        (Layout(2, expert_tensor_parallel_size=1), "expert_tensor_parallel_size=1 must be"),
+        (
+            Layout(1, expert_model_parallel_size=2, expert_tensor_parallel_size=2),
+            "expert_tensor_parallel_size=2 must be",
+        ),
+        (Layout(2, expert_model_parallel_size=3, expert_tensor_parallel_size=1), "one must divide the other"),
+    ],
+)
+def test_layouts_of_experts_that_are_wrong_are_refused(layout, message):
+    with pytest.raises(UserError, match=message):
+        check_layout(architecture(**EXPERTS), layout)
+
+
+@pytest.mark.parametrize("options", [{"expert_model_parallel_size": 2}, {"expert_tensor_parallel_size": 1}])
+def test_a_dense_model_has_no_experts_to_divide(options):
+    with pytest.raises(UserError, match="qwen3 has no experts"):
+        check_layout(architecture(), Layout(**options))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_model_parallel_size": 2}, "tensor_model_parallel_size=2 needs parallel.sequence_parallel=true"),
+        ({"expert_model_parallel_size": 2}, "needs parallel.use_distributed_optimizer=true"),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": ("mlp",)},
+            "recompute_modules=mlp recomputes nothing",
+        ),
+    ],
+)
+def test_options_that_are_wrong_with_experts_are_refused(options, message):
+    parallel = ParallelConfig(**options)
+    check_options(architecture(), Layout(), parallel)  # right for a dense model
+    with pytest.raises(UserError, match=message):
+        check_options(architecture(**EXPERTS), Layout(), parallel)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        (EXPERTS | {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported"),
+        (EXPERTS | {"mlp_only_layers": [1]}, "mlp_only_layers="),
+        (EXPERTS | {"num_experts_per_tok": 7}, "num_experts_per_tok=7 is more than the 6 experts"),
+        (EXPERTS | {"num_experts": "six"}, "num_experts must be a count"),
+        ({"architectures": ["Qwen3MoeForCausalLM"]}, "needs the key"),
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "yarn"),
     ],

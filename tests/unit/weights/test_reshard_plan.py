@@ -7,11 +7,16 @@ import pytest
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.weights.architecture import parse_architecture
-from megatron_dcpo.weights.planner import Coordinates, Layout, plan
+from megatron_dcpo.weights.planner import Layout, plan
 from megatron_dcpo.weights.reshard_plan import check_engine, engine_slice, reshard_plan
 from megatron_dcpo.weights.table import hf_shapes
 
-KINDS = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+KINDS = {
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+}
 
 
 def architecture(kind="qwen3", tied=False, **changes):
@@ -19,6 +24,7 @@ def architecture(kind="qwen3", tied=False, **changes):
         "architectures": [KINDS[kind]], "num_attention_heads": 8, "num_hidden_layers": 4, "hidden_size": 64,
         "intermediate_size": 96, "num_key_value_heads": 4, "head_dim": 16, "vocab_size": 331,
         "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "tie_word_embeddings": tied,
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
     }  # fmt: skip
     return parse_architecture(config | changes)
 
@@ -31,10 +37,9 @@ UNEVEN = Layout(2, 2, num_layers_in_first_pipeline_stage=1)
 
 
 def held_by(arch, layout, rank):
-    tensor, pipeline = rank % layout.tensor_model_parallel_size, rank // layout.tensor_model_parallel_size
     held = set()
     for virtual in range(layout.virtual_pipeline_model_parallel_size):
-        for copy in plan(arch, layout, Coordinates(tensor, pipeline, virtual)):
+        for copy in plan(arch, layout, layout.at(rank % layout.width, rank // layout.width, virtual)):
             held |= cells(copy.hf, copy.dim, copy.hf_start, copy.hf_stop)
     return held
 
@@ -46,13 +51,23 @@ def held_by(arch, layout, rank):
 )
 @pytest.mark.parametrize(("kind", "tied"), [("qwen3", True), ("llama", False), ("qwen2", True)])
 def test_every_missing_byte_arrives_once(kind, tied, layout, replicas, engine_tp):
+    arrives_once(architecture(kind, tied), layout, replicas, engine_tp)
+
+
+@pytest.mark.parametrize(("replicas", "engine_tp"), [(1, 1), (2, 4)])
+@pytest.mark.parametrize(("tp", "pp", "ep", "etp"), [(1, 2, 2, 1), (2, 1, 2, 2), (2, 1, 4, 1), (4, 1, 2, 1)])
+def test_every_missing_byte_of_experts_arrives_once(tp, pp, ep, etp, replicas, engine_tp):
+    layout = Layout(tp, pp, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp)
+    arrives_once(architecture("qwen3_moe", num_hidden_layers=2), layout, replicas, engine_tp)
+
+
+def arrives_once(arch, layout, replicas, engine_tp):
     """Counted index by index, by another way than the plan's: needed = held + received, and received not held."""
-    arch = architecture(kind, tied)
     made = reshard_plan(arch, layout, engine_tp, replicas, bucket_bytes=4000, itemsize=4, replica=replicas - 1)
-    shapes, (tp, pp) = hf_shapes(arch), (layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size)
+    shapes, width, pp = hf_shapes(arch), layout.width, layout.pipeline_model_parallel_size
     assert made.received == made.least
-    for rank in range(tp * pp):
-        engine_rank = (rank % tp + tp * (replicas - 1 + replicas * (rank // tp))) % engine_tp
+    for rank in range(width * pp):
+        engine_rank = (rank % width + width * (replicas - 1 + replicas * (rank // width))) % engine_tp
         needed, arrived, sent = set(), [], 0
         for name in shapes:
             needed |= cells(name, *engine_slice(arch, name, engine_tp, engine_rank))

@@ -1,0 +1,87 @@
+"""Mixtures of experts: every layout of them gives the losses, gradient norms, log-probs and weights of one process, which
+is compared with transformers. ``cases/policy.py`` asserts besides that a synchronisation moves the least bytes."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.distributed.cases.common import samples_for_test
+from tests.distributed.test_parallel_parity import agrees
+from tests.helpers.launch import torchrun_all
+
+DO = {"use_distributed_optimizer": True}
+EP2 = DO | {"expert_model_parallel_size": 2}
+TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+ETP1 = {"expert_tensor_parallel_size": 1}
+PP2 = {"pipeline_model_parallel_size": 2}
+PACKED = {"sequence_packing": True}
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+LAYOUTS = {
+    "ep2": (2, EP2),
+    "ep2_packed_recomputed_overlap": (2, EP2 | PACKED | OVERLAP | {"recompute_granularity": "full"}),
+    "ep2_cp2_packed": (2, EP2 | PACKED | {"context_parallel_size": 2}),
+    "tp2_ep1_etp2": (2, TP2),
+    "tp2_ep2_etp1_packed": (2, TP2 | EP2 | ETP1 | PACKED),
+    "tp2_ep2_etp2": (4, TP2 | EP2),
+    "tp2_ep4_etp1": (4, TP2 | DO | ETP1 | {"expert_model_parallel_size": 4}),
+    "ep2_pp2": (4, EP2 | PP2),
+}
+# what a run saved after one step at "ep2" continues at
+RESUMED = {"ep2": (2, EP2), "dp2": (2, DO), "tp2_ep2_etp2": (4, TP2 | EP2), "ep2_pp2": (4, EP2 | PP2)}
+ONE_PROCESS = ("qwen3_moe", "qwen3_moe_unnormalized")
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_models, tmp_path_factory):
+    model = {"model": str(tiny_models("qwen3_moe", True, 2)), "probe": True, "bucket_bytes": 20_000}
+    wanted = {family: (1, model | {"model": str(tiny_models(family, True, 2))}) for family in ONE_PROCESS}
+    wanted |= {name: (processes, model | {"parallel": parallel}) for name, (processes, parallel) in LAYOUTS.items()}
+    saved = str(tmp_path_factory.mktemp("saved") / "checkpoints")
+    wanted["went_on"] = 2, model | {"parallel": EP2, "probe": False, "save": saved}
+    again = model | {"load": saved, "steps": 2, "probe": False}
+    wanted |= {
+        ("resumed", name): (ranks, again | {"parallel": parallel}) for name, (ranks, parallel) in RESUMED.items()
+    }
+    made = {}
+
+    def get(*name):
+        name = name if len(name) > 1 else name[0]
+        if name not in made:
+            processes = wanted[name][0]
+            names = [other for other, (ranks, _) in wanted.items() if ranks == processes]
+            out = tmp_path_factory.mktemp(f"ranks{processes}")
+            results = torchrun_all([("policy", wanted[other][1]) for other in names], processes, out)
+            made.update(zip(names, results, strict=True))
+        return made[name]
+
+    return get
+
+
+@pytest.mark.parametrize("family", ONE_PROCESS)
+def test_one_process_equals_transformers(tiny_models, runs, family):
+    """HF forward = Megatron forward: fp32 |difference of log-probs| <= 1e-4."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_models(family, True, 2), dtype=torch.float32)
+    ours = runs(family)[0]["logprobs"]
+    with torch.no_grad():
+        for index, sample in enumerate(samples_for_test()):
+            ids = torch.tensor(np.concatenate([sample.prompt_ids, sample.response_ids]))[None]
+            logp = torch.log_softmax(model(ids).logits[0], -1)[len(sample.prompt_ids) - 1 : -1]
+            theirs = logp.gather(-1, torch.tensor(sample.response_ids)[:, None]).squeeze(-1).numpy()
+            np.testing.assert_allclose(ours[str(index)], theirs, atol=1e-4)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layout_equals_one_process(runs, layout):
+    agrees(runs(layout), runs("qwen3_moe")[0], LAYOUTS[layout][1])
+
+
+@pytest.mark.parametrize("layout", RESUMED)
+def test_resumes_at_any_layout_of_the_experts(runs, layout):
+    """Model, moments and step counts of a chain of optimizers; at the same layout bit for bit."""
+    went_on, resumed = runs("went_on")[0], runs("resumed", layout)[0]
+    exact = layout == "ep2"
+    for name, tolerance in (("losses", 1e-5), ("norms", 2e-5)):
+        np.testing.assert_allclose(resumed[name], went_on[name][1:], rtol=0 if exact else tolerance)
+    assert not exact or resumed["weights"] == went_on["weights"]
