@@ -162,8 +162,8 @@ def _numel_per_rank(bucket: _Bucket, ranks: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Widths:
-    """Sizes of one rank. ``hidden`` is an average: under sequence parallelism a rank has one in TP tokens. ``routed``: inputs
-    of MLPs per token; with experts an average too, which an uneven routing exceeds."""
+    """Sizes of one rank. ``hidden`` is an average: under sequence parallelism a rank has one in TP tokens. ``routed``:
+    inputs of MLPs per token; with experts an average too, which an uneven routing exceeds."""
 
     hidden: float
     routed: float

@@ -83,8 +83,8 @@ def step_traffic(
     hidden = tokens * arch.hidden_size * b
     ring = (tp - 1) / tp * hidden
     layers = max(layers_per_stage(arch.num_layers, layout))
-    # Two linear pairs per layer, one beside experts. Each way an all-reduce, or an all-gather and a reduce-scatter: the same bytes; sequence
-    # parallelism gathers the two inputs once more for the gradient of the weights.
+    # Two linear pairs per layer, one beside experts. Each way an all-reduce, or an all-gather and a reduce-scatter: the same
+    # bytes; sequence parallelism gathers the pairs' inputs once more for the gradient of the weights.
     pairs = layers * (1 if arch.num_experts else 2)
     forward, backward = 2 * ring * pairs, (3 if parallel.sequence_parallel else 2) * ring * pairs
     repeated = recomputed_share(arch, layout, config) * (parallel.recompute_granularity == "full")
