@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -115,7 +114,7 @@ def initialize(
         if has_cuda():
             torch.cuda.set_device(current_device())
         if "RANK" not in os.environ:
-            os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+            os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
         # bound to its device: NCCL starts at once and knows where barriers run
         bound = current_device() if has_cuda() else None
         dist.init_process_group(backend(), timeout=timedelta(minutes=timeout_minutes), device_id=bound)
@@ -241,9 +240,3 @@ class BucketBarrier:
 
     def _say(self, number: int) -> None:
         self._store.set(f"{self.name}/{dist.get_rank()}", str(number))
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])

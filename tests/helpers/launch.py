@@ -6,16 +6,21 @@ import json
 import os
 import subprocess
 import sys
+from collections import deque
 from pathlib import Path
 from typing import Any
 
-from megatron_dcpo.runtime.distributed import _free_port
+from torch.distributed import TCPStore
+
 from tests.helpers import warm
 from tests.helpers.paths import REPOSITORY
 
 # this checkout first; what was installed beside it (tools/gpu_check.sh) stays
 _PATHS = filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH")))
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(_PATHS)}
+
+# the stores of the latest launches: each lasts longer than its ranks
+_STORES: deque[TCPStore] = deque(maxlen=4)
 
 
 def worker(out: Path, *jobs: tuple[str, dict[str, Any]]) -> list[str]:
@@ -48,7 +53,11 @@ def forked(processes: int, arguments: list[str], timeout: float) -> subprocess.C
 
 
 def _ranks(processes: int) -> list[dict[str, str]]:
-    fixed = ENVIRONMENT | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    """The variables of each rank. As under torchrun the store is the launcher's: a free port that is only looked up can be
+    taken before rank 0 listens on it."""
+    _STORES.append(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+    fixed = ENVIRONMENT | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_STORES[-1].port)}
+    fixed |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     fixed |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
     return [fixed | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
 
