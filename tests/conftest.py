@@ -63,8 +63,10 @@ def _save_tiny_model(path: Path, family: str, tied: bool, layers: int) -> Path:
     elif family == "qwen2":
         model = Qwen2ForCausalLM(Qwen2Config(**{k: v for k, v in common.items() if k != "head_dim"}, hidden_act="silu"))
     elif family.startswith("qwen3_moe"):
-        experts = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
         normalized = family != "qwen3_moe_unnormalized"
+        # vLLM's kernels pad the one's experts to 64, and change nothing of the shape of the other's
+        width = 48 if normalized else 64
+        experts = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": width}
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**common, **experts, norm_topk_prob=normalized))
     else:
         model = Qwen3ForCausalLM(Qwen3Config(**common))

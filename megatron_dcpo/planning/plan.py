@@ -129,7 +129,7 @@ def make_plan(config: Config, machine: Machine, rates: Rates | None = None) -> P
     # on GPUs ``auto`` means Transformer Engine, whatever this machine has
     layout = Layout.of(config.model, config.parallel, config.model.transformer_impl != "local")
     check_layout(arch, layout)
-    check_options(arch, layout, config.parallel)
+    check_options(arch, layout, config.model, config.parallel)
     context = config.parallel.context_parallel_size
     replicas = _check_gpus(layout, context, machine.gpus)
     data_parallel = replicas // context

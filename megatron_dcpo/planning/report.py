@@ -144,12 +144,13 @@ def reshard_facts(config: Any, gpus: int | None = None) -> dict[str, Any]:
     """The plan of one synchronisation as plain data; bytes. Raises :class:`UserError` on a layout that does not fit."""
     from megatron_dcpo.runtime.dtypes import dtype_bytes
     from megatron_dcpo.weights.architecture import read_architecture
-    from megatron_dcpo.weights.planner import Layout, check_layout
+    from megatron_dcpo.weights.planner import Layout, check_layout, check_options
     from megatron_dcpo.weights.reshard_plan import reshard_plan
     from megatron_dcpo.weights.table import adapted
 
     arch, layout = read_architecture(config.model.path), Layout.of(config.model, config.parallel)
     check_layout(arch, layout)
+    check_options(arch, layout, config.model, config.parallel)
     model_parallel = layout.width * layout.pipeline_model_parallel_size
     engine_tp = config.rollout.tensor_model_parallel_size
     gpus = gpus if gpus is not None else max(model_parallel, engine_tp)

@@ -172,7 +172,7 @@ def build_policy(model: ModelConfig, parallel: ParallelConfig, topology: Topolog
         logger.info("layers: %s", "Transformer Engine" if engine else "local (model.transformer_impl=local)")
     layout = Layout.of(model, parallel, engine)
     check_layout(arch, layout)
-    check_options(arch, layout, parallel)
+    check_options(arch, layout, model, parallel)
     reader = HFReader(model.path)
     reader.check(arch)
     config = transformer_config(arch, parallel, torch_dtype(model.params_dtype), engine)

@@ -30,7 +30,7 @@ def build_local_engine(choice: str, model_dir: str | Path, options: VllmOptions)
     The transformers engine takes ``dtype`` and ``max_num_seqs`` of the options and samples on one rank. Raises
     :class:`UserError` when the model or what is chosen cannot be used.
     """
-    if choose_engine(choice, model_dir, options.dummy_weights) == "vllm":
+    if choose_engine(choice, model_dir) == "vllm":
         return VllmEngine(model_dir, options)
     size = options.tensor_model_parallel_size
     if size > 1:

@@ -147,9 +147,8 @@ def read_eos_token_ids(model_dir: Path) -> tuple[int, ...]:
 logger = logging.getLogger(__name__)
 
 
-def choose_engine(choice: str, model_dir: str | Path, updated: bool = False) -> Literal["vllm", "transformers"]:
-    """``auto`` takes vLLM where it is installed and can run the model, and says so when it cannot. ``updated``: the engine
-    is to get a policy's weights.
+def choose_engine(choice: str, model_dir: str | Path) -> Literal["vllm", "transformers"]:
+    """``auto`` takes vLLM where it is installed and can run the model, and says so when it cannot.
 
     Raises :class:`UserError` when vLLM is asked for and cannot be used.
     """
@@ -158,7 +157,7 @@ def choose_engine(choice: str, model_dir: str | Path, updated: bool = False) -> 
     reason = "vLLM is not installed (on a GPU: pip install 'megatron-dcpo[vllm]'; without one: make setup-engine)"
     if find_spec("vllm") is not None:
         try:
-            reason = unsupported(read_architecture(model_dir), updated)
+            reason = unsupported(read_architecture(model_dir))
         except UserError as error:  # a model of another kind, which transformers may know
             reason = str(error)
     elif choice == "auto":
@@ -171,10 +170,11 @@ def choose_engine(choice: str, model_dir: str | Path, updated: bool = False) -> 
     return "transformers"
 
 
-def unsupported(arch: Architecture, updated: bool = False) -> str:
+def unsupported(arch: Architecture) -> str:
     """Why vLLM, installed, cannot run ``arch`` here; empty if it can. Does not import vLLM, which takes seconds."""
-    if updated and arch.num_experts:
-        return "a policy's experts are not handed to vLLM in this version"
+    multiple = capabilities().expert_hidden_multiple
+    if arch.num_experts and arch.hidden_size % multiple:
+        return f"vLLM's experts need a hidden_size that is a multiple of {multiple} (it is {arch.hidden_size})"
     sizes = capabilities().attention_head_sizes
     if sizes is not None and arch.kv_channels not in sizes:
         return f"vLLM's attention on the CPU has no head_dim {arch.kv_channels} (it has {sizes})"

@@ -22,6 +22,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -34,14 +36,16 @@ from megatron_dcpo.weights.reshard_plan import engine_slice
 from megatron_dcpo.weights.table import hf_shapes
 
 BACKEND = "megatron_dcpo"
+_UNQUANTISED = UnquantizedLinearMethod | UnquantizedEmbeddingMethod | UnquantizedFusedMoEMethod
 
 
 class SliceOfWhole(Tensor):
     """What a loader is given: a tensor in the shape of the whole, of which only ``piece`` is here.
 
     vLLM's loaders take whole tensors, narrow them to the slice that their rank keeps, and copy that to its place. From this
-    one they copy what ``piece`` has of it; the rest comes with other pieces. Anything else a loader does with it, a slice
-    other than ``keeps`` (dimension, start, stop) too, raises RuntimeError, so that no number is ever made up.
+    one they copy what ``piece`` has of it; the rest comes with other pieces. The loader of experts gives a tensor a first
+    dimension, its expert, and takes that away again. Anything else a loader does with it, a slice other than ``keeps``
+    (dimension, start, stop) too, raises RuntimeError, so that no number is ever made up.
     """
 
     piece: WeightSlice
@@ -58,21 +62,32 @@ class SliceOfWhole(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func is torch.ops.aten.detach.default:
-            return args[0]._narrowed()
-        if func is torch.ops.aten.slice.Tensor:
-            return args[0]._narrowed(*args[1:])
-        if func is torch.ops.aten.copy_.default and isinstance(args[1], cls) and not isinstance(args[0], cls):
-            return args[1]._copy_to(args[0])
-        raise next(value for value in args if isinstance(value, cls))._misread(f"called {func}")
+        given = next(value for value in args if isinstance(value, cls))
+        if given.dim() > given.piece.values.dim():
+            if func is torch.ops.aten.unbind.int and args[1:] in ((), (0,)):
+                return [given._of_shape(given.shape[1:])]
+        elif func is torch.ops.aten.unsqueeze.default and args[1] == 0:
+            return given._of_shape((1, *given.shape))
+        elif func is torch.ops.aten.detach.default:
+            return given._narrowed()
+        elif func is torch.ops.aten.slice.Tensor:
+            return given._narrowed(*args[1:])
+        elif func is torch.ops.aten.copy_.default and not isinstance(args[0], cls):
+            return given._copy_to(args[0])
+        raise given._misread(f"called {func}")
+
+    def _of_shape(self, shape: Sequence[int]) -> SliceOfWhole:
+        made = SliceOfWhole(self.piece, shape, self.keeps)
+        made.window, made.copied = self.window, self.copied
+        return made
 
     def _narrowed(self, dim: int = 0, start: int | None = None, stop: int | None = None, step: int = 1) -> SliceOfWhole:
         start, stop = start or 0, min(self.shape[dim] if stop is None else stop, self.shape[dim])
         if (start, stop) != (0, self.shape[dim]) and (dim != self.piece.dim or step != 1):
             raise self._misread(f"narrowed dimension {dim}")
-        made = SliceOfWhole(self.piece, [stop - start if d == dim else n for d, n in enumerate(self.shape)], self.keeps)
+        made = self._of_shape([stop - start if d == dim else n for d, n in enumerate(self.shape)])
         begin = self.window[0] + (start if dim == self.piece.dim else 0)
-        made.window, made.copied = (begin, begin + made.shape[self.piece.dim]), self.copied
+        made.window = begin, begin + made.shape[self.piece.dim]
         return made
 
     def _copy_to(self, target: Tensor) -> Tensor:
@@ -106,7 +121,7 @@ class _Layer:
             return
         self.opened = True
         info = get_layerwise_info(self.module)
-        packed = self.module.__dict__.pop("cpu_linear", None) is not None
+        packed = self.module.__dict__.pop("cpu_linear", None) is not None or self._packs_experts
         live = dict(self.module.named_parameters(recurse=False))
         if all(live[name].shape == loaded.shape for name, loaded in info.restore_metadata[0].items()):
             return
@@ -120,8 +135,16 @@ class _Layer:
     def close(self) -> None:
         """Complete: let vLLM prepare it for its kernels, as after loading. Nothing to do on a GPU."""
         method = getattr(self.module, "quant_method", None)
-        if method is not None:
-            method.process_weights_after_loading(self.module)
+        if method is None:
+            return
+        if self._packs_experts:
+            method.moe_kernel = None  # or vLLM takes this for an update on a GPU, and the kernel gets the plain weights
+        method.process_weights_after_loading(self.module)
+
+    @property
+    def _packs_experts(self) -> bool:
+        method = getattr(self.module, "quant_method", None)
+        return getattr(method, "unquantized_backend", None) is UnquantizedMoeBackend.CPU
 
 
 @dataclass
@@ -185,11 +208,18 @@ class InProcessTransfer(WeightTransferEngine[_Init, _Update]):
                 layers_of.setdefault(parameter, []).append(layer)
         for name, shape in hf_shapes(arch).items():
             dim, start, stop = expected.slices[name] = engine_slice(arch, name, size, rank)
-            expected.layers[name] = layers_of[self.model.get_parameter(self.model.hf_to_vllm_mapper.map_name(name))]
+            expected.layers[name] = layers_of[self.model.get_parameter(self._parameter_name(name))]
             for layer in expected.layers[name]:
                 layer.missing += math.prod(shape) // shape[dim] * (stop - start)
                 _check_unquantised(layer)
         return expected
+
+    def _parameter_name(self, name: str) -> str:
+        """Of the parameter a Hugging Face tensor goes to; of experts one that all of the layer's have in common."""
+        layer, of_expert, _ = name.partition(".mlp.experts.")
+        if of_expert:
+            return f"{layer}.mlp.experts.routed_experts.w13_weight"
+        return str(self.model.hf_to_vllm_mapper.map_name(name))
 
     def _one_by_one(self, update: _Update, expected: _Expected) -> Iterator[tuple[str, Tensor]]:
         """The loader asks for the next tensor when it has copied the one before."""
@@ -210,7 +240,7 @@ class InProcessTransfer(WeightTransferEngine[_Init, _Update]):
 
 def _check_unquantised(layer: _Layer) -> None:
     method = getattr(layer.module, "quant_method", None)
-    if method is not None and not isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod):
+    if method is not None and not isinstance(method, _UNQUANTISED):
         raise RuntimeError(
             f"{layer.name} is quantised ({type(method).__name__}); training wants the weights as they are"
         )

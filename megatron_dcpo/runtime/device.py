@@ -22,7 +22,8 @@ class Capabilities:
     ``separate_memory``: memory of the device is not the host's, so that moving data there and back makes room, and a
     sleeping engine gives some back. ``cpu_initialization``: Megatron creates parameters on the host.
     ``transformer_engine``: its kernels can run. ``cuda_graphs``: engines may capture them. ``attention_head_sizes``: what
-    vLLM's attention has kernels for; None is any.
+    vLLM's attention has kernels for; None is any. ``expert_hidden_multiple``: of which its kernels of experts want the
+    hidden size to be a multiple.
     """
 
     separate_memory: bool
@@ -30,6 +31,7 @@ class Capabilities:
     transformer_engine: bool
     cuda_graphs: bool
     attention_head_sizes: tuple[int, ...] | None
+    expert_hidden_multiple: int = 1
 
 
 # As torch, cuBLAS, cuDNN and NCCL report an error of the context; torch.AcceleratorError is a RuntimeError that says so.
@@ -41,7 +43,7 @@ _DEVICE_FAILURES = (
     "CUDNN_STATUS_MAPPING_ERROR",
 )
 
-_CPU = Capabilities(False, True, False, False, (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512))
+_CPU = Capabilities(False, True, False, False, (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512), 32)
 _GPU = Capabilities(True, False, True, True, None)
 
 

@@ -50,16 +50,12 @@ def check_model(config: Config) -> Architecture:
     arch = read_architecture(config.model.path)
     layout = Layout.of(config.model, config.parallel)
     check_layout(arch, layout)
-    check_options(arch, layout, config.parallel)
-    for refused, why in (
-        (config.model.adapter is not None, "model.adapter has no factors for experts; remove it"),
-        (
-            config.rollout.engine in ("vllm", "server"),
-            f"rollout.engine={config.rollout.engine} does not get a policy's experts in this version; take transformers",
-        ),
-    ):
-        if refused and arch.num_experts:
-            raise UserError(f"{config.model.path} is a mixture of experts: {why}")
+    check_options(arch, layout, config.model, config.parallel)
+    if arch.num_experts and config.rollout.engine == "server":
+        raise UserError(
+            "with a mixture of experts rollout.engine=server does not get the policy's weights in this version; "
+            "take vllm or transformers"
+        )
     return arch
 
 

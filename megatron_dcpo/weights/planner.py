@@ -129,26 +129,28 @@ def padded_vocab_size(arch: Architecture, layout: Layout) -> int:
     return -(-arch.vocab_size // multiple) * multiple
 
 
-def check_options(arch: Architecture, layout: Layout, parallel: ParallelConfig) -> None:
+def check_options(arch: Architecture, layout: Layout, model: ModelConfig, parallel: ParallelConfig) -> None:
     """Raise :class:`UserError` when the units of a uniform recomputation do not divide a model chunk, and for options that
     are not right with experts."""
     for refused, why in (
+        (model.adapter is not None, "model.adapter has no factors for experts; remove it"),
         (
             parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel,
-            f"tensor_model_parallel_size={parallel.tensor_model_parallel_size} needs parallel.sequence_parallel=true",
+            f"parallel.tensor_model_parallel_size={parallel.tensor_model_parallel_size} needs "
+            "parallel.sequence_parallel=true",
         ),
         (
             parallel.expert_model_parallel_size > 1 and not parallel.use_distributed_optimizer,
-            f"expert_model_parallel_size={parallel.expert_model_parallel_size} needs "
+            f"parallel.expert_model_parallel_size={parallel.expert_model_parallel_size} needs "
             "parallel.use_distributed_optimizer=true",
         ),
         (
             parallel.recompute_granularity == "selective" and "mlp" in parallel.recompute_modules,
-            "recompute_modules=mlp recomputes nothing; take core_attn, or parallel.recompute_granularity=full",
+            "parallel.recompute_modules=mlp recomputes nothing; take core_attn, or parallel.recompute_granularity=full",
         ),
     ):
         if refused and arch.num_experts:
-            raise UserError(f"with a mixture of experts parallel.{why}")
+            raise UserError(f"with a mixture of experts {why}")
     unit = parallel.recompute_num_layers
     for layers in map(len, chunk_layers(arch.num_layers, layout)):
         if parallel.recompute_method == "uniform" and layers % unit:

@@ -335,6 +335,8 @@ VOCABULARY_MULTIPLE = 64  # vLLM pads the vocabulary to a multiple of this befor
 def check_engine(arch: Architecture, tensor_model_parallel_size: int) -> None:
     """Raise :class:`UserError` for an engine tensor-parallel size that does not divide the model."""
     tp, groups = tensor_model_parallel_size, arch.num_query_groups
+    if arch.num_experts and tp > arch.num_experts:
+        raise UserError(f"rollout.tensor_model_parallel_size={tp} is more than the model's {arch.num_experts} experts")
     for what, size in (("attention heads", arch.num_attention_heads), ("ffn_hidden_size", arch.ffn_hidden_size)):
         if size % tp:
             raise UserError(

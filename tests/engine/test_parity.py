@@ -23,6 +23,8 @@ pytestmark = [
 MODELS = [("qwen3", True), ("qwen3", False), ("llama", True), ("llama", False)]
 BUCKET_BYTES = 8192
 LAYOUTS = {"tp1": (1, 1), "tp2": (2, 1), "pp2": (1, 2), "tp2_pp2": (2, 2)}
+EXPERTS = [("qwen3_moe", True), ("qwen3_moe_unnormalized", False)]
+EP2 = {"expert_model_parallel_size": 2, "use_distributed_optimizer": True}
 
 
 def run(
@@ -35,10 +37,12 @@ def run(
 def run_models(
     out: Path, models: dict[str, str], tp: int, pp: int, engine_tp: int, **more: Any
 ) -> list[dict[str, Any]]:
-    ranks = max(tp * pp, engine_tp)  # an engine larger than the replica spans two of them
+    parallel = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, **more.pop("parallel", {})}
+    experts = parallel.get("expert_model_parallel_size", 1) * parallel.get("expert_tensor_parallel_size", tp)
+    ranks = max(experts * pp, tp * pp, engine_tp)  # an engine larger than the replica spans two of them
     options = {
         "models": models,
-        "parallel": {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp},
+        "parallel": parallel,
         "engine_tp": engine_tp,
         "bucket_bytes": 100_000,
         "updates": 2,
@@ -66,10 +70,11 @@ def greedy_of_transformers(directory: str) -> list[list[int]]:
 
 
 def test_one_process(tiny_models: Any, tmp_path: Path) -> None:
-    """The small one: a tied model in one process; nothing travels."""
-    ranks = run(tiny_models, tmp_path, [("qwen3", True)], 1, 1, 1)
+    """The small one: tied models in one process, without and with experts; nothing travels."""
+    models = [EXPERTS[1], ("qwen3", True)]  # in this order: vLLM keeps the groups that it made for its first model
+    ranks = run(tiny_models, tmp_path, models, 1, 1, 1)
     check(ranks)
-    assert ranks[0]["qwen3_True"]["received"] == 0
+    assert [of_model["received"] for of_model in ranks[0].values()] == [0, 0]
 
 
 @at_length
@@ -88,6 +93,20 @@ def test_engine_is_the_trainer(tiny_models: Any, tmp_path: Path, layout: str, en
             assert received == [0] * len(ranks), "the trainer's rank has all that its engine needs"
         elif engine_tp == 2:
             assert all(r < rank[name]["least_whole"] for r, rank in zip(received, ranks, strict=True))
+
+
+@at_length
+@pytest.mark.parametrize(
+    ("tp", "pp", "etp", "engine_tp"),
+    [(1, 1, 1, 1), (1, 1, 1, 2), (2, 1, 1, 2), (2, 1, 2, 1), (2, 1, 2, 4), (1, 2, 1, 2)],
+)
+def test_experts(tiny_models: Any, tmp_path: Path, tp: int, pp: int, etp: int, engine_tp: int) -> None:
+    """EP 2 with every kind of layout: after each of three updates the engine has the trainer's experts, not those that its
+    kernels packed before. Of the one model the packed form has another shape (padded), of the other the same."""
+    parallel = EP2 | {"expert_tensor_parallel_size": etp, "sequence_parallel": tp > 1}
+    more = {"parallel": parallel, "bucket_bytes": BUCKET_BYTES, "updates": 3}
+    ranks = run(tiny_models, tmp_path, EXPERTS, tp, pp, engine_tp, **more)
+    check(ranks)
 
 
 @at_length

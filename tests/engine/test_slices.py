@@ -45,9 +45,23 @@ def test_columns() -> None:
     assert not target[:, 0].any()
 
 
+def test_of_one_expert() -> None:
+    """As vLLM's loader of experts reads it: with a dimension for the expert, which goes again."""
+    target = torch.zeros(5, 4)
+    (given,) = rows(6, 8, (0, 5, 10)).unsqueeze(0).unbind()
+    target.copy_(given.narrow(0, 5, 5))
+    assert torch.equal(target[1:3], WHOLE[6:8])
+    assert given.copied == [8]
+
+
 @pytest.mark.parametrize(
     "misread",
     [
+        lambda given: given.unsqueeze(1),
+        lambda given: given.unbind(),
+        lambda given: given.unsqueeze(0).narrow(1, 5, 5),
+        lambda given: given.unsqueeze(0).unbind(1),
+        lambda given: torch.zeros(1, 10, 4).copy_(given.unsqueeze(0)),
         lambda given: given.clone(),
         lambda given: given + 1,
         lambda given: given[2],

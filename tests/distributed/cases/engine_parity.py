@@ -109,7 +109,7 @@ def check_model(model: str, options: dict[str, Any], topology: Any) -> dict[str,
     )  # fmt: skip
     engine = VllmEngine(model, settings)
     plan = plan_for(policy, size, options["bucket_bytes"])
-    rank = topology.pp_rank * topology.tp_size + topology.tp_rank
+    rank = topology.place
     sampling = SamplingConfig(n=3, temperature=TEMPERATURE, max_tokens=24, seed=5)
     differences, memory, mean, extra, asleep = [], [], [], [], []
     for update in range(1, options["updates"] + 1):

@@ -3,7 +3,9 @@
 import pytest
 
 from megatron_dcpo.config import load_config
+from megatron_dcpo.errors import UserError
 from megatron_dcpo.planning.plan import Machine, make_plan
+from megatron_dcpo.planning.report import reshard_facts
 from tests.helpers.paths import EXAMPLES, REPOSITORY
 
 MODELS = REPOSITORY / "tests" / "fixtures" / "models"  # the public config.json files
@@ -12,11 +14,13 @@ FAMILIES = {
     "qwen3_8b": "Qwen3-8B",
     "qwen3_14b": "Qwen3-14B",
     "qwen3_32b": "Qwen3-32B",
+    "qwen3_30b_a3b": "Qwen3-30B-A3B",
     "llama3.1_8b": "Llama-3.1-8B-Instruct",
     "llama3.1_70b": "Llama-3.1-70B-Instruct",
 }
 GPUS = {  # the others: (8,)
     "qwen3_32b": (8, 64, 512),
+    "qwen3_30b_a3b": (8, 64, 512),
     "qwen3_32b/math/dcpo_adapter": (16, 64, 512),
     "llama3.1_70b": (32, 64, 512),
     "llama3.1_70b/math/dcpo_lora": (8, 64, 512),
@@ -37,10 +41,18 @@ def test_fits_gpus_of_80_gb(path):
 
 
 def test_the_large_ones_are_all_here():
-    assert len(LARGE) == 54
+    assert len(LARGE) == 57
     for path in LARGE:
         family, name = path.relative_to(EXAMPLES).parts[0], load_config(path).model.path
         assert name.startswith("runs/") or name.endswith(f"/{FAMILIES[family]}")
+
+
+def test_an_adapter_with_experts_is_refused_as_in_training():
+    path, model = EXAMPLES / "qwen3_30b_a3b" / "math" / "dcpo.yaml", MODELS / FAMILIES["qwen3_30b_a3b"]
+    config = load_config(path, [f"model.path={model}", "model.adapter.rank=16", "training.train=adapter"])
+    for refused in (lambda: make_plan(config, Machine(gpus=8)), lambda: reshard_facts(config, 8)):
+        with pytest.raises(UserError, match="adapter has no factors for experts"):
+            refused()
 
 
 def test_what_leaves_the_device_for_a_rollout_makes_room_and_is_on_the_host():

@@ -57,6 +57,15 @@ def test_what_vllm_cannot_run_here(model, installed, caplog):
     assert choose_engine("transformers", model(head_dim=16)) == "transformers"
 
 
+def test_hidden_sizes_of_experts_that_vllm_has_no_kernel_for(model, installed):
+    installed(True)
+    experts = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2}
+    experts |= {"moe_intermediate_size": 24}
+    assert choose_engine("vllm", model(**experts)) == "vllm"
+    with pytest.raises(UserError, match="need a hidden_size that is a multiple of 32 \\(it is 144\\)"):
+        choose_engine("vllm", model(**experts, hidden_size=144))
+
+
 def test_seeds_differ_in_everything_they_are_made_of():
     seeds = {request_seed(s, step, p, i) for s in (1, 2) for step in (1, 2) for p in ("a", "b") for i in (0, 1)}
     assert len(seeds) == 16

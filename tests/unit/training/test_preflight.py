@@ -51,6 +51,13 @@ ILLEGAL = [
 ]
 
 
+EXPERTS = "model.path=tests/fixtures/models/Qwen3-30B-A3B"
+ILLEGAL += [
+    ([EXPERTS, "rollout.engine=server", "rollout.endpoint=http://host/v1"], "rollout.engine=server does not get"),
+    ([EXPERTS, "model.adapter.rank=2", "training.train=adapter"], "model.adapter has no factors for experts"),
+]
+
+
 def dry_run(overrides, capsys):
     status = main(["train", "--config", str(QUICKSTART / "dcpo.yaml"), "--dry-run", *overrides])
     return status, capsys.readouterr().err

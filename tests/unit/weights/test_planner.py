@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron_dcpo.config import ParallelConfig
+from megatron_dcpo.config import AdapterConfig, ModelConfig, ParallelConfig
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.weights.architecture import Architecture, parse_architecture
 from megatron_dcpo.weights.planner import (
@@ -151,6 +151,7 @@ def test_a_dense_model_has_no_experts_to_divide(options):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"adapter": AdapterConfig()}, "adapter has no factors for experts"),
         ({"tensor_model_parallel_size": 2}, "tensor_model_parallel_size=2 needs parallel.sequence_parallel=true"),
         ({"expert_model_parallel_size": 2}, "needs parallel.use_distributed_optimizer=true"),
         (
@@ -160,10 +161,10 @@ def test_a_dense_model_has_no_experts_to_divide(options):
     ],
 )
 def test_options_that_are_wrong_with_experts_are_refused(options, message):
-    parallel = ParallelConfig(**options)
-    check_options(architecture(), Layout(), parallel)  # right for a dense model
+    model, parallel = ModelConfig("unused", adapter=options.pop("adapter", None)), ParallelConfig(**options)
+    check_options(architecture(), Layout(), model, parallel)  # right for a dense model
     with pytest.raises(UserError, match=message):
-        check_options(architecture(**EXPERTS), Layout(), parallel)
+        check_options(architecture(**EXPERTS), Layout(), model, parallel)
 
 
 @pytest.mark.parametrize(

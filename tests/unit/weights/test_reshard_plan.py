@@ -169,3 +169,6 @@ def test_engine_sizes_that_do_not_fit(tp, what):
         check_engine(architecture(), tp)
     with pytest.raises(UserError, match="neither divides"):
         check_engine(architecture(num_attention_heads=12, num_key_value_heads=4), 6)
+    check_engine(architecture("qwen3_moe"), 4)
+    with pytest.raises(UserError, match="=8 is more than the model's 4 experts"):
+        check_engine(architecture("qwen3_moe"), 8)
