@@ -177,14 +177,7 @@ class Adapter:
                 inner = gather_from_sequence_parallel_region(F.linear(x, A.to(x.dtype)), group=group)
             else:
                 inner = copy_to_tensor_model_parallel_region(F.linear(x, self.share(A).to(x.dtype)), group=group)
-            of_pairs = iter(inner.split(self.config.rank, -1))
-            parts = [
-                F.linear(next(of_pairs), pair.B[own].to(x.dtype)) * pair.scale
-                if pair is not None
-                else x.new_zeros(*inner.shape[:-1], own.stop - own.start)
-                for pair, own in zip(pairs, rows, strict=True)
-            ]
-            return output[0] + join(parts), output[1]
+            return _plus(output[0], inner, join(_blocks(pairs, rows)), present[0].scale), output[1]
 
         return hook
 
@@ -200,9 +193,28 @@ class Adapter:
                 inner, B = reduce_scatter_to_sequence_parallel_region(inner, group=group), pair.B
             else:
                 inner, B = reduce_from_tensor_model_parallel_region(inner, group=group), self.share(pair.B)
-            return output[0] + F.linear(inner, B.to(x.dtype)) * pair.scale, output[1]
+            return _plus(output[0], inner, B.t(), pair.scale), output[1]
 
         return hook
+
+
+def _plus(output: Tensor, inner: Tensor, B: Tensor, scale: float) -> Tensor:
+    """output [..., out] + scale * inner [..., ranks] B [ranks, out], in one product that passes over the output once."""
+    added = torch.addmm(output.flatten(0, -2), inner.flatten(0, -2) * scale, B.to(inner.dtype))
+    return added.view_as(output)
+
+
+def _blocks(pairs: Sequence[LowRank | None], rows: Sequence[slice]) -> list[Tensor]:
+    """Of each projection its ``rows`` of B, as columns [ranks of all pairs, rows]: zero where the ranks are not its own."""
+    present = [pair for pair in pairs if pair is not None]
+    blocks, before, rank = [], 0, present[0].B.shape[1]
+    for pair, own in zip(pairs, rows, strict=True):
+        if pair is None:
+            blocks.append(present[0].B.new_zeros(rank * len(present), own.stop - own.start))
+        else:
+            blocks.append(F.pad(pair.B[own].t(), (0, 0, before, rank * len(present) - before - rank)))
+            before += rank
+    return blocks
 
 
 def _with_gradient(module: Any, inputs: Any, output: Tensor) -> None:
