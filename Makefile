@@ -75,7 +75,8 @@ test-browser: setup
 # PEFT loads the adapters that a run leaves; installed beside the environment, which would import accelerate everywhere
 test-peft: setup
 	$(BIN)/python -m pip install --quiet --target .peft --no-deps peft==0.21.2 accelerate==1.15.0
-	PYTHONPATH=.peft OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/distributed/test_adapter.py tests/system/test_policy_adapter.py -k peft
+	PYTHONPATH=.peft OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/distributed/test_adapter.py \
+		tests/system/test_policy_adapter.py tests/system/test_confidence_adapter.py -k "peft or vocabulary"
 
 # a real Slurm of two nodes (network namespaces, as root): warned, killed, requeued, resumed. Installs Debian's packages
 test-slurm: setup

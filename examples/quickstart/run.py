@@ -70,8 +70,6 @@ class Quickstart:
         heldout = f"heldout={HERE / 'data' / 'heldout.jsonl'}"
         # The policy is sampled as it was trained: temperature 1, nothing cut off.
         sampling = (
-            "--engine",
-            "transformers",
             "--temperature",
             "1.0",
             "--top-p",

@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from megatron_dcpo.calibration.summary import json_ready
 from megatron_dcpo.config import ValidationConfig
 from megatron_dcpo.data import LoadedBenchmark, render_prompts
@@ -377,7 +379,8 @@ def _stated(config: EvaluationConfig, saved: SavedAdapter, engine: Any, tokenize
     digits = DigitVocabulary.of(tokens.table, engine.eos_token_ids).token_ids
     form = StatementForm.of(tokenizer, digits, saved.marker, saved.activated, saved.own_tokens)
     if isinstance(engine, VllmEngine) and saved.servable:
-        logits = tree_logits(form, partial(engine.next_logprobs, saved.directory))
+        chosen = replace(form, digits=np.array(saved.token_ids)) if form.own_tokens else form
+        logits = tree_logits(chosen, partial(engine.next_logprobs, saved.directory))
     else:
         model = engine
         if not isinstance(engine, TransformersEngine):

@@ -19,8 +19,8 @@ from megatron_dcpo.runtime.distributed import all_gather_objects
 from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.runtime.watchdog import LOST_AFTER_SECONDS
 from megatron_dcpo.training.run import TrainingRun
-from megatron_dcpo.weights.hf_checkpoint import write_checkpoint
-from megatron_dcpo.weights.peft_adapter import DIRECTORY, POLICY_DIRECTORY, write_adapter
+from megatron_dcpo.weights.hf_checkpoint import HFReader, write_checkpoint
+from megatron_dcpo.weights.peft_adapter import DIRECTORY, FEATURES, POLICY_DIRECTORY, Room, write_adapter
 from megatron_dcpo.weights.reshard import (
     SynchronisationError,
     Traffic,
@@ -187,5 +187,12 @@ def export_policy(run: TrainingRun) -> Path:
         form, marker = run.statement_form, run.config.judging.marker
         where = out / DIRECTORY if form else run.directory / POLICY_DIRECTORY
         if run.topology.rank == 0:
-            write_adapter(where, tensors, adapter.config, run.config.model.path, (form.lead, marker) if form else None)
+            statement, room = (form.lead, marker) if form else None, None
+            if (
+                form
+                and form.own_tokens
+                and not (form.activated or FEATURES in tensors or run.policy.arch.tied_embeddings)
+            ):
+                room = Room.of(run.tokenizer, HFReader(out).tensor("lm_head.weight"), form.values)
+            write_adapter(where, tensors, adapter.config, run.config.model.path, statement, room)
     return out

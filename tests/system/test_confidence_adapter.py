@@ -5,14 +5,21 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megatron_dcpo.judging.statement import StatementForm
+from megatron_dcpo.rollout import TransformersEngine
+from megatron_dcpo.rollout.confidence_adapter import ConfidenceAdapter
+from megatron_dcpo.weights.peft_adapter import SavedAdapter, read_adapter
 from tests.helpers.paths import QUICKSTART
-from tests.helpers.quickstart import SMALL, metrics, run, train, without_clocks
+from tests.helpers.quickstart import SMALL, metrics, policy_with_room, run, train, without_clocks
 
 HELDOUT = f"heldout={QUICKSTART / 'data' / 'heldout.jsonl'}"
 
@@ -115,6 +122,49 @@ def test_tokens_of_its_own(tmp_path: Path) -> None:
     assert stated["verbal"]["mean"] != 0.5
 
 
+def test_tokens_of_its_own_have_a_place_in_the_vocabulary(tmp_path: Path) -> None:
+    """Where the model has rows that its tokenizer does not use, whatever takes a LoRA of the output layer can state them."""
+    model = policy_with_room(tmp_path / "model")
+    options = (f"model.path={model}", "judging.confidence_tokens=101", "optimizer.adapter_lr=0.02", "training.steps=3")
+    whole = ("model.adapter.activated=false", "objective.confidence_sees=text")
+    train(tmp_path / "run", *options, *whole, method="dcpo_adapter")
+    directory = tmp_path / "run" / "policy" / "confidence_adapter"
+    saved, tokenizer = read_adapter(directory), AutoTokenizer.from_pretrained(directory)
+    assert saved.servable
+    assert tokenizer.encode("<conf_0.83>", add_special_tokens=False) == [saved.token_ids[83]]
+    assert len(AutoTokenizer.from_pretrained(model)) == saved.token_ids[0]
+    pair = {
+        name.split(".")[-2]: tensor
+        for name, tensor in load_file(directory / "adapter_model.safetensors").items()
+        if "lm_head" in name
+    }
+    before = load_file(tmp_path / "run" / "policy" / "model.safetensors")["lm_head.weight"]
+    rows = before + saved.scale * pair["lora_B"] @ pair["lora_A"]
+    own = load_file(directory / "confidence.safetensors")["confidence_tokens.weight"]
+    np.testing.assert_allclose(rows[list(saved.token_ids)], own, atol=1e-6)
+    others = np.setdiff1d(np.arange(len(before)), saved.token_ids)
+    np.testing.assert_array_equal(rows[others], before[others])
+    assert np.abs(own).max() > 0
+    assert evaluate(tmp_path / "run" / "policy", tmp_path / "out")["violation_rate"] == 0
+    if find_spec("peft"):  # make test-peft
+        check_with_peft(tmp_path / "run" / "policy", saved)
+
+
+def check_with_peft(policy: Path, saved: SavedAdapter) -> None:
+    """PEFT's logits of the tokens are those that a transformers model states by."""
+    from peft import PeftModel
+
+    lead = (7, 8, 9)
+    here = ConfidenceAdapter(
+        TransformersEngine.from_pretrained(policy), saved, StatementForm("", lead, np.arange(101), activated=False)
+    )
+    base = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
+    with torch.no_grad():
+        logits = PeftModel.from_pretrained(base, str(saved.directory)).eval()(torch.tensor([[5, 6, *lead]])).logits
+    expected = here.logits([[5, 6]], np.zeros((1, 4), np.float32))[0]
+    np.testing.assert_allclose(logits[0, -1:, list(saved.token_ids)].numpy(), expected, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("overrides", "word"),
     [
@@ -147,7 +197,7 @@ def test_contradictions_are_one_line(overrides: tuple[str, ...], word: str, tmp_
     ("method", "overrides", "word"),
     [
         ("grpo", (), "saved with model.adapter"),
-        ("dcpo_adapter", ("model.adapter.rank=4",), "saved with model.adapter.rank=16, not 4"),
+        ("dcpo_adapter", ("model.adapter.rank=16",), "saved with model.adapter.rank=4, not 16"),
     ],
 )
 def test_a_checkpoint_of_another_adapter_is_one_line(

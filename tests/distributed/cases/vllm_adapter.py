@@ -9,6 +9,9 @@ from megatron_dcpo.rollout.vllm_engine import VllmEngine, VllmOptions
 
 
 def run(options: dict[str, Any]) -> Any:
-    sizes = VllmOptions(dtype="fp32", max_model_len=128, max_num_seqs=4, adapter_rank=4, kv_cache_memory_bytes=1 << 26)
+    rank = options.get("rank", 4)
+    sizes = VllmOptions(
+        dtype="fp32", max_model_len=128, max_num_seqs=4, adapter_rank=rank, kv_cache_memory_bytes=1 << 26
+    )
     engine = VllmEngine(Path(options["model"]), sizes)
     return engine.next_logprobs(Path(options["adapter"]), options["sequences"], options["token_ids"]).tolist()
