@@ -32,7 +32,7 @@ from megatron_dcpo.runtime.watchdog import Timers
 from megatron_dcpo.training.preflight import check_wandb
 from megatron_dcpo.training.run import TrainingRun
 from megatron_dcpo.training.sampling import TrainingSample
-from megatron_dcpo.training.update import MISMATCH_EDGES, UpdateStatistics, mismatch_histogram
+from megatron_dcpo.training.update import MISMATCH_EDGES, UpdateStatistics, mismatch_histogram, routing_mismatch
 from megatron_dcpo.types import BLOCKS, MALFORMED, TokenAdvantages
 
 logger = logging.getLogger(__name__)
@@ -99,6 +99,7 @@ class Recorder:
         if self.writes:
             metrics = {"step": step, **step_metrics(samples, statistics, timers), **(traffic or {})}
             metrics |= utilization(self.run.policy, samples, timers) | self.planned
+            metrics |= routing_mismatch(self.run.policy.arch, self.run.config.model.params_dtype, statistics.sums)
             try:
                 overlapped = timers.seconds.get("judge_busy", 0.0)
                 tokens = {(s.response.prompt_id, s.response.sample_index): s.tokens for s in statistics.samples}

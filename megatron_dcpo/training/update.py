@@ -43,10 +43,12 @@ from megatron_dcpo.training.run import TrainingRun
 from megatron_dcpo.training.sampling import Sample, TrainingSample, decimals_of
 from megatron_dcpo.training.stating import statement_inputs, statement_loss, statement_targets, with_confidences
 from megatron_dcpo.types import BLOCKS, Judgement
+from megatron_dcpo.weights.architecture import Architecture
 
 logger = logging.getLogger(__name__)
 
 MISMATCH_EDGES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.03, 0.1, 0.3, 1.0)  # of |engine - trainer| log-probs
+ROUTED_OTHERWISE = {"fp32": 1e-3, "bf16": 0.1}  # the edge that no token of a model without experts reaches
 
 
 @dataclass
@@ -343,6 +345,16 @@ def mismatch_histogram(sums: dict[str, float]) -> dict[str, list[int]]:
     """Tokens of each block below the first edge, between two edges, above the last."""
     bins = range(len(MISMATCH_EDGES) + 1)
     return {block: [int(sums.get(f"engine/histogram/{block}/{n}", 0)) for n in bins] for block in BLOCKS}
+
+
+def routing_mismatch(arch: Architecture, params_dtype: str, sums: dict[str, float]) -> dict[str, float]:
+    """``engine/routing_mismatch``, of a model with experts: the share of the sampled tokens whose log-probs in engine and
+    trainer differ by more than rounding alone makes them (docs/rollout.md#engine-against-trainer)."""
+    if not arch.num_experts:
+        return {}
+    first = MISMATCH_EDGES.index(ROUTED_OTHERWISE[params_dtype]) + 1
+    counts = np.sum(list(mismatch_histogram(sums).values()), axis=0)
+    return {"engine/routing_mismatch": float(counts[first:].sum() / max(counts.sum(), 1))}
 
 
 def _check_logprob_diff(run: TrainingRun, collected: Sequence[dict[str, float]], step: int) -> None:
