@@ -1,0 +1,52 @@
+"""The paper's tables (``docs/paper_tables.csv``) against what ``dcpo report --against paper`` and docs/errata.md say of them."""
+
+import csv
+from statistics import fmean
+
+import pytest
+
+from megatron_dcpo.evaluation.published import load_published
+from tests.helpers.paths import REPOSITORY
+
+with (REPOSITORY / "docs" / "paper_tables.csv").open(newline="") as _file:
+    ROWS = list(csv.DictReader(_file))
+CELLS = {(r["table"], r["method"], r["confidence"], r["benchmark"], r["metric"]): float(r["value"]) for r in ROWS}
+MATH = ("MATH-500", "AIME24", "AIME25", "AMC23", "AMC24")
+
+
+def of_math(row, benchmark):
+    method = row.method.replace("base", "Base")
+    return CELLS["1 math", method, row.confidence, benchmark, row.metric]
+
+
+def test_every_cell_is_there_once():
+    keys = [(r["table"], r["model"], r["method"], r["confidence"], r["benchmark"], r["metric"]) for r in ROWS]
+    assert len(set(keys)) == len(ROWS) == 10 * 6 * 4 + 5 * 3 * 4 + 5 * 3 + 2 * 4 * 5 * 2 + 7 + 5 * 2 + 3
+
+
+def test_published_rows_are_the_tables():
+    printed = [row for row in load_published("paper") if row.source == "main table (math)"]
+    for row in printed:
+        benchmark = {"aime24": "AIME24"}.get(row.benchmark, row.benchmark)
+        assert of_math(row, benchmark) == row.printed, row
+    assert len(printed) >= 6
+
+
+def test_overall_is_not_the_mean_where_we_say_so():
+    marked = [row for row in load_published("paper") if row.mark == "not the mean of the five columns"]
+    for row in marked:
+        mean = fmean(of_math(row, benchmark) for benchmark in MATH)
+        assert mean == pytest.approx(row.recomputed, abs=6e-4), row
+        assert abs(mean - row.printed) > 1e-3
+    assert len(marked) >= 6
+
+
+@pytest.mark.parametrize(("table", "benchmarks", "of", "exceeds"), [("1 math", 5, 50, 23), ("2 code", 3, 15, 3)])
+def test_pce_exceeds_ece_as_often_as_erratum_p4_counts(table, benchmarks, of, exceeds):
+    pairs = [
+        (value, CELLS[t, method, confidence, benchmark, "pce"])
+        for (t, method, confidence, benchmark, metric), value in CELLS.items()
+        if (t, metric) == (table, "ece") and benchmark != "overall"
+    ]
+    assert len(pairs) == of
+    assert sum(pce > ece for ece, pce in pairs) == exceeds
