@@ -1,4 +1,4 @@
-"""The paper's tables (``docs/paper_tables.csv``) against what ``dcpo report --against paper`` and docs/errata.md say of them."""
+"""The paper's tables (``docs/paper_tables.csv``) against what ``--against paper`` and docs/errata.md say of them."""
 
 import csv
 from statistics import fmean
