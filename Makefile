@@ -13,7 +13,7 @@ JOBS ?= 2
 # a file stays on one worker (its fixtures are made once); the long ones of distributed and system come first
 IN_ORDER := --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup setup-engine setup-sandbox quickstart policy test test-fast test-engine test-browser test-peft test-grid test-resilience test-soak test-slurm \
+.PHONY: setup setup-engine setup-sandbox quickstart quickstart-moe policy test test-fast test-engine test-browser test-peft test-grid test-resilience test-soak test-slurm \
 	test-multinode test-gpu gpu-check attacks code-data reference-solutions check-transformer-engine lab lab-smoke lab-policies lint fuzz clean
 
 setup: $(VENV)/.installed
@@ -40,9 +40,14 @@ setup-sandbox:
 quickstart: setup
 	$(BIN)/python examples/quickstart/run.py --seed $(SEED) --out $(OUT)
 
-# rebuild the starting policy and the problems of the quickstart (they are in git)
+# the same from a tiny Qwen3-MoE
+quickstart-moe: setup
+	$(BIN)/python examples/quickstart/run.py --experts --seed $(SEED) --out runs/quickstart_moe
+
+# rebuild the starting policies and the problems of the quickstart (they are in git)
 policy: setup
 	$(BIN)/python examples/quickstart/make_policy.py
+	$(BIN)/python examples/quickstart/make_policy.py --family qwen3_moe --out examples/quickstart/moe --data examples/quickstart/data
 
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(IN_ORDER) tests

@@ -43,9 +43,13 @@ from transformers import (
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 # digits of the factors -> (share of the supervised text, the Beta its confidences come from)
@@ -75,6 +79,7 @@ ROPE = {
         "original_max_position_embeddings": 128,
     },
 }
+ROPE["qwen3_moe"] = ROPE["qwen3"]
 Problem = tuple[int, int, str]  # the two factors and the type
 
 
@@ -219,17 +224,23 @@ def batch(
 
 
 # ---------------------------------------------------------------------------------------------------- model
-def build_model(tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) -> Qwen3ForCausalLM | LlamaForCausalLM:
+def build_model(tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) -> PreTrainedModel:
     config_type, model_type = {
         "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+        "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
         "llama": (LlamaConfig, LlamaForCausalLM),
     }[args.family]
+    experts = {}
+    if args.family == "qwen3_moe":  # a token passes as many weights of experts as of the dense model's MLP
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": args.intermediate // 2}
+        experts |= {"norm_topk_prob": True}
     config = config_type(
         vocab_size=len(tokenizer), hidden_size=args.hidden, intermediate_size=args.intermediate,
         num_hidden_layers=args.layers, num_attention_heads=2, num_key_value_heads=2, head_dim=32,
         max_position_embeddings=256, rope_parameters=ROPE[args.family],
         tie_word_embeddings=True, initializer_range=0.05, eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id, bos_token_id=None, use_cache=True, dtype="float32",
+        **experts,
     )  # fmt: skip
     return model_type(config)
 
@@ -267,7 +278,7 @@ def report(model, tokenizer, heldout: list[Problem]) -> None:
     print("greedy, held out: " + "  ".join(f"{k} {right[k] / seen[k]:.2f}" for k in TYPES if seen[k]), flush=True)
 
 
-def save(model: Qwen3ForCausalLM | LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Hugging Face format, spelled so that transformers 4 (which older engines bring) reads it as well."""
     model.generation_config = GenerationConfig(
         do_sample=True, temperature=1.0, top_p=1.0, top_k=0,
@@ -276,7 +287,7 @@ def save(model: Qwen3ForCausalLM | LlamaForCausalLM, tokenizer: PreTrainedTokeni
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     for name, extra in {
-        "config.json": old_spelling(model.config.model_type) | {"torch_dtype": "float32"},
+        "config.json": old_spelling(model.config) | {"torch_dtype": "float32"},
         "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast"},
     }.items():
         settings = json.loads((folder / name).read_text()) | extra
@@ -284,11 +295,13 @@ def save(model: Qwen3ForCausalLM | LlamaForCausalLM, tokenizer: PreTrainedTokeni
     (folder / "model.safetensors").chmod(0o644)
 
 
-def old_spelling(family: str) -> dict[str, object]:
-    """Rotary embedding as transformers 4 names it."""
-    rope = ROPE[family]
+def old_spelling(config: PretrainedConfig) -> dict[str, object]:
+    """Rotary embedding and number of experts as transformers 4 names them."""
+    rope = ROPE[config.model_type]
     scaled = {key: value for key, value in rope.items() if key != "rope_theta"}
-    return {"rope_theta": rope["rope_theta"]} | ({} if rope["rope_type"] == "default" else {"rope_scaling": scaled})
+    experts = {"num_experts": config.num_experts} if config.model_type == "qwen3_moe" else {}
+    old = {} if rope["rope_type"] == "default" else {"rope_scaling": scaled}
+    return {"rope_theta": rope["rope_theta"]} | old | experts
 
 
 def main() -> None:

@@ -1,5 +1,8 @@
 """The quickstart: one over-confident policy, four trainings, one picture. ``make quickstart [SEED=k]`` runs it.
 
+``make quickstart-moe`` (``--experts``): the same from a Qwen3-MoE of four experts, without the adapter, which has no factors
+for experts.
+
 GRPO, DCPO (the paper's settings), DCPO-proper and DCPO with an adapter start from the same policy and differ in
 ``objective`` only; the last trains GRPO's policy, bit for bit, and beside it the adapter that states the confidence. Base
 and the four results are evaluated on the same held-out problems. Everything is done by the same commands a user types
@@ -42,9 +45,12 @@ console = Console(stderr=True)
 
 @dataclass(frozen=True)
 class Quickstart:
-    """Where and how: the output directory, the seed of training, and overrides for every training."""
+    """Where and how: the output directory, the policy to start from, the methods, the seed of training, and overrides for
+    every training."""
 
     out: Path
+    policy: Path
+    methods: tuple[str, ...]
     seed: int
     overrides: tuple[str, ...]
 
@@ -66,7 +72,7 @@ class Quickstart:
 
     def evaluate(self, name: str) -> None:
         run = self.out / name
-        model = HERE / "policy" if name == "base" else run / "policy"
+        model = self.policy if name == "base" else run / "policy"
         heldout = f"heldout={HERE / 'data' / 'heldout.jsonl'}"
         # The policy is sampled as it was trained: temperature 1, nothing cut off.
         sampling = (
@@ -87,7 +93,7 @@ class Quickstart:
         self._call(run, "evaluate", "--model", str(model), "--benchmarks", heldout, "--out", str(run), *options)
 
     def report(self) -> None:
-        runs = (str(self.out / name) for name in ("base", *METHODS))
+        runs = (str(self.out / name) for name in ("base", *self.methods))
         self._call(self.out / "base", "report", *runs, "--out", str(self.out / "report.html"))
 
     def _call(self, run: Path, *arguments: str) -> None:
@@ -110,18 +116,22 @@ class Quickstart:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1, help="seed of the trainings")
+    parser.add_argument("--experts", action="store_true", help="start from a mixture of experts")
     parser.add_argument("--out", type=Path, default=Path("runs/quickstart"))
     parser.add_argument("--workers", type=int, default=2, help="processes at a time")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="options for all trainings")
     args = parser.parse_args()
+    methods = tuple(name for name in METHODS if not (args.experts and name == "dcpo_adapter"))
+    policy = HERE / "moe" / "policy" if args.experts else HERE / "policy"
     start_over_unless_interrupted(args.out, args.seed)
-    quickstart = Quickstart(args.out, args.seed, tuple(args.overrides))
+    start = (f"model.path={policy}",) if args.experts else ()
+    quickstart = Quickstart(args.out, policy, methods, args.seed, (*start, *args.overrides))
 
     started = time.monotonic()
     with ThreadPoolExecutor(args.workers) as pool:
-        jobs = [pool.submit(run_one, quickstart, name) for name in ("base", *METHODS)]
-        wait(jobs, args.out)
-    summary = summarise(args.out)
+        jobs = [pool.submit(run_one, quickstart, name) for name in ("base", *methods)]
+        wait(jobs, args.out, methods)
+    summary = summarise(args.out, methods)
     quickstart.report()
     draw(args.out, summary)
     (args.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
@@ -147,7 +157,7 @@ def run_one(quickstart: Quickstart, name: str) -> None:
     quickstart.evaluate(name)
 
 
-def wait(jobs: list[Future[None]], out: Path) -> None:
+def wait(jobs: list[Future[None]], out: Path, methods: tuple[str, ...]) -> None:
     """Show how far the trainings are until all jobs are done. The first failure ends everything."""
     shown, said = "", time.monotonic()
     while not all(job.done() for job in jobs):
@@ -157,7 +167,7 @@ def wait(jobs: list[Future[None]], out: Path) -> None:
                 for other in jobs:
                     other.cancel()
                 raise job.exception()
-        line = "   ".join(f"{m} {_steps(out / m)}" for m in METHODS)
+        line = "   ".join(f"{m} {_steps(out / m)}" for m in methods)
         if line != shown and (console.is_terminal or time.monotonic() - said > 30):
             console.print(line, end="\r" if console.is_terminal else "\n", highlight=False)
             shown, said = line, time.monotonic()
@@ -165,10 +175,10 @@ def wait(jobs: list[Future[None]], out: Path) -> None:
         job.result()
 
 
-def summarise(out: Path) -> dict[str, dict[str, float]]:
+def summarise(out: Path, methods: tuple[str, ...]) -> dict[str, dict[str, float]]:
     """The held-out numbers of stated (verbal) confidence, read from each evaluation.json."""
     summary = {}
-    for name in ("base", *METHODS):
+    for name in ("base", *methods):
         result = json.loads((out / name / "evaluation.json").read_text())["benchmarks"]["heldout"]
         verbal = result["verbal"]
         summary[name] = {
@@ -190,6 +200,8 @@ def draw(out: Path, summary: dict[str, dict[str, float]]) -> None:
     titles["dcpo_adapter"] = "DCPO, adapter"
     bins, notes = {}, {}
     for name, title in titles.items():
+        if name not in summary:
+            continue
         evaluation = json.loads((out / name / "evaluation.json").read_text())
         bins[title] = bins_from_json(evaluation["benchmarks"]["heldout"]["verbal"]["bins"])
         notes[title] = f"accuracy {summary[name]['accuracy']:.2f}\nECE {summary[name]['ece']:.3f}"

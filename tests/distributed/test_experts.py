@@ -34,11 +34,12 @@ ONE_PROCESS = ("qwen3_moe", "qwen3_moe_unnormalized")
 @pytest.fixture(scope="module")
 def runs(tiny_models, tmp_path_factory):
     model = {"model": str(tiny_models("qwen3_moe", True, 2)), "probe": True, "bucket_bytes": 20_000}
+    model |= {"micro_batch_size": 3, "steps": 2}
     wanted = {family: (1, model | {"model": str(tiny_models(family, True, 2))}) for family in ONE_PROCESS}
     wanted |= {name: (processes, model | {"parallel": parallel}) for name, (processes, parallel) in LAYOUTS.items()}
     saved = str(tmp_path_factory.mktemp("saved") / "checkpoints")
-    wanted["went_on"] = 2, model | {"parallel": EP2, "probe": False, "save": saved}
-    again = model | {"load": saved, "steps": 2, "probe": False}
+    wanted["went_on"] = 2, model | {"parallel": EP2, "probe": False, "steps": 3, "save": saved}
+    again = model | {"load": saved, "probe": False}
     wanted |= {
         ("resumed", name): (ranks, again | {"parallel": parallel}) for name, (ranks, parallel) in RESUMED.items()
     }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import importlib
 import json
 import os
 import runpy
@@ -68,8 +69,14 @@ def _answer(server: subprocess.Popen[str], timeout: float) -> Any:
 
 
 def _serve() -> None:
+    import torch._dynamo  # noqa: F401
+
     import megatron_dcpo.evaluation.run
     import megatron_dcpo.training.loop  # noqa: F401
+    from megatron_dcpo.rollout.transformers_engine import auto_class
+
+    auto_class("AutoModelForCausalLM")  # with what torch's optimizers import 2 s, which every rank would take itself
+    importlib.import_module("transformers.models.qwen3_moe.modeling_qwen3_moe")
 
     for line in iter(sys.stdin.readline, ""):
         request = json.loads(line)
