@@ -66,6 +66,19 @@ def test_training_on_vllm(alone: list[dict[str, float]]) -> None:
 
 
 @at_length
+def test_training_of_experts_on_vllm(tmp_path: Path) -> None:
+    """EP 2 over two ranks, which are one engine."""
+    options = [f"model.path={POLICY.parent / 'moe' / 'policy'}", "rollout.tensor_model_parallel_size=2"]
+    options += ["parallel.expert_model_parallel_size=2", "parallel.use_distributed_optimizer=true"]
+    records = train(tmp_path / "run", *ENGINE, *options, processes=2)
+    assert len(records) == 3
+    for record in records:
+        assert record["engine/logprob_diff_max"] <= 1e-4
+        assert record["engine/routing_mismatch"] == 0 < record["grad_norm/total"]
+        assert record["reshard/bytes"] == record["reshard/bytes_min"] > 0
+
+
+@at_length
 @pytest.mark.parametrize("processes", [1, 2])
 def test_validation_changes_nothing_of_the_run(alone, tmp_path: Path, processes: int) -> None:
     """By the run's engine, of one rank or of two: the same validation, and the training that there is without one."""
