@@ -101,6 +101,8 @@ def _check_adapter(config: Config, objective: ObjectiveConfig, source: str) -> N
             f"{source}: judging.confidence_tokens={config.judging.confidence_tokens} needs "
             "objective.confidence_parameters=adapter, which the tokens belong to"
         )
+    if config.judging.confidence_tokens and objective.digit_damping != ObjectiveConfig().digit_damping:
+        raise UserError(f"{source}: objective.digit_damping has no effect with judging.confidence_tokens; leave it out")
     rollout = config.rollout
     if objective.confidence_sees == "logprobs" and (rollout.temperature != 1 or rollout.top_p < 1 or rollout.top_k):
         raise UserError(

@@ -82,6 +82,11 @@ class StatementForm:
         return np.tril(np.ones((n, n), bool)) & ((np.arange(n) < lead)[None] | np.eye(n, dtype=bool))
 
     @property
+    def seeing(self) -> int:
+        """How many of ``tokens``, from the first, carry what the confidence sees beside the text."""
+        return len(self.tokens) if self.own_tokens else 1
+
+    @property
     def choosing(self) -> slice:
         """Those of ``tokens`` behind which digits are chosen: the last of the lead, and the branches."""
         return slice(len(self.lead) - 1, len(self.tokens))

@@ -3,6 +3,7 @@
 The confidence is two decimals behind a fixed lead, chosen among the digits alone, so its distribution is known and nothing
 has to be sampled: each choice of digits is scored at once, the tenth by what the hundredth behind it is expected to be. The
 gradient is that of :func:`digit_losses` (docs/adapters.md#the-loss; ConfTuner's tokenised Brier score, arXiv 2508.18847).
+Among tokens of the adapter's own, equally likely at first, what is scored is the value that is stated: their mean.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ def statement_losses(logits: Tensor, scores: Tensor, options: ObjectiveConfig) -
         return digit_losses(DigitBatch(rows, logprobs, scores), options)
 
     first, behind = logits[:, 0].log_softmax(-1), logits[:, 1:].log_softmax(-1)
+    if first.shape[1] == len(VALUES):
+        return -_interpolated(scores, _mean(logits))
     if not behind.shape[1]:
         return loss(first, scores)
     scores = scores.view_as(behind)
@@ -57,11 +60,23 @@ def statement_losses(logits: Tensor, scores: Tensor, options: ObjectiveConfig) -
     return loss(first, expected) + (first.detach().exp() * hundredths).sum(-1)
 
 
-def stated(logits: Tensor) -> Tensor:
-    """The value that is stated, [B]: the mean of the distribution over the values, in hundredths."""
+def _interpolated(scores: Tensor, c: Tensor) -> Tensor:
+    """The scores [B, V] of the values at ``c`` [B], linear between two of them."""
+    position = 100 * c
+    below = position.detach().long().clamp(0, scores.shape[1] - 2)[:, None]
+    left, right = scores.gather(1, below)[:, 0], scores.gather(1, below + 1)[:, 0]
+    return left + (right - left) * (position - below[:, 0])
+
+
+def _mean(logits: Tensor) -> Tensor:
+    """Of the distribution over the values, [B]."""
     import torch
 
     first, behind = logits[:, 0].softmax(-1), logits[:, 1:].softmax(-1)
     p = (first[..., None] * behind).flatten(1) if behind.shape[1] else first
-    values = torch.as_tensor(VALUES[: p.shape[1]], dtype=logits.dtype, device=logits.device)
-    return (p @ values * 100).round() / 100
+    return p @ torch.as_tensor(VALUES[: p.shape[1]], dtype=logits.dtype, device=logits.device)
+
+
+def stated(logits: Tensor) -> Tensor:
+    """The value that is stated, [B]: the mean of the distribution over the values, in hundredths."""
+    return (_mean(logits) * 100).round() / 100

@@ -177,11 +177,12 @@ class StatementStream:
         return hidden
 
     def _seen(self, statements: Statements, hidden: Tensor) -> Tensor:
-        """What the confidence sees beside the text, on the first token of each statement."""
+        """What the confidence sees beside the text, on the tokens of each statement that carry it."""
         assert statements.features is not None
         (rows, n), before = statements.tokens.shape, statements.before
         added = self.adapter.features(statements.features).to(hidden.dtype)
-        full = F.pad(added[:, None], (0, 0, before, n - 1 - before)).view(rows * n, 1, -1)
+        seeing = statements.form.seeing
+        full = F.pad(added[:, None].expand(-1, seeing, -1), (0, 0, before, n - seeing - before)).view(rows * n, 1, -1)
         if self.config.sequence_parallel:
             full = scatter_to_sequence_parallel_region(full, group=self.adapter.policy.topology.tp_group)
         return full

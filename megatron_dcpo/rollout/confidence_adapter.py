@@ -114,7 +114,7 @@ class ConfidenceAdapter:
         tokens, depths, own = (torch.as_tensor(x, device=device) for x in (form.tokens, form.depths, form.sees))
         states = model.get_input_embeddings()(tokens.expand(len(ids), n))
         if self.features is not None:
-            states[:, 0] += torch.as_tensor(seen).to(states) @ self.features.t()
+            states[:, : form.seeing] += (torch.as_tensor(seen).to(states) @ self.features.t())[:, None]
         visible = torch.cat([mask.bool()[:, None].expand(-1, n, -1), own.expand(len(ids), n, n)], dim=-1)[:, None]
         hidden = torch.zeros(visible.shape, dtype=states.dtype, device=device)
         with self._activated(True):

@@ -99,7 +99,7 @@ def test_evaluation_states_with_the_adapter_what_the_model_reasoned(finished: Pa
 
 def test_an_adapter_on_the_whole_text_leaves_the_policy_alone_too(finished: Path, tmp_path: Path) -> None:
     options = ("model.adapter.activated=false", "objective.confidence_sees=text", "training.steps=4")
-    train(tmp_path / "run", *options, method="dcpo_adapter")
+    train(tmp_path / "run", *options, "judging.confidence_tokens=0", method="dcpo_adapter")
     found, expected = digests(tmp_path / "run" / "policy"), digests(finished / "policy")
     assert found["model.safetensors"] == expected["model.safetensors"]
     assert found.keys() | {"confidence_adapter/confidence.safetensors"} == expected.keys()
@@ -182,6 +182,7 @@ def check_with_peft(policy: Path, saved: SavedAdapter) -> None:
         (("model.adapter.rank=0",), "rank"),
         (("model.adapter.targets=[w_proj]",), "targets"),
         (("objective.marker_block=reasoning",), "marker_block"),
+        (("objective.digit_damping=0.1",), "digit_damping"),
     ],
 )
 def test_contradictions_are_one_line(overrides: tuple[str, ...], word: str, tmp_path: Path) -> None:

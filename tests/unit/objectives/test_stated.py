@@ -20,7 +20,7 @@ def expected_score(logits, scores):
     return (joint.flatten(1) * scores).sum(-1)
 
 
-@pytest.mark.parametrize("shape", [(1, 100), (11, 10), (1, 101)])
+@pytest.mark.parametrize("shape", [(1, 100), (11, 10)])
 def test_with_a_large_damping_it_is_the_gradient_of_the_expected_score(shape):
     """Up to a factor of each decision, the tenth's being one of all it can depend on; the hundredths weigh ten times."""
     torch.manual_seed(0)
@@ -32,6 +32,20 @@ def test_with_a_large_damping_it_is_the_gradient_of_the_expected_score(shape):
         for row in range(shape[0]):
             cosine = torch.cosine_similarity(ours[sample, row], plain[sample, row], dim=0)
             assert cosine > 1 - 1e-6, (sample, row)
+
+
+@pytest.mark.parametrize("loss", ["brier", "l1"])
+def test_of_its_own_tokens_the_mean_is_scored(loss):
+    """By the score of that value; between two hundredths it is theirs in proportion."""
+    torch.manual_seed(0)
+    logits, t = 3 * torch.randn(5, 1, 101, dtype=torch.float64), np.array([0.0, 1.0, 0.3, 0.5, 1.0])
+    logits[4, 0, 100] = 1e3  # certain of 1.00
+    options = BRIER.changed(calibration_loss=loss)
+    losses = statement_losses(logits, torch.as_tensor(score_values(t, options, 101)), options).numpy()
+    mean = (logits[:, 0].softmax(-1) @ torch.arange(101, dtype=torch.float64) / 100).numpy()
+    expected = np.abs(mean - t) if loss == "l1" else (mean - t) ** 2
+    np.testing.assert_allclose(losses, expected, atol=3e-5)
+    assert losses[4] == 0
 
 
 @pytest.mark.parametrize("shape", [(1, 100), (11, 10), (1, 101)])
