@@ -67,6 +67,7 @@ def stack(arch: Architecture, place: Sequence[int]) -> tuple[int, ...]:
 def extra_states(arch: Architecture) -> dict[str, None]:
     modules = _EXTRA_STATES + (_EXTRA_STATES_QK if arch.qk_layernorm else ())
     layers, experts = arch.num_layers, arch.num_experts
+    modules += ("pre_mlp_layernorm",) if experts else ()  # a module of its own; else fused to the first linear
     keys = [f"{_LAYER}{module}._extra_state/shard_{n}_{layers}" for n in range(layers) for module in modules]
     for n, linear in itertools.product(range(layers), ("linear_fc1", "linear_fc2")):
         shards = [f"{n}.{expert}_{layers}.{experts}" for expert in range(experts)] or [f"{n}_{layers}"]
