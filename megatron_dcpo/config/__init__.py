@@ -116,13 +116,14 @@ class RolloutConfig:
     """``group_size`` is G, the responses per prompt; ``max_response_length`` in tokens, EOS included.
 
     ``engine``: ``auto`` takes vLLM where it is installed and can run the model, else transformers; ``server`` is a vLLM
-    server of its own at ``endpoint``. ``tensor_model_parallel_size``: ranks per engine, whatever the training has.
-    ``max_num_seqs`` responses are sampled at once. Sizes 0 are left to vLLM (``max_model_len`` 0: prompt and response).
-    ``bucket_bytes`` bounds the extra memory of a weight synchronisation. ``logprob_diff_alarm``: largest
-    |engine - trainer| log-prob of a step allowed (0: any). ``filter_groups``: groups that train neither block are replaced
-    by the next prompts, in at most ``max_refills`` rounds; each draws ``oversample`` times as many as are missing.
-    ``max_staleness``: a rollout ends when the batch is full, of ``oversample`` times as many prompts; the next steps go on
-    with what is unfinished, which has tokens at most that many steps old in the end.
+    server of its own at ``endpoint``, which gets the weights by ``weight_transfer``. ``tensor_model_parallel_size``:
+    ranks per engine, whatever the training has. ``max_num_seqs`` responses are sampled at once. Sizes 0 are left to
+    vLLM (``max_model_len`` 0: prompt and response). ``bucket_bytes`` bounds the extra memory of a weight
+    synchronisation. ``logprob_diff_alarm``: largest |engine - trainer| log-prob of a step allowed (0: any).
+    ``filter_groups``: groups that train neither block are replaced by the next prompts, in at most ``max_refills``
+    rounds; each draws ``oversample`` times as many as are missing. ``max_staleness``: a rollout ends when the batch is
+    full, of ``oversample`` times as many prompts; the next steps go on with what is unfinished, which has tokens at
+    most that many steps old in the end.
     """
 
     engine: Literal["auto", "vllm", "transformers", "server"] = "auto"
@@ -138,6 +139,7 @@ class RolloutConfig:
     logprob_diff_alarm: Annotated[float, Field(ge=0)] = 0.0
     logprob_diff_action: Literal["warn", "stop"] = "warn"
     endpoint: str = ""
+    weight_transfer: Literal["files", "nccl"] = "files"
     group_size: Annotated[int, Field(ge=2)] = 8
     temperature: Annotated[float, Field(gt=0)] = 1.0
     max_response_length: Positive = 3000

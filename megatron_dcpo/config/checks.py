@@ -153,3 +153,5 @@ def _check_rollout(rollout: RolloutConfig, objective: ObjectiveConfig, source: s
         )
     if (rollout.engine == "server") != bool(rollout.endpoint):
         raise UserError(f"{source}: rollout.engine=server and rollout.endpoint=URL go together; set both or neither")
+    if rollout.weight_transfer == "nccl" and rollout.engine != "server":
+        raise UserError(f"{source}: rollout.weight_transfer=nccl is for rollout.engine=server; remove it")

@@ -1,8 +1,10 @@
-"""An engine in processes of its own: a vLLM server, which reads new weights from files. For clusters that split devices.
+"""An engine in processes of its own: a vLLM server, which gets new weights as files or over NCCL. For clusters that split
+devices.
 
 The server is started beside the run with ``VLLM_SERVER_DEV_MODE=1`` (vLLM serves the routes that replace weights only
-then) and ``--logprobs-mode processed_logprobs``. Every update is a Hugging Face directory that appears complete or not at
-all, on a disk that both see; all ranks send their prompts to the one server.
+then) and ``--logprobs-mode processed_logprobs``; all ranks send their prompts to the one server. An update is a Hugging
+Face directory that appears complete or not at all, on a disk that both see; or, with ``rollout.weight_transfer=nccl``, the
+tensors themselves, which rank 0 broadcasts to the server's workers.
 """
 
 from __future__ import annotations
@@ -12,13 +14,18 @@ import json
 import logging
 import queue
 import shutil
+import socket
 import time
-from collections.abc import Generator, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.rollout.engine import (
@@ -31,6 +38,7 @@ from megatron_dcpo.rollout.engine import (
     request_seed,
 )
 from megatron_dcpo.runtime import distributed
+from megatron_dcpo.runtime.device import capabilities, synchronize
 from megatron_dcpo.runtime.dtypes import name_of
 from megatron_dcpo.runtime.files import new_directory
 from megatron_dcpo.runtime.http_json import HttpError, JsonClient
@@ -45,21 +53,25 @@ logger = logging.getLogger(__name__)
 
 _REQUEST_SECONDS, _RETURN_SECONDS = 3600.0, 900.0  # for one request; for a server to come back
 _ROUNDED = 1e-3  # a log-prob of a probability that rounding has put above 1
+_REFUSED_SECONDS = 2.0  # within which a server says that it takes no weights in this way
+_EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class ServerEngine(Engine):
     """Implements :class:`megatron_dcpo.rollout.engine.Engine`. Updates are collective: rank 0 writes and tells the server.
 
-    ``endpoint``: the server's address (with or without ``/v1``). ``exchange``: the directory the weights are put in.
-    Raises :class:`UserError` when the server does not answer, or was started without what this needs.
+    ``endpoint``: the server's address (with or without ``/v1``). ``exchange``: the directory the weights are put in;
+    None: they travel over NCCL. Raises :class:`UserError` when the server does not answer, or was started without what
+    this needs.
     """
 
     tensor_model_parallel_size = 1  # each rank is a client of its own, whatever the server has
 
-    def __init__(self, endpoint: str, model_dir: str | Path, exchange: Path, concurrency: int = 512) -> None:
+    def __init__(self, endpoint: str, model_dir: str | Path, exchange: Path | None, concurrency: int = 512) -> None:
         self.url = endpoint.rstrip("/").removesuffix("/v1")
         self.client = JsonClient(self.url)
-        self.model_dir, self.exchange, self.concurrency = Path(model_dir), exchange.absolute(), concurrency
+        self.model_dir, self.exchange, self.concurrency = Path(model_dir), exchange, concurrency
+        self.transfer = _Nccl(self.url, self._call) if exchange is None else None
         self.arch = read_architecture(model_dir)
         self.eos_token_ids = read_eos_token_ids(self.model_dir)
         self.weights_version = 0
@@ -93,26 +105,34 @@ class ServerEngine(Engine):
                 raise
 
     def update_weights(self, buckets: Iterable[Sequence[WeightSlice]], version: int) -> None:
-        """Write the weights and have the server read them; every rank waits until it has."""
+        """Hand the weights to the server; every rank waits until it has them."""
         failure = ""
         if distributed.topology().rank == 0:
-            directory = self.exchange / f"version_{version}"
-            self._write(buckets, directory)
             try:
-                self._call("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}})
+                if self.transfer is not None:
+                    self.transfer.send(buckets, hf_shapes(self.arch), self.arch.tied_embeddings)
+                else:
+                    self._through_files(buckets, version)
                 self._call("/reset_prefix_cache", {})
                 self._call("/update_weight_version", {"new_version": str(version)})
             except EngineError as error:
                 failure = str(error)
-            for older in set(self.exchange.glob("version_*")) - {directory}:
-                shutil.rmtree(older, ignore_errors=True)
-        else:
-            for _ in buckets:
-                pass
+        for _ in buckets:  # all of them, wherever the failure was: the other ranks send on
+            pass
         failure = distributed.broadcast_object(failure)
         if failure:
             raise EngineError(failure)
         self.weights_version = version
+
+    def _through_files(self, buckets: Iterable[Sequence[WeightSlice]], version: int) -> None:
+        assert self.exchange is not None
+        directory = self.exchange.absolute() / f"version_{version}"
+        self._write(buckets, directory)
+        try:
+            self._call("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}})
+        finally:
+            for older in set(directory.parent.glob("version_*")) - {directory}:
+                shutil.rmtree(older, ignore_errors=True)
 
     def sleep(self) -> None:
         """Its devices are its own."""
@@ -177,12 +197,12 @@ class ServerEngine(Engine):
             specs = {name: (shape, dtype) for name, shape in hf_shapes(self.arch).items()}
             if self.arch.tied_embeddings:
                 # vLLM's output layer may keep a packed copy, which the embedding alone does not refresh.
-                specs["lm_head.weight"] = specs["model.embed_tokens.weight"]
+                specs[_OUTPUT] = specs[_EMBEDDING]
             with tensors_on_disk(temporary, specs) as tensors:
                 for piece in itertools.chain([first], pieces):
                     piece.write_into(tensors[piece.name])
-                    if self.arch.tied_embeddings and piece.name == "model.embed_tokens.weight":
-                        piece.write_into(tensors["lm_head.weight"])
+                    if self.arch.tied_embeddings and piece.name == _EMBEDDING:
+                        piece.write_into(tensors[_OUTPUT])
             copy_side_files(self.model_dir, temporary)
 
     def _check(self) -> str:
@@ -214,3 +234,120 @@ class ServerEngine(Engine):
             return self.client.call(path, body, timeout=30.0 if body is None else _REQUEST_SECONDS)
         except HttpError as error:
             raise EngineError(f"{self.url}{path}: {error}") from None
+
+
+class _Nccl:
+    """vLLM's dense NCCL backend (``vllm serve --weight-transfer-config '{"backend": "nccl"}'``), its trainer's side.
+
+    Rank 0 of the run and the server's workers are one group. A tensor is put together from its slices, the server is told
+    its name, element type and shape (``/update_weights``), and both enter its broadcast. Beside a bucket the tensors that
+    are not complete yet are in memory: one or two. vLLM keeps a second copy of the layer that it is loading.
+    """
+
+    def __init__(self, url: str, call: Callable[..., Any]) -> None:
+        if not capabilities().separate_memory:
+            raise UserError("rollout.weight_transfer=nccl needs a GPU for the training; set it to files")
+        if find_spec("vllm") is None:
+            raise UserError(
+                "rollout.weight_transfer=nccl needs vLLM beside the trainer as well (pip install 'megatron-dcpo[vllm]')"
+            )
+        self.url, self.call = url, call
+        self.group: Any = None
+
+    def send(self, buckets: Iterable[Sequence[WeightSlice]], shapes: Mapping[str, Sequence[int]], tied: bool) -> None:
+        """All tensors of ``shapes``. Raises :class:`EngineError`; the group is then given up, and the next call makes
+        another."""
+        try:
+            group = self.group = self.group or self._connected()
+            self.call("/start_weight_update", {})
+            with ThreadPoolExecutor(1) as pool:
+                for tensors in whole_tensors(buckets, shapes, tied):
+                    told = pool.submit(self.call, "/update_weights", {"update_info": described(tensors)})
+                    self._check(told)
+                    for tensor in tensors.values():
+                        group.broadcast(tensor, src=0)
+                    told.result()
+                    synchronize()  # the bucket may be overwritten as soon as the next one is asked for
+            self.call("/finish_weight_update", {})
+        except EngineError:
+            if self.group is not None:
+                self.group.destroy()
+                self.group = None
+            raise
+
+    def _connected(self) -> Any:
+        from vllm.distributed.weight_transfer.nccl_common import trainer_init
+
+        info = {
+            "master_address": _address_towards(self.url),
+            "master_port": _free_port(),
+            "world_size": 1 + int(self.call("/get_world_size")["world_size"]),
+        }
+        with ThreadPoolExecutor(1) as pool:
+            told = pool.submit(self.call, "/init_weight_transfer_engine", {"init_info": connection(info)})
+            self._check(told)
+            group = trainer_init(info)
+            told.result()
+        return group
+
+    def _check(self, told: Future[Any]) -> None:
+        """A server that refuses says so at once; whoever enters a collective without it waits in vain."""
+        if wait([told], _REFUSED_SECONDS if self.group is None else 0.0).done:
+            told.result()
+
+
+def whole_tensors(
+    buckets: Iterable[Sequence[WeightSlice]], shapes: Mapping[str, Sequence[int]], tied: bool
+) -> Iterator[dict[str, Tensor]]:
+    """The tensors that each bucket completes, by name; those that no slice completed are missing at the end:
+    :class:`EngineError`. A tied output layer is a tensor of its own: vLLM may keep a copy of it."""
+    begun: dict[str, tuple[Tensor, int]] = {}
+    left = set(shapes)
+    for bucket in buckets:
+        done: dict[str, Tensor] = {}
+        for piece in bucket:
+            tensor, filled = begun.pop(piece.name, (None, 0))
+            if tensor is None:
+                tensor = torch.empty(tuple(shapes[piece.name]), dtype=piece.values.dtype, device=piece.values.device)
+            piece.write_into(tensor)
+            filled += piece.values.numel()
+            if filled < tensor.numel():
+                begun[piece.name] = tensor, filled
+                continue
+            left.remove(piece.name)
+            done |= {piece.name: tensor} | ({_OUTPUT: tensor} if tied and piece.name == _EMBEDDING else {})
+        if done:
+            yield done
+    if left:
+        raise EngineError(f"{len(left)} tensors did not come completely, {min(left)} among them")
+
+
+def connection(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What the server's workers are told of the group that rank 0 opens; a tensor is a broadcast of its own."""
+    return {**group, "rank_offset": 1, "packed": False}
+
+
+def described(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
+    """What the server is told of the tensors whose broadcasts follow, in their order."""
+    return {
+        "names": list(tensors),
+        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
+        "shapes": [list(tensor.shape) for tensor in tensors.values()],
+    }
+
+
+def _address_towards(url: str) -> str:
+    """This host's address as the server at ``url`` can reach it. Nothing is sent."""
+    parts = urlsplit(url)
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((parts.hostname, parts.port or 80))
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise EngineError(f"no way to {url}: {one_line(error, 100)}") from None
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

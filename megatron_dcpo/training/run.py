@@ -228,7 +228,7 @@ def build_engine(config: Config, topology: Topology, held_out: HeldOut | None = 
     if rollout.engine == "server":
         from megatron_dcpo.rollout.vllm_server import ServerEngine
 
-        exchange = Path(config.run_dir) / "engine_weights"
+        exchange = Path(config.run_dir) / "engine_weights" if rollout.weight_transfer == "files" else None
         return ServerEngine(rollout.endpoint, config.model.path, exchange, rollout.max_num_seqs)
     return build_local_engine(
         rollout.engine,

@@ -1,0 +1,197 @@
+"""Weights to a server, as files and over NCCL: what rank 0 says and sends. The server and the NCCL group are stand-ins."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_dcpo.config import load_config
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.rollout import vllm_server
+from megatron_dcpo.rollout.engine import EngineError
+from megatron_dcpo.rollout.vllm_server import ServerEngine
+from megatron_dcpo.runtime import device, distributed
+from megatron_dcpo.runtime.http_json import HttpError, JsonClient
+from megatron_dcpo.weights.architecture import read_architecture
+from megatron_dcpo.weights.hf_checkpoint import HFReader
+from megatron_dcpo.weights.planner import WeightSlice
+from megatron_dcpo.weights.table import hf_shapes
+from tests.helpers.paths import QUICKSTART
+
+POLICY = QUICKSTART / "policy"
+ARCH = read_architecture(POLICY)
+
+
+@dataclass
+class Group:
+    """What vLLM's communicator is to the trainer: the server's workers receive what it broadcasts."""
+
+    server: Server
+    destroyed: bool = False
+
+    def broadcast(self, tensor: torch.Tensor, src: int) -> None:
+        assert src == 0
+        self.server.arrived.append(tensor.clone())  # the bucket may be overwritten afterwards
+
+    def destroy(self) -> None:
+        self.destroyed = True
+
+
+@dataclass
+class Server:
+    """vLLM's routes: what they were asked, and the weights that came of it."""
+
+    asked: list[tuple[str, Any]] = field(default_factory=list)
+    arrived: list[torch.Tensor] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
+    refuse: str = ""
+
+    def call(self, path: str, body: Any = None, **_: Any) -> Any:
+        if path == self.refuse:
+            raise HttpError("500: no such backend", 500)
+        self.asked.append((path, body))
+        return {
+            "/v1/models": {"data": [{"id": "m"}]},
+            "/server_info?config_format=json": {"logprobs_mode": "processed_logprobs"},
+            "/get_world_size": {"world_size": 2},
+        }.get(path, {})
+
+    def trainer_init(self, info: dict[str, Any]) -> Group:
+        self.groups.append(Group(self))
+        self.opened = info
+        return self.groups[-1]
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        told = [body["update_info"] for path, body in self.asked if path == "/update_weights"]
+        names = [name for info in told for name in info["names"]]
+        shapes = [tuple(shape) for info in told for shape in info["shapes"]]
+        dtypes = [dtype for info in told for dtype in info["dtype_names"]]
+        assert [tuple(t.shape) for t in self.arrived] == shapes
+        assert [str(t.dtype) for t in self.arrived] == [f"torch.{name}" for name in dtypes]
+        return dict(zip(names, self.arrived, strict=True))
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Server:
+    made = Server()
+    common: Any = ModuleType("nccl_common")
+    common.trainer_init = made.trainer_init
+    for name in ("vllm", "vllm.distributed", "vllm.distributed.weight_transfer"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.nccl_common", common)
+    monkeypatch.setattr(vllm_server, "find_spec", lambda name: name)
+    monkeypatch.setattr(device, "_CPU", device._GPU)
+    monkeypatch.setattr(JsonClient, "call", lambda self, path, body=None, **_: made.call(path, body))
+    monkeypatch.setattr(vllm_server, "_REFUSED_SECONDS", 0.1)
+    monkeypatch.setattr(distributed, "topology", lambda: SimpleNamespace(rank=0))
+    monkeypatch.setattr(distributed, "broadcast_object", lambda value: value)
+    return made
+
+
+def cut(weights: dict[str, torch.Tensor], parts: int, per_bucket: int) -> list[list[WeightSlice]]:
+    """Every matrix in ``parts`` of its rows, some in the other order, as several owners send them; in buckets."""
+    pieces = []
+    for number, (name, tensor) in enumerate(weights.items()):
+        rows = list(torch.arange(len(tensor)).tensor_split(parts if tensor.dim() > 1 else 1))
+        for one in reversed(rows) if number % 2 else rows:
+            pieces.append(WeightSlice(name, 0, int(one[0]), tensor[one]))
+    return [pieces[start : start + per_bucket] for start in range(0, len(pieces), per_bucket)]
+
+
+def random_weights() -> dict[str, torch.Tensor]:
+    return {name: torch.randn(shape).bfloat16() for name, shape in hf_shapes(ARCH).items()}
+
+
+@pytest.mark.parametrize(("parts", "per_bucket"), [(1, 1), (3, 5), (2, 1000)])
+def test_the_server_gets_every_tensor_whole(server: Server, parts: int, per_bucket: int) -> None:
+    engine, weights = ServerEngine("http://127.0.0.1:1", POLICY, None), random_weights()
+    for version in (1, 2):
+        server.asked.clear()
+        server.arrived.clear()
+        weights = random_weights()
+        engine.update_weights(cut(weights, parts, per_bucket), version)
+        if ARCH.tied_embeddings:
+            weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+        arrived = server.weights()
+        assert arrived.keys() == weights.keys()
+        assert all(torch.equal(arrived[name], tensor) for name, tensor in weights.items())
+        paths = [path for path, _ in server.asked if path not in ("/update_weights", "/weight_info")]
+        first = ["/get_world_size", "/init_weight_transfer_engine"] if version == 1 else []
+        after = ["/start_weight_update", "/finish_weight_update", "/reset_prefix_cache", "/update_weight_version"]
+        assert paths == first + after
+        assert server.asked[-1][1] == {"new_version": str(version)}
+        assert engine.weights_version == version
+    assert len(server.groups) == 1, "one group for all updates"
+
+
+def test_files_are_complete_and_older_ones_go(server: Server, tmp_path: Path) -> None:
+    engine = ServerEngine("http://127.0.0.1:1", POLICY, tmp_path / "exchange")
+    for version in (1, 2):
+        weights = random_weights()
+        engine.update_weights(cut(weights, 2, 5), version)
+        told = next(body for path, body in reversed(server.asked) if path == "/collective_rpc")
+        directory = Path(told["kwargs"]["weights_path"])
+        assert [path.name for path in (tmp_path / "exchange").iterdir()] == [directory.name] == [f"version_{version}"]
+        reader = HFReader(directory)
+        assert all(torch.equal(reader.tensor(name), tensor) for name, tensor in weights.items())
+    server.refuse = "/collective_rpc"
+    with pytest.raises(EngineError, match="no such backend"):
+        engine.update_weights(cut(weights, 2, 5), 3)
+    assert engine.weights_version == 2
+
+
+def test_the_workers_are_told_of_the_group_that_the_trainer_opens(server: Server) -> None:
+    ServerEngine("http://127.0.0.1:1", POLICY, None).update_weights(cut(random_weights(), 1, 9), 1)
+    told = next(body["init_info"] for path, body in server.asked if path == "/init_weight_transfer_engine")
+    assert told == server.opened | {"rank_offset": 1, "packed": False}
+    assert (told["master_address"], told["world_size"]) == ("127.0.0.1", 3)
+
+
+@pytest.mark.parametrize("refuse", ["/init_weight_transfer_engine", "/start_weight_update", "/update_weights"])
+def test_a_refusal_is_an_error_of_the_engine_and_the_next_update_connects_anew(server: Server, refuse: str) -> None:
+    engine = ServerEngine("http://127.0.0.1:1", POLICY, None)
+    server.refuse = refuse
+    taken: list[Sequence[WeightSlice]] = []
+    buckets = cut(random_weights(), 2, 7)
+
+    def handed_over() -> Any:
+        for bucket in buckets:
+            taken.append(bucket)
+            yield bucket
+
+    with pytest.raises(EngineError, match="no such backend"):
+        engine.update_weights(handed_over(), 1)
+    assert len(taken) == len(buckets), "the other ranks send all of it"
+    assert engine.weights_version == 0
+    before = len(server.groups)
+    assert all(group.destroyed for group in server.groups)
+    server.refuse = ""
+    server.arrived.clear()
+    server.asked.clear()
+    engine.update_weights(cut(random_weights(), 2, 7), 1)
+    assert len(server.groups) == before + 1
+
+
+def test_a_tensor_that_does_not_come_completely(server: Server) -> None:
+    engine = ServerEngine("http://127.0.0.1:1", POLICY, None)
+    with pytest.raises(EngineError, match=r"1 tensors did not come completely, model\.norm\.weight among them"):
+        engine.update_weights([b for b in cut(random_weights(), 1, 1) if b[0].name != "model.norm.weight"], 1)
+
+
+def test_it_is_refused_in_one_line(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(vllm_server, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="needs vLLM beside the trainer"):
+        ServerEngine("http://127.0.0.1:1", POLICY, None)
+    monkeypatch.setattr(device, "_GPU", device.Capabilities(False, True, False, False, None))
+    monkeypatch.setattr(device, "_CPU", device._GPU)
+    with pytest.raises(UserError, match="needs a GPU"):
+        ServerEngine("http://127.0.0.1:1", POLICY, None)
+    with pytest.raises(UserError, match=r"rollout\.weight_transfer=nccl is for rollout\.engine=server"):
+        load_config(QUICKSTART / "dcpo.yaml", ["rollout.weight_transfer=nccl"])
