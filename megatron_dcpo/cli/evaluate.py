@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,7 +30,7 @@ def add_parser(subparsers: Any) -> None:
         description="Sample a model or a server on benchmarks, judge the responses, and write evaluation.json, "
         "samples.jsonl, diagrams and report.html. With --endpoint every finished sample is on disk at once, and the "
         "same command continues an interrupted evaluation. With --samples the responses of an earlier evaluation are "
-        "scored again, no model.",
+        "scored again, no model. On several GPUs: dcpo launch N -- evaluate --model DIR ...",
         argument_default=argparse.SUPPRESS,  # the defaults are those of EvaluationConfig
     )
     source = parser.add_mutually_exclusive_group(required=True)
@@ -70,8 +71,14 @@ def add_parser(subparsers: Any) -> None:
     sampling.add_argument("--top-k", type=int, help="0: off (default 20)")
     sampling.add_argument("--max-tokens", type=positive_int, help="longest response in tokens (default 3000)")
     sampling.add_argument("--seed", type=int, help="default 0")
-    sampling.add_argument("--batch-size", type=positive_int, help="responses sampled at a time (default 64)")
-    sampling.add_argument("--dtype", choices=["float32", "bfloat16"], help="of --model (default float32)")
+    sampling.add_argument(
+        "--batch-size", type=positive_int, help="responses sampled at once (default 64; by vLLM on a GPU 512)"
+    )
+    sampling.add_argument(
+        "--dtype",
+        choices=["auto", "float32", "bfloat16"],
+        help="of --model (default auto: bfloat16 on a GPU, else float32)",
+    )
     sampling.add_argument(
         "--engine",
         choices=["auto", "vllm", "transformers"],
@@ -126,6 +133,8 @@ def run(args: argparse.Namespace) -> int:
         given = as_trained(args.as_trained, server="endpoint" in given) | given
     with _progress() as progress:
         evaluation = run_evaluation(EvaluationConfig(limits=program_limits(args), **given), progress)
+    if not evaluation:  # of another rank than the first
+        return 0
     if args.json:
         print(json.dumps(evaluation, indent=1, allow_nan=False))
         return 0
@@ -156,7 +165,10 @@ def as_trained(path: str, server: bool) -> dict[str, Any]:
 
 @contextmanager
 def _progress() -> Iterator[Progress]:
-    """A bar with time left on a terminal, log lines elsewhere."""
+    """A bar with time left on a terminal, log lines elsewhere; of several ranks the first one's share."""
+    if int(os.environ.get("RANK", "0")):
+        yield lambda name, done, total: None
+        return
     if not sys.stderr.isatty():
         yield lambda name, done, total: logger.info("%s: %d of %d samples", name, done, total)
         return

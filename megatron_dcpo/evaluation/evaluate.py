@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,12 +29,12 @@ from megatron_dcpo.evaluation.samples import (
     write_samples,
 )
 from megatron_dcpo.evaluation.scoring import bins_from_json
-from megatron_dcpo.judging.judge import judge_many, with_text
+from megatron_dcpo.judging.judge import JUDGES, judge_many, with_text
 from megatron_dcpo.judging.math.pool import equivalent_many
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.types import Judgement, Prompt, Response
 
-Generate = Callable[[Sequence[Prompt]], Sequence[Response]]
+Stream = Callable[[Sequence[tuple[Prompt, int]]], Iterable[Sequence[Response]]]  # of an engine in this process
 Progress = Callable[[str, int, int], None]
 
 
@@ -66,10 +68,11 @@ def evaluate_benchmark(
     keep_features: bool = False,
     progress: Progress | None = None,
 ) -> list[Sample]:
-    """Sample every prompt of a benchmark ``repeats`` times and judge the responses as they come.
+    """Sample every prompt of a benchmark ``repeats`` times and judge the responses while others are sampled.
 
     Responses are matched by prompt id and repeat, never by position, so that the samples do not depend on the order
-    in which an engine finishes. What ``log`` holds already is not asked for; what is new is written to it at once.
+    in which an engine finishes. What ``log`` holds already is not asked for; what is new is written to it as soon as it
+    is judged, also where the rest does not come.
     """
     problems = {record.prompt_id: record.problem for record in benchmark.records}
     by_id = {prompt.prompt_id: prompt for prompt in prompts}
@@ -80,8 +83,10 @@ def evaluate_benchmark(
     requests = [Request(prompt, left) for prompt, left in missing if left]
     if progress is not None:
         progress(benchmark.name, len(samples), total)
-    for responses in complete(requests) if requests else ():
-        for response, judgement in zip(responses, judge(responses, by_id), strict=True):
+    judged: deque[tuple[Sequence[Response], Future[Sequence[Judgement]]]] = deque()
+
+    def keep(responses: Sequence[Response], judgements: Future[Sequence[Judgement]]) -> None:
+        for response, judgement in zip(responses, judgements.result(), strict=True):
             name = response.prompt_id
             truth = by_id[name].ground_truth
             sample = _sample(benchmark.name, problems[name], truth, response, judgement, keep_features)
@@ -90,28 +95,29 @@ def evaluate_benchmark(
                 log.add(sample)
         if progress is not None:
             progress(benchmark.name, len(samples), total)
+
+    try:
+        for responses in complete(requests) if requests else ():
+            judged.append((responses, JUDGES.submit(judge, responses, by_id)))
+            while judged and judged[0][1].done():
+                keep(*judged.popleft())
+    finally:
+        while judged:
+            keep(*judged.popleft())
     order = {prompt.prompt_id: position for position, prompt in enumerate(prompts)}
     ordered = sorted(samples.values(), key=lambda sample: (order[sample.prompt_id], sample.repeat))
     return with_consistency(ordered, equivalent)
 
 
-def complete_in_batches(
-    generate: Generate, tokens: TokenBytes, eos_ids: Collection[int], batch_size: int = 64
-) -> Complete:
-    """An engine in this process as ``Complete``: ``batch_size`` prompts per call of ``generate``.
+def complete_at_once(stream: Stream, tokens: TokenBytes, eos_ids: Collection[int]) -> Complete:
+    """An engine in this process as ``Complete``: it gets all requests together, and how many run at once is its affair.
 
-    ``generate`` returns all repeats of every prompt; ``eos_ids``: the tokens that end a response, no part of its text.
+    ``eos_ids``: the tokens that end a response, no part of its text.
     """
 
     def complete(requests: Sequence[Request]) -> Iterator[list[Response]]:
-        for start in range(0, len(requests), batch_size):
-            batch = requests[start : start + batch_size]
-            asked = {request.prompt.prompt_id: request.repeats for request in batch}
-            yield [
-                response if response.text is not None else with_text(response, tokens, eos_ids)
-                for response in generate([request.prompt for request in batch])
-                if response.sample_index in asked[response.prompt_id]
-            ]
+        for responses in stream([(request.prompt, repeat) for request in requests for repeat in request.repeats]):
+            yield [r if r.text is not None else with_text(r, tokens, eos_ids) for r in responses]
 
     return complete
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -19,10 +20,10 @@ from megatron_dcpo.data.prompts import find_template
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.evaluate import (
     Complete,
-    Generate,
     Progress,
     Request,
-    complete_in_batches,
+    Stream,
+    complete_at_once,
     equivalent_math,
     evaluate_benchmark,
     rejudge,
@@ -37,8 +38,9 @@ from megatron_dcpo.judging.programs import PackedTests, ProgramVerifier
 from megatron_dcpo.judging.statement import STATEMENT_TOKENS, StatementForm
 from megatron_dcpo.judging.token_bytes import TokenBytes, token_bytes
 from megatron_dcpo.objectives.expected_digits import DigitVocabulary
-from megatron_dcpo.rollout import SamplingConfig
+from megatron_dcpo.rollout import SamplingConfig, VllmOptions, choose_engine
 from megatron_dcpo.rollout.openai_client import Endpoint, served_model
+from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.runtime.text import read_json_object
 from megatron_dcpo.sandbox.local import CodeLimits
 from megatron_dcpo.types import CONFIDENCE_TAG, Prompt, Response
@@ -46,6 +48,7 @@ from megatron_dcpo.weights.peft_adapter import DIRECTORY, SavedAdapter, read_ada
 
 Render = Callable[[LoadedBenchmark], list[Prompt]]
 
+_LONGEST_MINUTES = 24 * 60  # for which a rank waits for the slowest one
 TESTS_FILE = "tests.jsonl.gz"  # beside samples.jsonl: what judging programs again needs
 
 
@@ -60,12 +63,14 @@ class EvaluationConfig:
     """What ``dcpo evaluate`` is told; the options of the command line have the same names.
 
     Exactly one of ``model`` (a Hugging Face directory), ``endpoint`` (the URL of an OpenAI-compatible server) and
-    ``samples`` (a ``samples.jsonl``) is given. ``benchmarks`` and ``confidence`` are comma-separated names.
-    ``marker`` None: the confidence tag of ``samples``, else ``<conf>``. ``timeout`` is in seconds, for one sample.
-    ``tokenizer``: a directory whose tokenizer renders the prompts for ``endpoint``, as training does (thinking off); their
-    token ids are sent instead of messages. ``adapter``: the ``confidence_adapter`` of ``model`` states the confidence.
-    ``confidence_model``: the name under which ``endpoint`` serves such an adapter, which states it then. ``use``: score what
-    the confidence is for; ``route_to``: the ``samples.jsonl`` of a second model, ``route_cost`` times as expensive.
+    ``samples`` (a ``samples.jsonl``) is given. ``benchmarks`` and ``confidence`` are comma-separated names. ``marker``
+    None: the confidence tag of ``samples``, else ``<conf>``. ``timeout`` is in seconds, for one sample. ``tokenizer``:
+    a directory whose tokenizer renders the prompts for ``endpoint``, as training does (thinking off); their token ids
+    are sent instead of messages. ``dtype`` auto: bf16 on a GPU, else fp32. ``batch_size``: responses of ``model``
+    sampled at once; 0: 512 by vLLM on a GPU, else 64. ``adapter``: the ``confidence_adapter`` of ``model`` states the
+    confidence. ``confidence_model``: the name under which ``endpoint`` serves such an adapter, which states it then.
+    ``use``: score what the confidence is for; ``route_to``: the ``samples.jsonl`` of a second model, ``route_cost``
+    times as expensive.
     """
 
     out: str | Path
@@ -96,8 +101,8 @@ class EvaluationConfig:
     top_k: int = _saved(ValidationConfig.top_k)
     max_tokens: int = _saved(3000)
     seed: int = _saved(0)
-    batch_size: int = 64
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    batch_size: int = 0
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     engine: Literal["auto", "vllm", "transformers"] = "auto"
     adapter: bool = True
     # programs
@@ -143,8 +148,15 @@ class EvaluationConfig:
 def run_evaluation(config: EvaluationConfig, progress: Progress | None = None) -> dict[str, Any]:
     """Sample (or read), judge, score, and write everything to ``config.out``; returns what ``evaluation.json`` holds.
 
-    Raises :class:`UserError` on bad input, as early as it can be known.
+    Under ``dcpo launch N`` every rank is an engine that samples and judges its share of the prompts of ``model``; the first
+    one scores and writes, and the others return nothing. Raises :class:`UserError` on bad input, as early as it can be
+    known.
     """
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1 and not config.model:
+        raise UserError(
+            f"{ranks} processes were started, but only --model is sampled by several; leave out dcpo launch"
+        )
     kinds = parse_kinds(config.confidence)
     predictor = Posthoc.load(config.posthoc) if config.posthoc else None
     before = _evaluation_beside(config.samples) if config.samples else {}
@@ -157,7 +169,9 @@ def run_evaluation(config: EvaluationConfig, progress: Progress | None = None) -
     if config.samples:
         samples, model = _old_samples(config), before.get("model", "")
     else:
-        samples, model = _new_samples(config, progress)
+        samples, model = _new_samples(config, progress, ranks)
+        if int(os.environ.get("RANK", "0")):
+            return {}
     if predictor is not None:
         samples = predictor.apply(samples)
         kinds = tuple(dict.fromkeys((*kinds, "posthoc")))
@@ -233,8 +247,9 @@ def _judged_anew(samples: list[Sample], tests: PackedTests, config: EvaluationCo
 # ------------------------------------------------------------------------------------------------ new samples
 
 
-def _new_samples(config: EvaluationConfig, progress: Progress | None) -> tuple[list[Sample], str]:
-    """The model or the server sampled on every benchmark, judged; and the name of the model."""
+def _new_samples(config: EvaluationConfig, progress: Progress | None, ranks: int) -> tuple[list[Sample], str]:
+    """The model or the server sampled on every benchmark, judged; and the name of the model. Of several ``ranks`` each
+    samples its share, and gets what all have."""
     if not config.benchmarks:
         raise UserError("--benchmarks is missing; name at least one, for instance --benchmarks math500")
     find_template(config.template)
@@ -243,16 +258,22 @@ def _new_samples(config: EvaluationConfig, progress: Progress | None) -> tuple[l
     loaded = load_problems(config.benchmarks, config.marker or CONFIDENCE_TAG, config.limits, config.sandbox, *options)
     tests = {key: packed for problems in loaded for key, packed in problems.tests.items()}
     benchmarks = [problems.benchmark for problems in loaded]
+    if ranks > 1:
+        from megatron_dcpo.runtime import distributed
+
+        distributed.initialize(timeout_minutes=_LONGEST_MINUTES)
+    rank = int(os.environ.get("RANK", "0"))
     model, render, complete = _server(config) if config.endpoint else _local_model(config, benchmarks)
     samples: list[Sample] = []
     # A model directory may hold other weights under the same name: only a server's samples are taken up again.
-    with SampleLog(config.out, config.settings(model), fresh=config.fresh or not config.endpoint) as log:
-        if tests:
+    fresh = config.fresh or not config.endpoint
+    with SampleLog(config.out, config.settings(model), fresh) if rank == 0 else nullcontext() as log:
+        if tests and rank == 0:
             write_tests(tests, Path(config.out) / TESTS_FILE)
         for problems in loaded:
             samples += evaluate_benchmark(
                 problems.benchmark,
-                render(problems.benchmark),
+                render(problems.benchmark)[rank::ranks],
                 complete,
                 repeats=config.repeats,
                 judge=problems.judge,
@@ -261,6 +282,12 @@ def _new_samples(config: EvaluationConfig, progress: Progress | None) -> tuple[l
                 keep_features=config.features,
                 progress=progress,
             )
+    if ranks > 1:
+        order = {(b.name, p.prompt_id): n for b in benchmarks for n, p in enumerate(render(b))}
+        place = {benchmark.name: number for number, benchmark in enumerate(benchmarks)}
+        samples = [sample for part in distributed.all_gather_objects(samples) for sample in part]
+        samples.sort(key=lambda s: (place[s.benchmark], order[s.benchmark, s.prompt_id], s.repeat))  # as of one process
+        distributed.destroy()
     return samples, model
 
 
@@ -342,36 +369,39 @@ def _local_model(config: EvaluationConfig, loaded: Sequence[LoadedBenchmark]) ->
     """The same for a checkpoint directory, sampled in this process."""
     from megatron_dcpo.rollout import build_local_engine, load_tokenizer
     from megatron_dcpo.rollout.engine import check_model_dir
-    from megatron_dcpo.rollout.vllm_engine import VllmOptions
 
     assert config.model is not None
     check_model_dir(config.model)
     tokenizer, directory = load_tokenizer(config.model), Path(config.model) / DIRECTORY
     saved = read_adapter(directory) if config.adapter and directory.is_dir() else None
     prompts = [len(p.token_ids) for b in loaded for p in as_ids(config, tokenizer, b)]
+    gpu = capabilities().separate_memory
+    many = gpu and choose_engine(config.engine, config.model) == "vllm"
     options = VllmOptions(
-        dtype=config.dtype,
+        dtype=config.dtype if config.dtype != "auto" else "bfloat16" if gpu else "float32",
+        # a transformers model beside vLLM states what vLLM cannot
+        gpu_memory_utilization=0.9 if many and (saved is None or saved.servable) else 0.6,
         max_model_len=max(prompts, default=0) + config.max_tokens + (STATEMENT_TOKENS if saved else 0),
-        max_num_seqs=config.batch_size,
+        max_num_seqs=config.batch_size or (512 if many else 64),
+        sleep=False,
         raw_logprobs=True,
         adapter_rank=saved.rank if saved and saved.servable else 0,
         seed=config.seed,
     )
     engine = build_local_engine(config.engine, config.model, options)
     tokens = token_bytes(tokenizer)
-    sampled: Generate = partial(engine.generate, sampling=config.sampling)
-    complete = complete_in_batches(
-        sampled if saved is None else _stated(config, saved, engine, tokenizer, tokens),
-        tokens,
-        engine.eos_token_ids,
-        batch_size=max(1, config.batch_size // config.repeats),
-    )
+    stream: Stream = partial(engine.stream, sampling=config.sampling)
+    if saved is not None:
+        stream = _stated(config, saved, engine, tokenizer, tokens, options)
+    complete = complete_at_once(stream, tokens, engine.eos_token_ids)
     return config.model, partial(as_ids, config, tokenizer), complete
 
 
-def _stated(config: EvaluationConfig, saved: SavedAdapter, engine: Any, tokenizer: Any, tokens: TokenBytes) -> Generate:
-    """What ``engine`` samples, and behind each response's reasoning the confidence that the adapter states: in vLLM where
-    that can be, else by a transformers model in this process."""
+def _stated(
+    config: EvaluationConfig, saved: SavedAdapter, engine: Any, tokenizer: Any, tokens: TokenBytes, options: VllmOptions
+) -> Stream:
+    """What ``engine`` samples, and then, behind each response's reasoning, the confidence that the adapter states: in vLLM
+    where that can be, else by a transformers model in this process."""
     from megatron_dcpo.rollout import TransformersEngine
     from megatron_dcpo.rollout.confidence_adapter import ConfidenceAdapter, Statement, tree_logits
     from megatron_dcpo.rollout.vllm_engine import VllmEngine
@@ -385,9 +415,14 @@ def _stated(config: EvaluationConfig, saved: SavedAdapter, engine: Any, tokenize
         model = engine
         if not isinstance(engine, TransformersEngine):
             assert config.model is not None
-            model = TransformersEngine.from_pretrained(config.model, config.dtype, config.batch_size)
+            model = TransformersEngine.from_pretrained(config.model, options.dtype, options.max_num_seqs)
         logits = ConfidenceAdapter(model, saved, form).logits
-    statement = Statement(logits, form, saved.marker, tokens, engine.eos_token_ids, config.batch_size)
-    return lambda prompts: statement.restated(
-        engine.generate(prompts, config.sampling), {prompt.prompt_id: prompt for prompt in prompts}
-    )
+    statement = Statement(logits, form, saved.marker, tokens, engine.eos_token_ids, options.max_num_seqs)
+
+    def stream(samples: Sequence[tuple[Prompt, int]]) -> Iterator[list[Response]]:
+        prompts = {prompt.prompt_id: prompt for prompt, _ in samples}
+        responses = engine.generate(list(prompts.values()), config.sampling)  # whole: the same engine states
+        for start in range(0, len(responses), options.max_num_seqs):
+            yield statement.restated(responses[start : start + options.max_num_seqs], prompts)
+
+    return stream

@@ -6,6 +6,7 @@ One judge for training (sampled token ids) and for evaluation (text: a server's,
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from megatron_dcpo.judging.answers import BOXED, AnswerForm, Outcome
@@ -14,6 +15,10 @@ from megatron_dcpo.judging.confidence import parse_confidence
 from megatron_dcpo.judging.math.pool import verify_answers
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.types import CONFIDENCE_TAG, Judgement, Prompt, Response
+
+# Threads that wait for the judge's processes: a slow response keeps the processes from no other. They live as long as
+# this process: sandboxes that die with their parent die with the thread that began them.
+JUDGES = ThreadPoolExecutor(max_workers=32, thread_name_prefix="judge")
 
 # (answer or None, ground truth) pairs -> their outcomes, in order
 Verifier = Callable[[Sequence[tuple[str | None, str]]], Sequence[Outcome]]

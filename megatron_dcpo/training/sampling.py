@@ -9,7 +9,7 @@ import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,6 +19,7 @@ import numpy as np
 
 from megatron_dcpo.data.datasets import draw_prompts
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.judging.judge import JUDGES
 from megatron_dcpo.objectives.expected_digits import DecimalToken, DigitScores
 from megatron_dcpo.objectives.stated import StatementTarget
 from megatron_dcpo.rollout import EngineError, SamplingConfig
@@ -35,10 +36,6 @@ from megatron_dcpo.types import Judgement, Prompt, Response, TokenAdvantages
 logger = logging.getLogger(__name__)
 
 Sample = tuple[str, int]  # prompt id and index of a response
-
-# Threads that wait for the judge's processes: a slow response keeps the processes from no other. They live as long as
-# this process: sandboxes that die with their parent die with the thread that began them.
-_JUDGE = ThreadPoolExecutor(max_workers=32, thread_name_prefix="judge")
 
 
 @dataclass(frozen=True)
@@ -224,7 +221,7 @@ def roll_out(run: TrainingRun, groups: Sequence[Group], wanted: int, step: int, 
         _check_versions(responses, version, config.max_staleness)
         own = [r for r in responses if _name(r) in share and r.finish_reason != "abort"]
         if own:
-            rollout.pending.append(_JUDGE.submit(_judge, run, own, by_id))
+            rollout.pending.append(JUDGES.submit(_judge, run, own, by_id))
         if rollout.pending and rollout.pending[0].done():
             rollout.pending[0].result()  # a judge that cannot work at all ends the run now
 

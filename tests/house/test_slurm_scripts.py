@@ -1,9 +1,12 @@
 """The shipped batch scripts ask Slurm for what they use: without CPUs a task gets one, without memory a site's default."""
 
+import argparse
 import re
+import shlex
 
 import pytest
 
+from megatron_dcpo.cli import evaluate, launch
 from tests.helpers.paths import EXAMPLES
 
 SCRIPTS = sorted(EXAMPLES.rglob("*.sbatch"))
@@ -28,6 +31,24 @@ def test_all_are_here():
 
 def test_the_evaluation_is_that_of_the_training():
     text = next(path for path in SCRIPTS if path.name == "reproduce.sbatch").read_text()
-    assert '--as-trained "$run/config.yaml"' in text, "the template, the marker and the tokenizer of the run"
-    assert "--concurrency 512" in text, "64 for each of 8 engines"
+    assert '--as-trained "$run/config.yaml"' in text, "the template, the marker and the longest response of the run"
     assert ". .venv/bin/activate" in text
+
+
+@pytest.mark.parametrize("name", ["reproduce.sbatch", "evaluate.sbatch"])
+def test_every_gpu_of_the_node_has_an_engine(name):
+    """The command as written is one that ``dcpo launch`` and ``dcpo evaluate`` take."""
+    text = next(path for path in SCRIPTS if path.name == name).read_text().replace("\\\n", " ")
+    (gpus,) = re.findall(r"^#SBATCH --gpus-per-node=(\d+)", text, flags=re.MULTILINE)
+    (command,) = re.findall(r"launch (.*-- evaluate .*)$", text, flags=re.MULTILINE)
+    command = command.replace('"${DCPO_PROCESSES:-${SLURM_GPUS_ON_NODE:-1}}"', gpus)
+    command = command.replace('"$@"', "--model M --benchmarks math500 --out OUT")
+    parser = argparse.ArgumentParser()
+    verbs = parser.add_subparsers()
+    launch.add_parser(verbs)
+    evaluate.add_parser(verbs)
+    processes, _, words = command.partition(" -- ")
+    assert parser.parse_args(["launch", processes]).processes == gpus == "8"
+    verb = parser.parse_args(shlex.split(words))
+    assert verb.model
+    assert getattr(verb, "dtype", "bfloat16") == "bfloat16"  # the default on a GPU

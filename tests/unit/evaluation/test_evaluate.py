@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,15 +17,16 @@ from megatron_dcpo.cli import evaluate as cli
 from megatron_dcpo.data import load_benchmark, render_prompts
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.evaluate import (
-    complete_in_batches,
+    complete_at_once,
     equivalent_math,
     evaluate_benchmark,
     rejudge,
     write_evaluation,
 )
-from megatron_dcpo.evaluation.samples import Sample, read_samples
+from megatron_dcpo.evaluation.samples import Sample, SampleLog, read_samples
 from megatron_dcpo.evaluation.scoring import score_samples
 from megatron_dcpo.judging.token_bytes import token_bytes
+from megatron_dcpo.runtime import device
 from megatron_dcpo.types import Prompt, Response
 
 EOS = 0
@@ -53,19 +54,18 @@ def tokenizer() -> Any:
 
 
 def scripted(tokenizer: Any, truncated: bool = False) -> Any:
-    """An engine that gives ``TEXTS`` to every prompt, the repeats in reverse order."""
+    """An engine that gives ``TEXTS`` to every prompt, the repeats in reverse order, four at a time."""
 
-    def generate(prompts: Sequence[Prompt]) -> list[Response]:
+    def stream(samples: Sequence[tuple[Prompt, int]]) -> Iterator[list[Response]]:
         responses = []
-        for prompt in prompts:
-            for index, text in reversed(list(enumerate(TEXTS))):
-                ids = np.array(tokenizer.encode(text) + ([] if truncated else [EOS]), dtype=np.int64)
-                logprobs = np.full(len(ids), np.log(0.5), dtype=np.float32)
-                reason = "length" if truncated else "stop"
-                responses.append(Response(prompt.prompt_id, index, ids, logprobs, reason, 0))  # type: ignore[arg-type]
-        return responses
+        for prompt, index in reversed(samples):
+            ids = np.array(tokenizer.encode(TEXTS[index]) + ([] if truncated else [EOS]), dtype=np.int64)
+            logprobs = np.full(len(ids), np.log(0.5), dtype=np.float32)
+            reason = "length" if truncated else "stop"
+            responses.append(Response(prompt.prompt_id, index, ids, logprobs, reason, 0))  # type: ignore[arg-type]
+        yield from (responses[start : start + 4] for start in range(0, len(responses), 4))
 
-    return generate
+    return stream
 
 
 @pytest.fixture
@@ -79,10 +79,10 @@ def benchmark_file(tmp_path: Path) -> Path:
 def evaluated(
     tokenizer: Any, path: Path, truncated: bool = False, limit: int | None = None, **options: Any
 ) -> list[Sample]:
-    """The toy benchmark through an engine of this process, one prompt per call."""
+    """The toy benchmark through an engine of this process."""
     loaded = load_benchmark(f"toy={path}")
     prompts = render_prompts(loaded.records, tokenizer, "raw", limit=limit)
-    complete = complete_in_batches(scripted(tokenizer, truncated), token_bytes(tokenizer), [EOS], batch_size=1)
+    complete = complete_at_once(scripted(tokenizer, truncated), token_bytes(tokenizer), [EOS])
     return evaluate_benchmark(loaded, prompts, complete, repeats=len(TEXTS), **options)
 
 
@@ -173,8 +173,8 @@ def test_command_line_samples_and_scores_again(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A new evaluation and the re-scoring of its samples.jsonl give the same evaluation.json."""
-    generate = scripted(tokenizer)
-    engine = SimpleNamespace(generate=lambda prompts, sampling: generate(prompts), eos_token_ids=(EOS,))
+    stream = scripted(tokenizer)
+    engine = SimpleNamespace(stream=lambda samples, sampling: stream(samples), eos_token_ids=(EOS,))
     monkeypatch.setattr("megatron_dcpo.rollout.engine.check_model_dir", lambda path: None)
     monkeypatch.setattr("megatron_dcpo.rollout.build_local_engine", lambda *args: engine)
     monkeypatch.setattr("megatron_dcpo.rollout.load_tokenizer", lambda path: tokenizer)
@@ -189,6 +189,56 @@ def test_command_line_samples_and_scores_again(
         assert args.run(args) == 0
         assert json.loads((tmp_path / "again" / "evaluation.json").read_text()) == printed
     assert "toy verbal" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_on_a_gpu_vllm_samples_many_at_once_in_bf16(
+    gpu: bool, tokenizer: Any, benchmark_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, asked = scripted(tokenizer), []
+    engine = SimpleNamespace(stream=lambda samples, sampling: stream(samples), eos_token_ids=(EOS,))
+    monkeypatch.setattr("megatron_dcpo.rollout.engine.check_model_dir", lambda path: None)
+    monkeypatch.setattr("megatron_dcpo.rollout.build_local_engine", lambda *args: asked.append(args[2]) or engine)
+    monkeypatch.setattr("megatron_dcpo.rollout.load_tokenizer", lambda path: tokenizer)
+    monkeypatch.setattr("megatron_dcpo.evaluation.run.choose_engine", lambda *_: "vllm")
+    monkeypatch.setattr(device, "_CPU", device._GPU if gpu else device._CPU)
+    common = ("--model", "m", "--benchmarks", f"toy={benchmark_file}", "--out", str(tmp_path), "--template", "raw")
+    for options in ((), ("--dtype", "float32", "--batch-size", "7")):
+        args = arguments(*common, *options)
+        assert args.run(args) == 0
+    found = [(options.dtype, options.max_num_seqs, options.gpu_memory_utilization, options.sleep) for options in asked]
+    chosen = ("bfloat16", 512, 0.9, False) if gpu else ("float32", 64, 0.6, False)
+    assert found == [chosen, ("float32", 7, *chosen[2:])]
+
+
+def test_all_requests_are_one_submission(tokenizer: Any, benchmark_file: Path) -> None:
+    loaded, submitted = load_benchmark(f"toy={benchmark_file}"), []
+    stream = scripted(tokenizer)
+    complete = complete_at_once(lambda s: submitted.append(len(s)) or stream(s), token_bytes(tokenizer), [EOS])
+    prompts = render_prompts(loaded.records, tokenizer, "raw")
+    evaluate_benchmark(loaded, prompts, complete, repeats=4)
+    assert submitted == [8]
+
+
+def test_what_was_judged_is_kept_where_the_engine_fails(tokenizer: Any, benchmark_file: Path, tmp_path: Path) -> None:
+    def stream(samples: Sequence[tuple[Prompt, int]]) -> Iterator[list[Response]]:
+        yield next(iter(scripted(tokenizer)(samples)))
+        raise RuntimeError("the engine failed")
+
+    loaded = load_benchmark(f"toy={benchmark_file}")
+    prompts = render_prompts(loaded.records, tokenizer, "raw")
+    complete = complete_at_once(stream, token_bytes(tokenizer), [EOS])
+    with SampleLog(tmp_path, {}) as log, pytest.raises(RuntimeError, match="the engine failed"):
+        evaluate_benchmark(loaded, prompts, complete, repeats=4, log=log)
+    kept = [(s.prompt_id, s.repeat) for s in read_samples(tmp_path / "samples.jsonl")]
+    assert kept == [("toy/1", 3), ("toy/1", 2), ("toy/1", 1), ("toy/1", 0)]
+
+
+def test_only_a_model_is_sampled_by_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    args = arguments("--endpoint", "http://localhost:1", "--benchmarks", "math500", "--out", str(tmp_path))
+    with pytest.raises(UserError, match="2 processes were started, but only --model"):
+        args.run(args)
 
 
 def test_command_line_errors(tmp_path: Path, benchmark_file: Path) -> None:
