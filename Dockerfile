@@ -19,8 +19,7 @@ RUN python3 -m venv "${VIRTUAL_ENV}"
 WORKDIR /opt/megatron-dcpo
 COPY constraints.txt ./
 RUN pip install --no-cache-dir --constraint constraints.txt torch==2.13.0 vllm==0.32.0 megatron-core==0.16.1
-# torch's own pin, 9.20.0.48, lacks libcudnn_engines_tensor_ir; Transformer Engine looks in CUDNN_HOME first
-RUN pip install --no-cache-dir --no-deps nvidia-cudnn-cu13==9.21.1.3
+# Transformer Engine looks in CUDNN_HOME first
 ENV CUDNN_HOME=${SITE_PACKAGES}/nvidia/cudnn CUDNN_PATH=${SITE_PACKAGES}/nvidia/cudnn
 # Compiled here against that torch, with the headers of the wheels; Megatron-core 0.16 is made for Transformer Engine 2.9 to
 # 2.11, which takes flash-attn up to 2.8.3 as a second backend of packed attention (long to compile: MAX_JOBS).
@@ -30,7 +29,9 @@ RUN pip install --no-cache-dir setuptools wheel pybind11 ninja psutil packaging
 RUN NVTE_FRAMEWORK=pytorch pip install --no-cache-dir --no-build-isolation "transformer-engine[core_cu13,pytorch]==2.11.0"
 RUN FLASH_ATTN_CUDA_ARCHS="80;90" pip install --no-cache-dir --no-build-isolation --no-deps flash-attn==2.8.3
 COPY . .
-RUN pip install --no-cache-dir --constraint constraints.txt ".[hub]" pytest pytest-timeout pytest-xdist && dcpo --version
+RUN pip install --no-cache-dir --constraint constraints.txt ".[hub]" pytest pytest-timeout pytest-xdist
+# torch's own pin, 9.20.0.48, lacks libcudnn_engines_tensor_ir. Last: whatever needs torch would put the pin back
+RUN pip install --no-cache-dir --no-deps nvidia-cudnn-cu13==9.21.1.3 && dcpo --version
 
 ENV CUDA_DEVICE_MAX_CONNECTIONS=1 TOKENIZERS_PARALLELISM=false
 ENTRYPOINT []

@@ -51,6 +51,8 @@ def test_the_image_has_no_second_cudnn_and_what_the_commands_need():
     assert "cudnn" not in base
     for needed in ("python3-venv", "python3-dev", "bubblewrap", '".[hub]"', "pytest", "CUDNN_HOME=", "CPATH="):
         assert needed in text, needed
+    # pip puts torch's own pin back whenever it installs what needs torch
+    assert "nvidia-cudnn-cu13" in [line for line in text.splitlines() if "pip install" in line][-1]
     # its highest supported release, by dot_product_attention/utils.py of 2.11.0: 2.8.3, and no post-release
     assert pins("Dockerfile")["flash-attn"] == "2.8.3"
 
