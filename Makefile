@@ -14,7 +14,7 @@ JOBS ?= 2
 IN_ORDER := --dist loadfile --no-loadscope-reorder
 
 .PHONY: setup setup-engine setup-sandbox quickstart quickstart-moe policy test test-fast test-engine test-browser test-peft test-grid test-resilience test-soak test-slurm \
-	test-multinode test-gpu gpu-check attacks code-data reference-solutions check-transformer-engine lab lab-smoke lab-policies lint fuzz clean
+	test-multinode test-gpu gpu-check attacks code-data reference-solutions check-transformer-engine test-cuda-wheels lab lab-smoke lab-policies lint fuzz clean
 
 setup: $(VENV)/.installed
 
@@ -147,6 +147,17 @@ check-transformer-engine: setup
 	$(BIN)/python -m pip download --quiet --no-deps --dest build/transformer_engine transformer_engine==2.11.0
 	cd build/transformer_engine && ../../$(BIN)/python -m zipfile -e transformer_engine-*.whl .
 	$(BIN)/python tools/transformer_engine_signatures.py build/transformer_engine/transformer_engine --check
+
+# the packages of the container without a GPU: names, signatures, shapes, vLLM's configuration, the unit tests. Installs 9 GB
+# and compiles an hour at most, once. PYTHON: a Python 3.12; the headers of CUDA 13 are in CUDA_HOME (/usr/local/cuda)
+CUDA_WHEELS ?= build/cuda_wheels
+test-cuda-wheels: $(CUDA_WHEELS)/.installed
+	DCPO_TEST_CUDA_WHEELS=1 OMP_NUM_THREADS=1 $(CUDA_WHEELS)/bin/python -m pytest -rs tests/cuda_wheels
+	OMP_NUM_THREADS=1 $(CUDA_WHEELS)/bin/python -m pytest -n 2 $(IN_ORDER) tests/unit
+
+$(CUDA_WHEELS)/.installed: Dockerfile constraints.txt
+	PYTHON=$(PYTHON) tools/check_image.sh --without-a-gpu $(CUDA_WHEELS)
+	touch $@
 
 clean:
 	rm -rf runs build *.egg-info
