@@ -13,6 +13,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from megatron_dcpo.cli import VERBS, add_sandbox_arguments, positive_int, program_limits
+from megatron_dcpo.runtime import signals
 from megatron_dcpo.runtime.text import parse_json, printable
 
 if TYPE_CHECKING:
@@ -127,6 +128,7 @@ def run(args: argparse.Namespace) -> int:
     from megatron_dcpo.evaluation.run import EvaluationConfig, run_evaluation
     from megatron_dcpo.evaluation.scoring import headline
 
+    signals.exit_with_launcher()
     names = {option.name for option in fields(EvaluationConfig)}
     given = {name: value for name, value in vars(args).items() if name in names}
     if hasattr(args, "as_trained"):
