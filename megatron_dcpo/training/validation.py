@@ -16,7 +16,7 @@ import torch
 from megatron_dcpo.checkpoints.manifest import iterations
 from megatron_dcpo.evaluation.heldout import HeldOut, improves, value_of
 from megatron_dcpo.evaluation.samples import Sample, write_samples
-from megatron_dcpo.judging.statement import reasoning_features
+from megatron_dcpo.judging.statement import StatementForm, reasoning_features
 from megatron_dcpo.objectives.stated import StatementTarget, stated
 from megatron_dcpo.policy.batching import LossInputs
 from megatron_dcpo.policy.schedule import compute_logprobs, compute_statements
@@ -143,7 +143,7 @@ def _stated(run: TrainingRun, held_out: HeldOut, responses: Sequence[Response]) 
     prompts, eos = held_out.prompts, run.engine.eos_token_ids
     own = [reasoning_of(r, prompts[r.prompt_id], held_out.tokens, eos, config.judging.marker) for r in responses]
     everything = {(r.prompt_id, r.sample_index): r for part in all_gather_objects(own) for r in part}
-    batch = MiniBatch.of(run, [_unjudged(held_out, everything[name]) for name in sorted(everything)])
+    batch = MiniBatch.of(run, [_unjudged(form, held_out, everything[name]) for name in sorted(everything)])
     packing, local = config.parallel.sequence_packing, batch.local_samples
     if run.objective.options.confidence_sees == "logprobs":  # of the raw logits, whatever the engine reports
         logprobs = compute_logprobs(run.policy, local, batch.micro_batches, temperature=1.0, packing=packing)
@@ -169,11 +169,11 @@ def _stated(run: TrainingRun, held_out: HeldOut, responses: Sequence[Response]) 
     return [with_statement(r, form, c[r.prompt_id, r.sample_index], held_out.tokens) for r in own]
 
 
-def _unjudged(held_out: HeldOut, response: Response) -> TrainingSample:
+def _unjudged(form: StatementForm, held_out: HeldOut, response: Response) -> TrainingSample:
     """What the pass over the statements reads of a response."""
     prompt, length = held_out.prompts[response.prompt_id], len(response.token_ids)
     judgement = Judgement(response.prompt_id, 0.0, None, "missing", length, length)
-    target = StatementTarget(len(prompt.token_ids) + length, np.zeros(100), 0.0, None)
+    target = StatementTarget(len(prompt.token_ids) + length, np.zeros(form.values), 0.0, None)
     return TrainingSample(prompt, response, judgement, statement=target)
 
 
