@@ -283,7 +283,7 @@ def _new_samples(config: EvaluationConfig, progress: Progress | None, ranks: int
                 progress=progress,
             )
     if ranks > 1:
-        order = {(b.name, p.prompt_id): n for b in benchmarks for n, p in enumerate(render(b))}
+        order = {(b.name, record.prompt_id): n for b in benchmarks for n, record in enumerate(b.records)}
         place = {benchmark.name: number for number, benchmark in enumerate(benchmarks)}
         samples = [sample for part in distributed.all_gather_objects(samples) for sample in part]
         samples.sort(key=lambda s: (place[s.benchmark], order[s.benchmark, s.prompt_id], s.repeat))  # as of one process

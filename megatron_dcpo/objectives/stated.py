@@ -49,9 +49,9 @@ def statement_losses(logits: Tensor, scores: Tensor, options: ObjectiveConfig) -
         rows = torch.arange(len(logprobs), device=logprobs.device)
         return digit_losses(DigitBatch(rows, logprobs, scores), options)
 
-    first, behind = logits[:, 0].log_softmax(-1), logits[:, 1:].log_softmax(-1)
-    if first.shape[1] == len(VALUES):
+    if logits.shape[-1] == len(VALUES):
         return -_interpolated(scores, _mean(logits))
+    first, behind = logits[:, 0].log_softmax(-1), logits[:, 1:].log_softmax(-1)
     if not behind.shape[1]:
         return loss(first, scores)
     scores = scores.view_as(behind)

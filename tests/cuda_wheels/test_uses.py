@@ -22,17 +22,15 @@ def of(path: Path, *foreign: str) -> tuple[str, str, tuple[str, ...]]:
     return path.read_text(), str(path.relative_to(PACKAGE)), foreign
 
 
-@pytest.mark.parametrize("path", files("megatron"), ids=lambda path: path.stem)
-def test_megatron_has_what_is_used(path: Path) -> None:
-    used = uses(*of(path, "megatron"))
-    assert used.problems == []
-    assert used.found
-
-
-@in_cuda_wheels
-@pytest.mark.parametrize("path", files("vllm"), ids=lambda path: path.stem)
-def test_vllm_has_what_is_used(path: Path) -> None:
-    used = uses(*of(path, "vllm"))
+@pytest.mark.parametrize(
+    ("package", "path"),
+    [
+        *(pytest.param("megatron", path, id=f"megatron-{path.stem}") for path in files("megatron")),
+        *(pytest.param("vllm", path, id=f"vllm-{path.stem}", marks=in_cuda_wheels) for path in files("vllm")),
+    ],
+)
+def test_the_package_has_what_is_used(package: str, path: Path) -> None:
+    used = uses(*of(path, package))
     assert used.problems == []
     assert used.found
 
