@@ -8,10 +8,21 @@ Grouping is by ``prompt_id``, never by position in a batch.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 if TYPE_CHECKING:
     import numpy as np
+else:
+
+    class _Numpy:
+        """numpy, imported for its first name: what reads the methods' options alone does without."""
+
+        def __getattr__(self, name: str) -> Any:
+            import numpy
+
+            return vars(self).setdefault(name, getattr(numpy, name))
+
+    np = _Numpy()
 
 BLOCK_NONE, BLOCK_REASONING, BLOCK_CONFIDENCE = 0, 1, 2
 BLOCKS = {"reasoning": BLOCK_REASONING, "confidence": BLOCK_CONFIDENCE}

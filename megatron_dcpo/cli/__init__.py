@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import argparse
 import errno
+import gc
 import importlib
 import io
 import logging
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +25,7 @@ from megatron_dcpo.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, Stopped, Use
 from megatron_dcpo.runtime.text import printable
 
 if TYPE_CHECKING:
+    from megatron_dcpo.config import Config
     from megatron_dcpo.sandbox.local import CodeLimits
 
 VERBS = {
@@ -109,6 +113,28 @@ def _ranks_differ() -> bool:
     """Before the process groups exist every rank meets the same error, and one line is enough."""
     torch = sys.modules.get("torch")
     return torch is not None and torch.distributed.is_initialized()
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Nothing looks for reference cycles: among modules and schemas there are few, and a tenth of a start would go there."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+@without_collection()
+def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
+    """``config.load_config``; a file that is not there is reported before the schema and its libraries are imported."""
+    if all("=" in override for override in overrides) and not Path(path).is_file():
+        raise UserError(f"config file {Path(path)} does not exist")
+    from megatron_dcpo.config import load_config
+
+    return load_config(path, list(overrides))
 
 
 def add_sandbox_arguments(parser: Any) -> None:

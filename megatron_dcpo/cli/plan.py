@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from megatron_dcpo.cli import VERBS, positive_int
+from megatron_dcpo.cli import VERBS, load_config, positive_int, without_collection
 
 
 def add_parser(subparsers: Any) -> None:
@@ -62,16 +62,15 @@ def _positive(text: str) -> float:
     return value
 
 
+@without_collection()
 def run(args: argparse.Namespace) -> int:
-    from megatron_dcpo.config import load_config
     from megatron_dcpo.errors import UserError
-    from megatron_dcpo.planning.plan import Machine, as_dict, make_plan
-    from megatron_dcpo.planning.traffic import Rates
 
     if args.reshard:
+        config = load_config(args.config, args.overrides)
         from megatron_dcpo.planning.report import reshard_facts, reshard_lines
 
-        facts = reshard_facts(load_config(args.config, args.overrides), args.gpus)
+        facts = reshard_facts(config, args.gpus)
         print(json.dumps(facts) if args.json else "\n".join(reshard_lines(facts)))
         return 0
     if args.gpus is None:
@@ -80,19 +79,19 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--mfu {args.mfu:g} is above 1; it is a share of --peak-tflops")
     if not 0 <= args.reserve_gb < args.gpu_memory_gb:
         raise UserError(f"--reserve-gb {args.reserve_gb:g} is outside 0 ... --gpu-memory-gb {args.gpu_memory_gb:g}")
+    config = load_config(args.config, args.overrides)
+    from megatron_dcpo.planning.plan import Machine, as_dict, make_plan
+    from megatron_dcpo.planning.traffic import Rates
+
     machine = Machine(args.gpus, args.gpu_memory_gb, args.reserve_gb, args.response_tokens)
     rates = Rates(args.peak_tflops, args.mfu, args.hbm_gbps, args.nvlink_gbps, args.link_gbps, args.gpus_per_node)
-    config = load_config(args.config, args.overrides)
     if args.simulate:
         from megatron_dcpo.planning.simulate import Environment, read_lengths, scenario_facts, scenario_lines, scenarios
 
         environment = Environment(args.judge_seconds, args.judges_per_node)
         found = scenarios(config, machine, rates, environment, read_lengths(args.lengths) if args.lengths else ())
-        print(
-            json.dumps(scenario_facts(found))
-            if args.json
-            else "\n".join(scenario_lines(found, rates, environment, args.lengths))
-        )
+        lines = [json.dumps(scenario_facts(found))] if args.json else None
+        print("\n".join(lines or scenario_lines(found, rates, environment, args.lengths)))
         return 0
     plan = make_plan(config, machine, rates)
     if args.json:

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron_dcpo.cli import VERBS
+from megatron_dcpo.cli import VERBS, load_config
 
 
 def add_parser(subparsers: Any) -> None:
@@ -28,12 +28,11 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from megatron_dcpo.config import load_config
+    config = load_config(args.config, args.overrides)
     from megatron_dcpo.errors import UserError
     from megatron_dcpo.runtime import distributed
     from megatron_dcpo.training.probe import probe_policy, summary_lines, write_probe
 
-    config = load_config(args.config, args.overrides)
     if args.batches < 1:
         raise UserError(f"--batches must be at least 1, got {args.batches}")
     try:

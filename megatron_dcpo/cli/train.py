@@ -7,7 +7,7 @@ import json
 import sys
 from typing import Any
 
-from megatron_dcpo.cli import VERBS
+from megatron_dcpo.cli import VERBS, load_config
 
 
 def add_parser(subparsers: Any) -> None:
@@ -25,7 +25,6 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from megatron_dcpo.config import load_config
     from megatron_dcpo.runtime import signals
 
     if not args.dry_run:

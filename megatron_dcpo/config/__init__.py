@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -376,15 +376,12 @@ def _fields(kind: Any) -> dict[str, Any]:
     """Keys of a section with their types; nothing for what is not a section."""
     if kind is ObjectiveConfig:
         return dict.fromkeys(option_names())
-    if not dataclasses.is_dataclass(kind):
-        return {}
-    hints = get_type_hints(kind)
-    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+    return {name: field.annotation for name, field in getattr(kind, "__pydantic_fields__", {}).items()}
 
 
 def _elsewhere(key: str) -> str | None:
     """The place of a key that is given in another section, as ``section.key``."""
-    for section, kind in get_type_hints(Config).items():
+    for section, kind in _fields(Config).items():
         if key in _fields(kind):
             return f"{section}.{key}"
     return None

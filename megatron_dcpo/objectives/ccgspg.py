@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from megatron_dcpo.objectives.advantages import REWARD_TOLERANCE, Group, GroupScore, by_group
 from megatron_dcpo.objectives.objective import Method
 from megatron_dcpo.objectives.options import COMMON, ObjectiveConfig
@@ -21,7 +19,7 @@ from megatron_dcpo.objectives.policy_loss import (
     regularizers,
     sequence_sums,
 )
-from megatron_dcpo.types import BLOCK_NONE
+from megatron_dcpo.types import BLOCK_NONE, np
 
 if TYPE_CHECKING:
     from torch import Tensor

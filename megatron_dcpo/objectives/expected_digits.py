@@ -19,11 +19,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from megatron_dcpo.objectives.advantages import MIN_BATCH_RMS, SCORES
 from megatron_dcpo.objectives.options import ObjectiveConfig
-from megatron_dcpo.types import Judgement
+from megatron_dcpo.types import Judgement, np
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -147,20 +147,8 @@ def make_plan(config: Config, machine: Machine, rates: Rates | None = None) -> P
     largest = max(stages, key=lambda stage: stage.state.buffer_numel)
     traffic = step_traffic(arch, layout, config, replicas, largest.state, work)
     resharding = _resharding(arch, layout, config, engine, replicas)
-    seconds = step_seconds(
-        arch,
-        layout,
-        config,
-        machine.gpus,
-        work,
-        traffic,
-        resharding,
-        engine.weights,
-        engine.kv_per_token,
-        engine.concurrent,
-        engine.responses,
-        rates,
-    )
+    decoding = (engine.weights, engine.kv_per_token, engine.concurrent, engine.responses)
+    seconds = step_seconds(arch, layout, config, machine.gpus, work, traffic, resharding, *decoding, rates)
     return Plan(
         arch=arch,
         layout=layout,

@@ -13,8 +13,12 @@ from rich.table import Table
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.planning.plan import GB, Plan, advice, less_recomputation
+from megatron_dcpo.runtime.dtypes import dtype_bytes
+from megatron_dcpo.weights.architecture import read_architecture
 from megatron_dcpo.weights.pipeline import layers_per_stage
-from megatron_dcpo.weights.table import number_of_parameters
+from megatron_dcpo.weights.planner import Layout, check_layout, check_options
+from megatron_dcpo.weights.reshard_plan import reshard_plan
+from megatron_dcpo.weights.table import adapted, number_of_parameters
 
 
 def print_plan(plan: Plan) -> None:
@@ -142,12 +146,6 @@ def _gb(nbytes: float) -> str:
 
 def reshard_facts(config: Any, gpus: int | None = None) -> dict[str, Any]:
     """The plan of one synchronisation as plain data; bytes. Raises :class:`UserError` on a layout that does not fit."""
-    from megatron_dcpo.runtime.dtypes import dtype_bytes
-    from megatron_dcpo.weights.architecture import read_architecture
-    from megatron_dcpo.weights.planner import Layout, check_layout, check_options
-    from megatron_dcpo.weights.reshard_plan import reshard_plan
-    from megatron_dcpo.weights.table import adapted
-
     arch, layout = read_architecture(config.model.path), Layout.of(config.model, config.parallel)
     check_layout(arch, layout)
     check_options(arch, layout, config.model, config.parallel)

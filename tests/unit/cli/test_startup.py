@@ -1,0 +1,53 @@
+"""What a light verb imports: a process of its own says which libraries are there at its end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers.paths import REPOSITORY
+
+HEAVY = ("torch", "transformers", "numpy", "pydantic", "omegaconf", "rich")
+PLAN = ["--config", "examples/quickstart/dcpo.yaml", "--gpus", "8"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "imported"),
+    [
+        (["train", "--config", "nowhere.yaml"], set()),
+        (["plan", "--config", "nowhere.yaml", "--gpus", "8"], set()),
+        (["probe", "--config", "nowhere.yaml"], set()),
+        (["plan", *PLAN, "--json"], {"pydantic", "omegaconf"}),
+        (["plan", *PLAN], {"pydantic", "omegaconf", "rich"}),
+        (["train", "--config", "examples/quickstart/dcpo.yaml", "objective.lam=3"], {"pydantic", "omegaconf"}),
+    ],
+    ids=["train", "plan", "probe", "plan as JSON", "plan as tables", "a refused option"],
+)
+def test_a_light_verb_imports_what_it_uses(arguments: list[str], imported: set[str]) -> None:
+    code = (
+        "import sys; from megatron_dcpo.cli import main\n"
+        "main(sys.argv[1:])\n"
+        f"print(*(name for name in {HEAVY} if name in sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+    assert set(done.stdout.splitlines()[-1].split()) == imported
+
+
+def test_a_plan_leaves_the_collector_as_it_was() -> None:
+    code = (
+        "import gc, sys; from megatron_dcpo.cli import main\n"
+        "before = gc.isenabled(); main(sys.argv[1:]); assert gc.isenabled() == before\n"
+        "gc.disable(); main(sys.argv[1:]); assert not gc.isenabled()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "plan", *PLAN, "--json"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
