@@ -8,6 +8,7 @@ chosen, among the digits alone, so that no statement is malformed. Where the tok
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -105,8 +106,8 @@ def reasoning_length(
 def reasoning_features(logprobs: np.ndarray) -> np.ndarray:
     """What ``objective.confidence_sees: logprobs`` tells of the reasoning's log-probs [T]: float32 [4], the probability and
     the surprise (log of 1 - log p) of all of it and of its least likely token."""
-    total, least = (min(0.0, float(x)) for x in (np.sum(logprobs), np.min(logprobs, initial=0.0)))
-    return np.array([np.exp(total), np.exp(least), np.log1p(-total), np.log1p(-least)], np.float32)
+    total, least = min(0.0, float(logprobs.sum())), float(logprobs.min(initial=0.0))
+    return np.array([math.exp(total), math.exp(least), math.log1p(-total), math.log1p(-least)], np.float32)
 
 
 NUM_FEATURES = 4

@@ -119,15 +119,12 @@ class Adapter:
         arch, name = self.policy.arch, f"model.layers.{number}."
         attention, mlp = name + "self_attn.", name + "mlp."
         q, k, v = (self._low_rank(attention + p) for p in _COLUMN["self_attn"])
-        layer.self_attention.linear_qkv.register_forward_hook(
-            self._column([q, k, v], self._qkv_rows(arch), _by_group(arch))
-        )
+        rows = self._qkv_rows(arch)
+        layer.self_attention.linear_qkv.register_forward_hook(self._column([q, k, v], rows, _by_group(arch, rows)))
         layer.self_attention.linear_proj.register_forward_hook(self._row(self._low_rank(attention + _ROW["self_attn"])))
         gate_up = [self._low_rank(mlp + p) for p in _COLUMN["mlp"]]
-        rows = self._own(arch.ffn_hidden_size)
-        layer.mlp.linear_fc1.register_forward_hook(
-            self._column(gate_up, [rows, rows], lambda parts: torch.cat(parts, -1))
-        )
+        own = self._own(arch.ffn_hidden_size)
+        layer.mlp.linear_fc1.register_forward_hook(self._column(gate_up, [own, own]))
         layer.mlp.linear_fc2.register_forward_hook(self._row(self._low_rank(mlp + _ROW["mlp"])))
 
     def _low_rank(self, module: str) -> LowRank | None:
@@ -150,6 +147,16 @@ class Adapter:
         share = tensor / self.policy.topology.tp_size
         return tensor.detach() + (share - share.detach())
 
+    def copied(self, x: Tensor) -> Tensor:
+        """``x``, whose gradient is summed over the tensor-parallel ranks."""
+        topology = self.policy.topology
+        return x if topology.tp_size == 1 else copy_to_tensor_model_parallel_region(x, group=topology.tp_group)
+
+    def reduced(self, x: Tensor) -> Tensor:
+        """The sum of ``x`` over the tensor-parallel ranks, of which each has the whole gradient."""
+        topology = self.policy.topology
+        return x if topology.tp_size == 1 else reduce_from_tensor_model_parallel_region(x, group=topology.tp_group)
+
     def _own(self, size: int) -> slice:
         """This tensor-parallel rank's part of ``size`` rows or columns."""
         part = size // self.policy.topology.tp_size
@@ -159,10 +166,9 @@ class Adapter:
         heads, groups = arch.num_attention_heads * arch.kv_channels, arch.num_query_groups * arch.kv_channels
         return [self._own(heads), self._own(groups), self._own(groups)]
 
-    def _column(
-        self, pairs: Sequence[LowRank | None], rows: Sequence[slice], join: Callable[[list[Tensor]], Tensor]
-    ) -> Hook:
-        """The hook of a column-parallel layer: each rank adds its own rows. Transformer Engine's holds the norm too."""
+    def _column(self, pairs: Sequence[LowRank | None], rows: Sequence[slice], order: Tensor | None = None) -> Hook:
+        """The hook of a column-parallel layer: each rank adds its own ``rows`` of each projection, in the layer's ``order``
+        (None: one projection behind the other). Transformer Engine's holds the norm too."""
         present = [pair for pair in pairs if pair is not None]
 
         def hook(linear: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any] | None:
@@ -176,8 +182,11 @@ class Adapter:
             if self.policy.config.sequence_parallel:
                 inner = gather_from_sequence_parallel_region(F.linear(x, A.to(x.dtype)), group=group)
             else:
-                inner = copy_to_tensor_model_parallel_region(F.linear(x, self.share(A).to(x.dtype)), group=group)
-            return _plus(output[0], inner, join(_blocks(pairs, rows)), present[0].scale), output[1]
+                inner = self.copied(F.linear(x, self.share(A).to(x.dtype)))
+            B = _diagonal(pairs, rows)
+            if order is not None:
+                B = B.index_select(0, order)
+            return _plus(output[0], inner, B, present[0].scale), output[1]
 
         return hook
 
@@ -192,29 +201,23 @@ class Adapter:
             if self.policy.config.sequence_parallel:
                 inner, B = reduce_scatter_to_sequence_parallel_region(inner, group=group), pair.B
             else:
-                inner, B = reduce_from_tensor_model_parallel_region(inner, group=group), self.share(pair.B)
-            return _plus(output[0], inner, B.t(), pair.scale), output[1]
+                inner, B = self.reduced(inner), self.share(pair.B)
+            return _plus(output[0], inner, B, pair.scale), output[1]
 
         return hook
 
 
 def _plus(output: Tensor, inner: Tensor, B: Tensor, scale: float) -> Tensor:
-    """output [..., out] + scale * inner [..., ranks] B [ranks, out], in one product that passes over the output once."""
-    added = torch.addmm(output.flatten(0, -2), inner.flatten(0, -2) * scale, B.to(inner.dtype))
+    """output [..., out] + scale * inner [..., ranks] B^T [ranks, out], in one product that passes over the output once."""
+    added = torch.addmm(output.flatten(0, -2), inner.flatten(0, -2) * scale, B.t().to(inner.dtype))
     return added.view_as(output)
 
 
-def _blocks(pairs: Sequence[LowRank | None], rows: Sequence[slice]) -> list[Tensor]:
-    """Of each projection its ``rows`` of B, as columns [ranks of all pairs, rows]: zero where the ranks are not its own."""
-    present = [pair for pair in pairs if pair is not None]
-    blocks, before, rank = [], 0, present[0].B.shape[1]
-    for pair, own in zip(pairs, rows, strict=True):
-        if pair is None:
-            blocks.append(present[0].B.new_zeros(rank * len(present), own.stop - own.start))
-        else:
-            blocks.append(F.pad(pair.B[own].t(), (0, 0, before, rank * len(present) - before - rank)))
-            before += rank
-    return blocks
+def _diagonal(pairs: Sequence[LowRank | None], rows: Sequence[slice]) -> Tensor:
+    """Of each projection its ``rows`` of B, [all rows, ranks of all pairs]: zero where the ranks are not its own."""
+    empty = next(pair.B for pair in pairs if pair is not None).new_zeros
+    blocks = zip(pairs, rows, strict=True)
+    return torch.block_diag(*(empty(own.stop - own.start, 0) if p is None else p.B[own] for p, own in blocks))
 
 
 def _with_gradient(module: Any, inputs: Any, output: Tensor) -> None:
@@ -249,14 +252,12 @@ def first_A(module: str, rank: int, inside: int) -> Tensor:
     return torch.empty(rank, inside).uniform_(-bound, bound, generator=torch.Generator().manual_seed(seed))
 
 
-def _by_group(arch: Architecture) -> Callable[[list[Tensor]], Tensor]:
-    """Megatron's order of QKV: of each group its query heads, then its key, then its value."""
-
-    def join(parts: list[Tensor]) -> Tensor:
-        groups = parts[1].shape[-1] // arch.kv_channels
-        return torch.cat([part.unflatten(-1, (groups, -1)) for part in parts], dim=-1).flatten(-2)
-
-    return join
+def _by_group(arch: Architecture, rows: Sequence[slice]) -> Tensor:
+    """Megatron's order of QKV, as indices into this rank's rows of Q, K and V one behind the other: of each group its query
+    heads, then its key, then its value."""
+    sizes = [own.stop - own.start for own in rows]
+    parts = torch.arange(sum(sizes), device=current_device()).split(sizes)
+    return torch.cat([part.view(sizes[1] // arch.kv_channels, -1) for part in parts], dim=-1).flatten()
 
 
 class AdapterOptimizer:
@@ -271,10 +272,11 @@ class AdapterOptimizer:
             betas=(options.adam_beta1, options.adam_beta2),
             eps=options.adam_eps,
             weight_decay=0.0,
+            fused=True,  # one pass over all of these small tensors, on the CPU too
         )
         for parameter in adapter.parameters.values():
             moments = {name: torch.zeros_like(parameter) for name in _MOMENTS}
-            self.adam.state[parameter] = {"step": torch.zeros(()), **moments}
+            self.adam.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
 
     @property
     def nbytes(self) -> int:

@@ -238,7 +238,8 @@ def collate(
         statements = None
         if read.statements is not None:
             rows, before = (most, longest) if uniform else (len(batch), 1)
-            statements = Statements.of(read.statements, micro_batch.tokens, offsets, rows, multiple_of, before)
+            tokens = micro_batch.tokens
+            statements = Statements.of(read.statements, tokens, offsets, rows, multiple_of, before, packing)
         yield dataclasses.replace(
             micro_batch, samples=own, candidates=read.candidates, columns=read.columns, statements=statements
         )

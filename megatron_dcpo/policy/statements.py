@@ -28,9 +28,7 @@ from megatron_dcpo.runtime.device import current_device
 from megatron_dcpo.weights.peft_adapter import TOKENS
 
 from megatron.core.tensor_parallel.mappings import (  # isort: skip
-    copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
-    reduce_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
 
@@ -52,14 +50,15 @@ class StatementInputs:
 class Statements:
     """The statements of a micro-batch: B sequences of n tokens. ``tokens``, ``positions``: int64 [B, n], or [B, P + n] with
     what they follow; ``prefix``: int64 [B, P], where in the flat micro-batch [b * s] the tokens stand that a statement
-    follows; ``mask``: bool [B, 1, n, P + n], what each token attends to; ``scores`` [B, V], ``weights`` [B], ``features``
-    [B, features] or None. ``count``: samples; the others only fill up."""
+    follows, None where it is row by row what the micro-batch is; ``mask``: bool [B, 1, n, P + n], what each token attends
+    to; ``scores`` [B, V], ``weights`` [B], ``features`` [B, features] or None. ``count``: samples; the others only fill
+    up."""
 
     form: StatementForm
     count: int
     tokens: Tensor
     positions: Tensor
-    prefix: Tensor
+    prefix: Tensor | None
     mask: Tensor
     scores: Tensor
     weights: Tensor
@@ -74,10 +73,11 @@ class Statements:
         rows: int,
         multiple_of: int,
         before: int = 1,
+        packed: bool = True,
     ) -> Statements:
-        """``micro_batch``: its tokens; ``offsets``: of each sample's first token; ``rows``: B, of which those without a
-        sample do nothing; ``multiple_of``: what n and P are padded to (TP size under sequence parallelism); ``before``: the
-        least P where the text belongs to the statements."""
+        """``micro_batch``: its tokens [b, s]; ``offsets``: of each sample's first token; ``rows``: B, of which those without
+        a sample do nothing; ``multiple_of``: what n and P are padded to (TP size under sequence parallelism); ``before``:
+        the least P where the text belongs to the statements; ``packed``: a sample is not a row."""
         form, count = inputs.form, len(inputs.after)
         n = -(-len(form.tokens) // multiple_of) * multiple_of
         filling = (0, n - len(form.tokens))
@@ -86,16 +86,18 @@ class Statements:
         own[: len(form.sees), : len(form.sees)] = form.sees
         after = np.array([*inputs.after, *[1] * (rows - count)], np.int64)
         starts = np.array([*offsets[:count], *[0] * (rows - count)], np.int64)
-        places = np.arange(-(-max(after.max(), 1 if form.activated else before) // multiple_of) * multiple_of)
+        as_it_is = form.activated and not packed
+        longest = max(after.max(), 1 if form.activated else before)
+        places = np.arange(micro_batch.shape[1] if as_it_is else -(-longest // multiple_of) * multiple_of)
         known = places < after[:, None]
         mask = np.concatenate([np.repeat(known[:, None], n, 1), np.repeat(own[None], rows, 0)], axis=-1)
         features = inputs.features
         if features is not None:
             features = np.pad(features, ((0, rows - count), (0, 0)))
         on = lambda array: torch.as_tensor(np.ascontiguousarray(array), device=current_device())  # noqa: E731
-        prefix = on(np.where(known, starts[:, None] + places, starts[:, None]))
+        prefix = None if as_it_is else on(np.where(known, starts[:, None] + places, starts[:, None]))
         all_tokens, positions = on(np.tile(tokens, (rows, 1))), on(after[:, None] + depths)
-        if not form.activated:
+        if not form.activated and prefix is not None:
             all_tokens = torch.cat([micro_batch.reshape(-1)[prefix], all_tokens], dim=1)
             positions = torch.cat([on(places).expand(rows, -1), positions], dim=1)
         return cls(
@@ -193,7 +195,7 @@ class StatementStream:
         ranks, of which each has its share of the gradient."""
         (rows, n), group = statements.tokens.shape, self.adapter.policy.topology.tp_group
         if not self.config.sequence_parallel:  # where they were gathered, the gradient is summed already
-            hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
+            hidden = self.adapter.copied(hidden)
         hidden = hidden.view(rows, n, -1)[:, statements.before :][:, statements.form.choosing]
         if statements.form.own_tokens:
             return self.adapter.share(F.linear(hidden.float(), self.adapter.parameters[TOKENS]))
@@ -201,7 +203,7 @@ class StatementStream:
         local = torch.as_tensor(statements.form.digits, device=weight.device) - group.rank() * len(weight)
         here = (local >= 0) & (local < len(weight))
         digits = weight[torch.where(here, local, 0)] * here[:, None]
-        return reduce_from_tensor_model_parallel_region(hidden @ digits.t(), group=group).float()
+        return self.adapter.reduced(hidden @ digits.t()).float()
 
     def _attention(
         self, layer: int, forward: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *a: Any, **o: Any
@@ -209,13 +211,13 @@ class StatementStream:
         """The layer's attention, whose keys and values are kept in the first stream and read in the second."""
         if self.statements is None:
             if self.kept is not None:
-                self.kept[layer] = _flat(k), _flat(v)
+                self.kept[layer] = k.detach(), v.detach()
             return forward(q, k, v, *a, **o)
         statements, (rows, n), before = self.statements, self.statements.tokens.shape, self.statements.before
         q, k, v = (x.reshape(rows, n, *x.shape[-2:]).transpose(1, 2) for x in (q, k, v))
         attend = partial(F.scaled_dot_product_attention, enable_gqa=q.shape[1] != k.shape[1])
         if self.kept is not None:
-            kept = (of[statements.prefix].transpose(1, 2) for of in self.kept.pop(layer))
+            kept = (_of_prefix(x, statements.prefix) for x in self.kept.pop(layer))
             k, v = (torch.cat(pair, dim=2) for pair in zip(kept, (k, v), strict=True))
         out = attend(q[:, :, before:], k, v, attn_mask=statements.mask)
         if before:
@@ -224,9 +226,12 @@ class StatementStream:
         return out.transpose(1, 2).reshape(rows * n, 1, -1)
 
 
-def _flat(x: Tensor) -> Tensor:
-    """Keys or values of a batch [s, b, g, d] or of packed sequences [t, g, d] as [tokens, g, d], sample by sample."""
-    return (x.transpose(0, 1).reshape(-1, *x.shape[-2:]) if x.dim() == 4 else x).detach()
+def _of_prefix(x: Tensor, prefix: Tensor | None) -> Tensor:
+    """From keys or values of a batch [s, b, g, d] or of packed sequences [t, g, d] those of each statement's prefix,
+    [B, g, P, d]."""
+    if prefix is None:
+        return x.permute(1, 2, 0, 3)
+    return x.view(-1, *x.shape[-2:])[prefix].transpose(1, 2)
 
 
 @contextmanager

@@ -13,7 +13,6 @@ from megatron_dcpo.training.recorder import Recorder
 from megatron_dcpo.training.recovery import begin_save, finish_save, resume, stop_if_asked
 from megatron_dcpo.training.run import TrainingRun, build_run
 from megatron_dcpo.training.sampling import sample_step
-from megatron_dcpo.training.stating import with_confidences
 from megatron_dcpo.training.update import update_policy
 from megatron_dcpo.training.validation import restore, save_best, stop_early, validate
 from megatron_dcpo.training.weight_sync import check_plan, export_policy, synchronise_engine
@@ -51,14 +50,13 @@ def _train(run: TrainingRun) -> None:
                     run.engine.sleep()
                     run.offload.reload()
                     statistics = update_policy(run, samples, step)
-                    samples = with_confidences(samples, statistics.stated)
                 with timers("save"):  # the engine sleeps
                     begin_save(run, step)
                 with timers("reshard"):
                     run.offload.offload()
                     traffic = synchronise_engine(run, version=step)
                 measured = validate(run, step, timers)
-                recorder.log(step, samples, statistics, timers, traffic | run.progress.rollout | measured)
+                recorder.log(step, statistics, timers, traffic | run.progress.rollout | measured)
             with timers("save"):  # announced when its records are written
                 save_best(run, step)
                 finish_save(run, step)

@@ -9,7 +9,6 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -86,7 +85,6 @@ class Recorder:
     def log(
         self,
         step: int,
-        samples: Sequence[TrainingSample],
         statistics: UpdateStatistics,
         timers: Timers,
         traffic: Mapping[str, float] | None = None,
@@ -97,15 +95,12 @@ class Recorder:
         """
         refused: str | None = None
         if self.writes:
-            metrics = {"step": step, **step_metrics(samples, statistics, timers), **(traffic or {})}
+            samples = statistics.samples
+            metrics = {"step": step, **step_metrics(statistics, timers), **(traffic or {})}
             metrics |= utilization(self.run.policy, samples, timers) | self.planned
             metrics |= routing_mismatch(self.run.policy.arch, self.run.config.model.params_dtype, statistics.sums)
             try:
                 overlapped = timers.seconds.get("judge_busy", 0.0)
-                tokens = {(s.response.prompt_id, s.response.sample_index): s.tokens for s in statistics.samples}
-                samples = [
-                    replace(s, tokens=tokens.get((s.response.prompt_id, s.response.sample_index))) for s in samples
-                ]
                 self._log(step, samples, metrics, sum(timers.seconds.values()) - overlapped)
                 self._write_mismatch(step, mismatch_histogram(statistics.sums))
             except OSError as error:
@@ -233,14 +228,15 @@ def _wandb_run(run: TrainingRun) -> Any:
     )
 
 
-def step_metrics(samples: Sequence[TrainingSample], statistics: UpdateStatistics, timers: Timers) -> dict[str, Any]:
+def step_metrics(statistics: UpdateStatistics, timers: Timers) -> dict[str, Any]:
     """The record of one step, under the names of the field. Undefined values are NaN here and null in the file."""
+    samples = statistics.samples
     judgements = [sample.judgement for sample in samples]
     summary = summarize(
         [j.confidence for j in judgements], [j.correct for j in judgements], statuses=[j.status for j in judgements]
     )
     lengths = [len(sample.response_ids) for sample in samples]
-    r_c = np.array([sample.R_c for sample in statistics.samples])
+    r_c = np.array([sample.R_c for sample in samples])
     sums, tokens = statistics.sums, max(statistics.sums.get("engine/tokens", 0.0), 1.0)
     unmeasured = dict.fromkeys(("grad_norm/reasoning", "grad_norm/confidence", *COSINES), math.nan)
     seconds = timers.seconds
