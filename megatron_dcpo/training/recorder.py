@@ -95,13 +95,12 @@ class Recorder:
         """
         refused: str | None = None
         if self.writes:
-            samples = statistics.samples
             metrics = {"step": step, **step_metrics(statistics, timers), **(traffic or {})}
-            metrics |= utilization(self.run.policy, samples, timers) | self.planned
+            metrics |= utilization(self.run.policy, statistics.samples, timers) | self.planned
             metrics |= routing_mismatch(self.run.policy.arch, self.run.config.model.params_dtype, statistics.sums)
             try:
                 overlapped = timers.seconds.get("judge_busy", 0.0)
-                self._log(step, samples, metrics, sum(timers.seconds.values()) - overlapped)
+                self._log(step, statistics.samples, metrics, sum(timers.seconds.values()) - overlapped)
                 self._write_mismatch(step, mismatch_histogram(statistics.sums))
             except OSError as error:
                 refused = _why(error)
