@@ -329,14 +329,24 @@ def _stated_by_server(config: EvaluationConfig, endpoint: Endpoint, tokenizer: A
     from megatron_dcpo.rollout.confidence_adapter import Statement, tree_logits
 
     assert config.confidence_model is not None
-    name = config.confidence_model
-    tokens, marker = token_bytes(tokenizer), config.marker or CONFIDENCE_TAG
-    form = StatementForm.of(tokenizer, DigitVocabulary.of(tokens.table, ()).token_ids, marker, activated=False)
-    texts = {int(digit): tokens[int(digit)].decode() for digit in form.digits}
+    assert config.tokenizer is not None
+    name, directory = config.confidence_model, Path(config.tokenizer)
+    places = [path for path in (directory, directory / DIRECTORY) if (path / "confidence.json").is_file()]
+    saved = read_adapter(places[0]) if places else None
+    if saved is not None and not saved.servable:
+        raise UserError(
+            f"no server states what {saved.directory} does: it acts on the statement alone, sees log-probs, or has tokens "
+            "that the model has no ids for; evaluate the policy with --model"
+        )
+    tokens, marker = token_bytes(tokenizer), config.marker or (saved.marker if saved else CONFIDENCE_TAG)
+    own = saved.token_ids if saved else ()
+    digits = DigitVocabulary.of(tokens.table, ()).token_ids
+    form = StatementForm.of(tokenizer, digits, marker, activated=False, own_tokens=len(own))
+    texts = {digit: tokens[digit].decode() for digit in form.digits.tolist()} if not own else {}
     statement = Statement(
         tree_logits(
             form,
-            lambda ids, digits: endpoint.next_logprobs(name, ids, [texts[d] for d in digits]),
+            lambda ids, digits: endpoint.next_logprobs(name, ids, [texts[d] for d in digits] if not own else (), own),
         ),
         form,
         marker,

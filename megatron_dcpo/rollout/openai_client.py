@@ -88,9 +88,15 @@ class Endpoint:
         read = lambda reply: _response(prompt.prompt_id, repeat, reply["choices"][0], self.api)  # noqa: E731
         return self._call(path, self._body(prompt, repeat), tokens, read, stop)
 
-    def next_logprobs(self, model: str, sequences: Sequence[Sequence[int]], names: Sequence[str]) -> np.ndarray:
+    def next_logprobs(
+        self, model: str, sequences: Sequence[Sequence[int]], names: Sequence[str], own: Sequence[int] = ()
+    ) -> np.ndarray:
         """Log-probs [N, K], by ``model`` of the same server, of the tokens that read ``names`` behind each of N sequences of
-        token ids; very small where a token is not among the likeliest. Raises :class:`UserError` where none is."""
+        token ids; very small where a token is not among the likeliest. Raises :class:`UserError` where none is. ``own``:
+        the ids of K tokens instead, among which alone the server chooses."""
+        count = max(_LIKELIEST, len(own))
+        more = {"allowed_token_ids": list(own), "return_tokens_as_token_ids": True} if own else {}
+        names = [f"token_id:{number}" for number in own] or names
 
         def read(reply: Any) -> np.ndarray:
             (tops,) = reply["choices"][0]["logprobs"]["top_logprobs"]
@@ -100,8 +106,8 @@ class Endpoint:
             return found
 
         def ask(ids: Sequence[int]) -> np.ndarray:
-            body = {"model": model, "prompt": list(ids), "max_tokens": 1, "temperature": 0, "logprobs": _LIKELIEST}
-            return self._call("/completions", body | dict(self.extra_body), _LIKELIEST, read)
+            body = {"model": model, "prompt": list(ids), "max_tokens": 1, "temperature": 0, "logprobs": count}
+            return self._call("/completions", body | more | dict(self.extra_body), count, read)
 
         with ThreadPoolExecutor(self.concurrency) as pool:
             return np.stack(list(pool.map(ask, sequences)))

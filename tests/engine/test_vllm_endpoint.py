@@ -17,14 +17,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from megatron_dcpo.cli import main
 from megatron_dcpo.config import AdapterConfig
 from megatron_dcpo.evaluation.samples import Sample, read_samples
+from megatron_dcpo.rollout import load_tokenizer
 from megatron_dcpo.weights.architecture import read_architecture
-from megatron_dcpo.weights.peft_adapter import DIRECTORY, write_adapter
+from megatron_dcpo.weights.peft_adapter import DIRECTORY, TOKENS, Room, write_adapter
 from megatron_dcpo.weights.table import hf_shapes
 from tests.helpers.paths import REPOSITORY
+from tests.helpers.quickstart import policy_with_room
 from tests.helpers.vllm import HELDOUT, POLICY, PYTHON, Server
 
 pytestmark = pytest.mark.skipif(
@@ -99,11 +102,14 @@ def test_same_samples_as_the_embedded_engine(server: Server, tmp_path: Path) -> 
         assert other.mean_entropy == pytest.approx(sample.mean_entropy, abs=1e-3)
 
 
-@pytest.fixture(scope="module")
-def with_adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["digits", "tokens of its own"])
+def with_adapter(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The policy with an adapter, of random numbers, that acts on the whole text."""
-    model = tmp_path_factory.mktemp("policy") / "policy"
-    shutil.copytree(POLICY, model)
+    model, own = tmp_path_factory.mktemp("policy") / "policy", request.param != "digits"
+    if own:
+        policy_with_room(model)
+    else:
+        shutil.copytree(POLICY, model)
     config, random = AdapterConfig(rank=4, alpha=8, activated=False), torch.Generator().manual_seed(0)
     tensors = {}
     for name, shape in hf_shapes(read_architecture(POLICY)).items():
@@ -112,7 +118,13 @@ def with_adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
             module = name.removesuffix(".weight")
             tensors[f"{module}.lora_A.weight"] = torch.randn(4, inside, generator=random) / inside**0.5
             tensors[f"{module}.lora_B.weight"] = torch.randn(out, 4, generator=random) / 4
-    write_adapter(model / DIRECTORY, tensors, config, str(POLICY), ((), "<conf>"))
+    room = None
+    if own:
+        tensors[TOKENS] = torch.randn(101, 64, generator=random) / 8
+        output = load_file(model / "model.safetensors")["lm_head.weight"]
+        room = Room.of(load_tokenizer(model), output, 101)
+        assert room is not None
+    write_adapter(model / DIRECTORY, tensors, config, str(POLICY), ((), "<conf>"), room)
     return model
 
 
@@ -120,13 +132,13 @@ def with_adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_engine_states_the_same_with_an_adapter(with_adapter: Path, tmp_path: Path) -> None:
     """In this process, by vLLM's multi-adapter requests there, and behind ``--endpoint``."""
     options = ["--limit", "10", "--repeats", "1", "--top-k", "1", "--confidence", "verbal"]
-    served = Server(
-        tmp_path / "log", "--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"sure={with_adapter / DIRECTORY}"
-    )
+    lora = ("--enable-lora", "--max-lora-rank", "128", "--lora-modules", f"sure={with_adapter / DIRECTORY}")
+    named = ("--max-logprobs", "101", "--logprobs-mode", "processed_logprobs")
+    served = Server(tmp_path / "log", "--model", str(with_adapter), *lora, *named)
     served.start()
     try:
         remote = ["--endpoint", served.url, "--model-name", "policy", "--confidence-model", "sure"]
-        assert main(command([*remote, "--tokenizer", str(POLICY)], tmp_path / "server", *options)) == 0
+        assert main(command([*remote, "--tokenizer", str(with_adapter)], tmp_path / "server", *options)) == 0
     finally:
         served.kill()
     for engine in ("transformers", "vllm") if find_spec("vllm") else ("transformers",):
@@ -138,6 +150,6 @@ def test_every_engine_states_the_same_with_an_adapter(with_adapter: Path, tmp_pa
         theirs = by_name(other.parent)
         assert theirs.keys() == ours.keys()
         for name, sample in ours.items():
-            assert theirs[name].response[:-2] == sample.response[:-2]
-            near = 0.03 if other.parent.name == "server" else 0.011  # it names the 20 likeliest tokens only
+            assert theirs[name].response[:-4] == sample.response[:-4]
+            near = 0.03 if other.parent.name == "server" else 0.011  # of digits it names the 20 likeliest tokens only
             assert theirs[name].confidence == pytest.approx(sample.confidence, abs=near), other
