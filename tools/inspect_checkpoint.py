@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from megatron_dcpo.conversion.checkpoint_metadata import METADATA
 from megatron_dcpo.conversion.megatron_checkpoint import (
+    LATEST,
     MegatronCheckpoint,
     StoredTensor,
     as_bytes,
     find_checkpoint,
-    is_checkpoint,
 )
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.dtypes import dtype_bytes
@@ -60,7 +61,7 @@ def inspect_checkpoint(
     layout. Raises :class:`UserError` for what is not a checkpoint or a damaged one.
     """
     specs: Specs
-    if is_checkpoint(path):
+    if (path / METADATA).is_file() or (path / LATEST).is_file():
         checkpoint = MegatronCheckpoint(find_checkpoint(path))
         kind, specs = "torch_dist", {key: (t.shape, t.dtype) for key, t in checkpoint.tensors.items()}
         digest: Callable[[str], str] = lambda name: _sha256(checkpoint, checkpoint.tensors[name])  # noqa: E731

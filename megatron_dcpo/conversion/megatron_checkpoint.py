@@ -192,10 +192,6 @@ def find_checkpoint(path: Path, which: str = "latest") -> Path:
     return path
 
 
-def is_checkpoint(path: Path) -> bool:
-    return (path / METADATA).is_file() or (path / LATEST).is_file()
-
-
 # ---------------------------------------------------------------------------------------------------------- writing
 
 

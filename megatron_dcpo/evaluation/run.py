@@ -328,11 +328,9 @@ def _stated_by_server(config: EvaluationConfig, endpoint: Endpoint, tokenizer: A
     """The samples of ``endpoint``, with the confidence that its ``confidence_model`` states behind their reasoning."""
     from megatron_dcpo.rollout.confidence_adapter import Statement, tree_logits
 
-    assert config.confidence_model is not None
-    assert config.tokenizer is not None
-    name, directory = config.confidence_model, Path(config.tokenizer)
-    places = [path for path in (directory, directory / DIRECTORY) if (path / "confidence.json").is_file()]
-    saved = read_adapter(places[0]) if places else None
+    assert config.confidence_model is not None and config.tokenizer is not None
+    name, places = config.confidence_model, (Path(config.tokenizer), Path(config.tokenizer, DIRECTORY))
+    saved = next((read_adapter(path) for path in places if (path / "confidence.json").is_file()), None)
     if saved is not None and not saved.servable:
         raise UserError(
             f"no server states what {saved.directory} does: it acts on the statement alone, sees log-probs, or has tokens "
@@ -340,21 +338,11 @@ def _stated_by_server(config: EvaluationConfig, endpoint: Endpoint, tokenizer: A
         )
     tokens, marker = token_bytes(tokenizer), config.marker or (saved.marker if saved else CONFIDENCE_TAG)
     own = saved.token_ids if saved else ()
-    digits = DigitVocabulary.of(tokens.table, ()).token_ids
-    form = StatementForm.of(tokenizer, digits, marker, activated=False, own_tokens=len(own))
-    texts = {digit: tokens[digit].decode() for digit in form.digits.tolist()} if not own else {}
-    statement = Statement(
-        tree_logits(
-            form,
-            lambda ids, digits: endpoint.next_logprobs(name, ids, [texts[d] for d in digits] if not own else (), own),
-        ),
-        form,
-        marker,
-        tokens,
-        (),
-        config.concurrency,
-        encode=partial(tokenizer.encode, add_special_tokens=False),
-    )
+    form = StatementForm.of(tokenizer, DigitVocabulary.of(tokens.table, ()).token_ids, marker, False, len(own))
+    texts = [] if own else [tokens[digit].decode() for digit in form.digits.tolist()]
+    logits = tree_logits(form, lambda ids, _: endpoint.next_logprobs(name, ids, texts, own))
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    statement = Statement(logits, form, marker, tokens, (), config.concurrency, encode)
 
     def complete(requests: Sequence[Request]) -> Iterator[list[Response]]:
         prompts = {request.prompt.prompt_id: request.prompt for request in requests}
