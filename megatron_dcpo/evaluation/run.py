@@ -328,8 +328,8 @@ def _stated_by_server(config: EvaluationConfig, endpoint: Endpoint, tokenizer: A
     """The samples of ``endpoint``, with the confidence that its ``confidence_model`` states behind their reasoning."""
     from megatron_dcpo.rollout.confidence_adapter import Statement, tree_logits
 
-    assert config.confidence_model is not None and config.tokenizer is not None
-    name, places = config.confidence_model, (Path(config.tokenizer), Path(config.tokenizer, DIRECTORY))
+    name, beside = str(config.confidence_model), Path(str(config.tokenizer))
+    places = beside, beside / DIRECTORY
     saved = next((read_adapter(path) for path in places if (path / "confidence.json").is_file()), None)
     if saved is not None and not saved.servable:
         raise UserError(
