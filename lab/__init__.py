@@ -7,8 +7,9 @@
 | `grid.py`, `runner.py` | the grid of methods and seeds; running it, cached |
 | `results.py` | the archive of finished cells, means and intervals over seeds |
 | `testgrid.py`, `testtables.py` | the test: several pretrainings, problems that chose no setting; its records and tables |
+| `world2.py` | the second world: the test on graphs |
 | `tables.py`, `figures.py`, `publish.py` | what is published of it: ``docs/lab`` |
 
-``python -m lab run|render|test|test-tables|theory``; `docs/lab/README.md` maps the paper's tables and figures to files.
-The probes of a policy, ``dcpo probe``, are `megatron_dcpo/training/probe.py`.
+``python -m lab run|render|test|test-tables|world2|theory``; `docs/lab/README.md` maps the paper's tables and figures to
+files. The probes of a policy, ``dcpo probe``, are `megatron_dcpo/training/probe.py`.
 """

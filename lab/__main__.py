@@ -1,4 +1,4 @@
-"""``python -m lab run|render|test|test-tables|theory``: the calibration lab. ``make lab`` and ``make lab-smoke`` call it."""
+"""``python -m lab run|render|test|test-tables|world2|theory``: the lab. ``make lab`` and ``make lab-smoke`` call it."""
 
 from __future__ import annotations
 
@@ -35,6 +35,15 @@ def main() -> int:
     tables = verbs.add_parser("test-tables", help="the tables of the test, from the published responses")
     tables.add_argument("--grid", type=Path, help="the --out of a test whose cells to publish first")
     tables.add_argument("--out", type=Path, default=Path("docs/lab"))
+    second = verbs.add_parser("world2", help="the second world: its tables from the published responses")
+    second.add_argument("--train", action="store_true", help="train and sample first; finished cells are kept")
+    second.add_argument(
+        "--grid", type=Path, default=Path("runs/world2"), help="the cells; published where there are any"
+    )
+    second.add_argument("--policies", default="graphs.1", help="pretrainings (make_policies.sh; default: %(default)s)")
+    second.add_argument("--seeds", type=int, default=1)
+    second.add_argument("--jobs", type=int, default=2, help="processes at a time, one core each")
+    second.add_argument("--out", type=Path, default=Path("docs/lab"))
     render = verbs.add_parser("render", help="tables and figures from finished cells")
     render.add_argument("--grid", type=Path, help="the --out of a run whose cells to publish (default: as published)")
     render.add_argument("--out", type=Path, default=Path("docs/lab"))
@@ -57,6 +66,14 @@ def main() -> int:
                 logging.info("%d trained cells packed", pack(args.grid, args.out / testtables.RECORDS))
             found = testtables.tables(args.out / testtables.RECORDS, args.out)
             print(f"best on the validation problems: {found['best']}")
+        elif args.verb == "world2":
+            from lab import world2
+
+            if args.train:
+                world2.train(args.grid, args.policies.split(","), args.seeds, args.jobs)
+            if args.train or (args.grid / "cells").is_dir():
+                logging.info("%d cells packed", pack(args.grid, args.out / world2.RECORDS))
+            world2.tables(args.out / world2.RECORDS, args.out)
         elif args.verb == "theory":
             from lab.theory.run import write_theory
 

@@ -26,6 +26,9 @@ ADAPTER = (
     "model.adapter.alpha=32",
     "optimizer.adapter_lr=2e-3",
 )
+TOKENS = (  # as examples/quickstart/dcpo_adapter.yaml
+    "model.adapter.rank=4", "model.adapter.alpha=8", "judging.confidence_tokens=101", "optimizer.adapter_lr=2e-3",
+)  # fmt: skip
 BRIER_LAM0 = ("objective.calibration_loss=brier", "objective.lam=0")
 MEAN = "objective.advantage_normalization=mean"
 
@@ -77,6 +80,10 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         # the referee's: a confidence with parameters of its own, or without any; authors' settings; the ladder from coupled
         # to decoupled, L1 or Brier, std or mean, with everything else equal (coupled, dcpo: L1, std)
         "adapter": Method("adapter, text and log-probs", (*ADAPTER, "objective.confidence_sees=logprobs")),
+        "adapter_tokens": Method(
+            "adapter, text and log-probs, tokens of its own",
+            (*ADAPTER[:2], *TOKENS, "objective.confidence_sees=logprobs"),
+        ),
         "adapter_text": Method("adapter, text", ADAPTER),
         "dcpo_reasoning": Method("DCPO, confidence not trained", ("objective.weight_confidence=0",)),
         "rlcr_authors": Method("RLCR, authors' settings", ("objective.name=rlcr", "objective.variant=original")),

@@ -63,6 +63,9 @@ class Lab:
     out: Path
     scale: Scale = FULL
     jobs: int = 2
+    recipe: Path = EXAMPLES / "recipe.yaml"
+    data: Path = EXAMPLES / "data"
+    max_tokens: int = 32
 
     def directory(self, cell: Cell) -> Path:
         return self.out / "cells" / cell.name
@@ -77,7 +80,7 @@ class Lab:
             build = f"sh examples/lab/make_policies.sh {cell.family}"
             raise UserError(f"{EXAMPLES / cell.family} holds no policy; build it with: {build}")
         policy = EXAMPLES / cell.family / "policy" / "model.safetensors"
-        recipe = (EXAMPLES / "recipe.yaml").read_text() + (REPOSITORY / "examples/quickstart/dcpo.yaml").read_text()
+        recipe = self.recipe.read_text() + (REPOSITORY / "examples/quickstart/dcpo.yaml").read_text()
         digest = hashlib.blake2b(policy.read_bytes(), digest_size=8)
         digest.update(repr((METHODS[cell.method], self.scale, recipe)).encode())
         return digest.hexdigest()
@@ -88,11 +91,11 @@ class Lab:
         method = METHODS[cell.method]
         start = self.directory(cell.needs) / "policy" if cell.needs else EXAMPLES / cell.family / "policy"
         return [
-            *("train", "--config", str(EXAMPLES / "recipe.yaml"), "--resume", "auto"),
+            *("train", "--config", str(self.recipe), "--resume", "auto"),
             f"run_dir={self.directory(cell)}",
             f"seed={cell.seed}",
             f"model.path={start}",
-            f"data.path={EXAMPLES / 'data' / 'train.jsonl'}",
+            f"data.path={self.data / 'train.jsonl'}",
             "model.transformer_impl=local",  # also on a GPU, with and without Transformer Engine
             f"training.steps={max(1, round(self.scale.steps * method.share_of_steps))}",
             *method.overrides,
@@ -120,11 +123,11 @@ class Lab:
         if trained is None and cell.needs:
             trained = self.directory(cell.needs)
         model = trained / "policy" if trained else EXAMPLES / cell.family / "policy"
-        benchmarks = ",".join(f"{name}={EXAMPLES / 'data' / name}.jsonl" for name in part.split(","))
+        benchmarks = ",".join(f"{name}={self.data / name}.jsonl" for name in part.split(","))
         return [
             *("evaluate", "--model", str(model), "--benchmarks", benchmarks),
             *("--out", str(out), "--limit", str(problems), "--repeats", str(repeats), "--confidence", kinds),
-            *("--max-tokens", "32", "--batch-size", "1200", "--seed", str(seed), "--resamples", "0"),
+            *("--max-tokens", str(self.max_tokens), "--batch-size", "1200", "--seed", str(seed), "--resamples", "0"),
             *("--engine", "transformers"),
             *SAMPLING,
         ]

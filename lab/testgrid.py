@@ -12,14 +12,14 @@ import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from lab.grid import Cell
+from lab.grid import METHODS, Cell
 from lab.results import problem_of, read_archive, write_archive
 from lab.runner import SAMPLING, Lab, commit, relative
 from megatron_dcpo.data.datasets import read_json_lines
@@ -51,7 +51,7 @@ METHODS_OF_THE_TEST = ("adapter", "dcpo_proper", "dcpo", "adapter_text")
 # row: options of its evaluation. A cell with an adapter leaves GRPO's policy, bit for bit (tests/system): without the
 # adapter it is GRPO's row.
 ROWS: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {"adapter": {"adapter": (), "grpo": ("--no-adapter",)}}
+    {name: {"adapter": (), "grpo": ("--no-adapter",)} for name in ("adapter", "adapter_tokens")}
 )
 CURVES = (
     "reward/accuracy", "calibration/ece", "calibration/brier", "calibration/auroc", "entropy_reasoning", "length/mean",
@@ -66,19 +66,21 @@ def cells(policies: Sequence[str], methods: Sequence[str], seeds: Sequence[int])
 
 @dataclass(frozen=True)
 class HeldOutLab(Lab):
-    """The cells of the test below ``out``."""
+    """The cells of the test below ``out``; all ``draws`` of the methods in ``ROWS``, the test's of others."""
+
+    draws: Mapping[str, Draw] = field(default_factory=lambda: DRAWS)
 
     def run_cell(self, cell: Cell) -> dict[str, Any]:
         """Train and sample one cell, what is there already left out; writes and returns its ``cell.json``."""
         run, began = self.directory(cell), time.monotonic()
         self._discard_other_recipe(cell)
-        commands = [self.train_command(cell)]
-        if not (run / "policy" / "model.safetensors").is_file():
+        commands = [self.train_command(cell)] if METHODS[cell.method].kind == "train" else []
+        if commands and not (run / "policy" / "model.safetensors").is_file():
             self._call(run, commands[0])
-        for name in DRAWS if cell.method in ROWS else ("test",):
+        for name in self.draws if cell.method in ROWS else ("test",):
             for row, options in ROWS.get(cell.method, {cell.method: ()}).items():
                 out = run / "responses" / row / name
-                commands.append([*self.draw_command(cell, out, DRAWS[name]), *options])
+                commands.append([*self.draw_command(cell, out, self.draws[name]), *options])
                 if not (out / "evaluation.json").is_file():
                     self._call(run, commands[-1])
         record = {
@@ -101,25 +103,27 @@ COLUMNS = ("problem", "correct", "confidence", "answer", "logprob", "token", "to
 
 
 def pack(grid: Path, archive: Path) -> int:
-    """Every trained cell of ``grid`` into ``archive``: its record, its curve, what has been sampled; returns how many.
+    """Every trained or sampled cell of ``grid`` into ``archive``: its record, its curve, what has been sampled; how many.
 
     Cells that the archive has already are replaced, others stay.
     """
     files = read_archive(archive) if archive.is_file() else {}
-    trained = sorted(grid.glob("cells/*/*/*/policy/model.safetensors"))
-    for run in (path.parent.parent for path in trained):
+    runs = {path.parents[1] for path in grid.glob("cells/*/*/*/policy/model.safetensors")}
+    runs |= {path.parent for path in grid.glob("cells/*/*/*/responses")}
+    for run in sorted(runs):
         family, method, seed = run.parts[-3:]
         name = f"{family}/{{}}/{seed.removeprefix('seed')}"
         if (run / "cell.json").is_file():
             files[f"{name.format(method)}/cell.json"] = (run / "cell.json").read_bytes()
-        files[f"{name.format(method)}/curve.csv"] = curve(run / "metrics.jsonl")
+        if (run / "metrics.jsonl").is_file():
+            files[f"{name.format(method)}/curve.csv"] = curve(run / "metrics.jsonl")
         for evaluation in run.glob("responses/*/*/evaluation.json"):
             samples = evaluation.with_name("samples.jsonl")
             row, draw = samples.parent.parent.name, samples.parent.name
             for part, rows in responses(samples).items():
                 files[f"{name.format(row)}/{draw if draw == 'decoding' else part}.csv"] = rows
     write_archive(archive, files)
-    return len(trained)
+    return len(runs)
 
 
 def responses(samples: Path) -> dict[str, bytes]:

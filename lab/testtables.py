@@ -55,12 +55,11 @@ Run = Mapping[str, Records]  # part -> responses of one policy under one method
 Runs = dict[tuple[str, int], dict[str, Run]]  # (family, pretraining) -> method -> run
 
 
-def load(archive: Path, seed: int = 1) -> Runs:
-    """The responses of all cells of one seed. Raises :class:`UserError` where there is no archive."""
+def load(archive: Path, seed: int = 1, data: Path = EXAMPLES / "data") -> Runs:
+    """The responses of all cells of one seed to the problems of ``data``. Raises :class:`UserError` without an archive."""
     if not archive.is_file():
         raise UserError(f"{archive}: no records; make them with: python -m lab test, then test-tables --grid")
-    kinds = {name: np.array([r["type"] for _, r in read_json_lines(EXAMPLES / "data" / f"{name}.jsonl")]) for name in
-             ("test", "ood", "heldout", "train")}  # fmt: skip
+    kinds = {path.stem: np.array([r["type"] for _, r in read_json_lines(path)]) for path in data.glob("*.jsonl")}
     runs: Runs = {}
     for path, content in sorted(read_archive(archive).items()):
         policy, method, of_seed, file = path.split("/")
@@ -237,8 +236,8 @@ def _markdown(
         lines += ["| | pretraining | ECE | corrected | interval | calibrated |", "|---" * 6 + "|"]
         for name in columns:
             for number, r in enumerate((r[name] for r in of if "test" in r.get(name, {})), start=1):
-                lines.append(f"| {TITLES[name]} | {number} | {_interval(r['test'])} |")
-        lines += ["", *_differences(of), ""]
+                lines.append(f"| {TITLES[name]} | {number} | {ece_interval(r['test'])} |")
+        lines += ["", *differences(of, TITLES), ""]
         lines += ["The paper's decoding (T 0.7, top-p 0.8, top-k 20), mean over pretrainings:", ""]
         lines += ["| | accuracy | ECE | Brier | AUROC |", "|---" * 5 + "|"]
         for name in columns:
@@ -263,17 +262,19 @@ def _markdown(
     return "\n".join(lines) + "\n"
 
 
-def _interval(r: Records) -> str:
+def ece_interval(r: Records) -> str:
+    """Cells of a table: ECE, corrected for its bias, its interval over problems, the band of calibrated models."""
     found = binned_error(r.confidence, r.correct, r.problem, resamples=400)
     plain, band = ece(r.confidence, r.correct), null_ece(r.confidence, resamples=200)
     return f"{plain:.4f} | {found.estimate:.4f} | {found.low:.4f} to {found.high:.4f} | {band:.4f}"
 
 
-def _differences(of: Sequence[Mapping[str, Run]]) -> list[str]:
-    """Accuracy (points) and Brier score against GRPO, with intervals for other pretrainings and other problems."""
+def differences(of: Sequence[Mapping[str, Run]], titles: Mapping[str, str]) -> list[str]:
+    """The rows of ``titles``: accuracy (points) and Brier score against GRPO, with intervals for other pretrainings and
+    problems."""
     lines = ["Minus GRPO, same problems and pretrainings; ± for other pretrainings and problems (crossed):", ""]
     lines += ["| | accuracy, points | Brier |", "|---|---|---|"]
-    for name in _names(of):
+    for name in titles:
         both = [r for r in of if "test" in r.get(name, {}) and "test" in r.get("grpo", {})]
         if name == "grpo" or not both:
             continue
@@ -285,7 +286,7 @@ def _differences(of: Sequence[Mapping[str, Run]]) -> list[str]:
             gap = crossed(matrix)
             half = "" if math.isnan(gap.low) else f" ± {unit * (gap.high - gap.mean):.3g}"
             shown.append(f"{unit * gap.mean:+.3g}{half}")
-        lines.append(f"| {TITLES[name]} | {' | '.join(shown)} |")
+        lines.append(f"| {titles[name]} | {' | '.join(shown)} |")
     return lines
 
 

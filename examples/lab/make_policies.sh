@@ -2,20 +2,24 @@
 # The starting policies of the calibration lab, from random weights, about five CPU minutes each. Two stages: the quickstart's
 # (correct solutions, then imperfect ones), then text whose wrong answers are slips of the pen and whose author hesitates a
 # little after one. See examples/quickstart/make_policy.py. NAME.N is pretraining N of NAME, for the test: seed N, and no
-# problem of data/ in its text (the splits: make_splits.py); these are not in git.
+# problem of data/ in its text (the splits: make_splits.py); these are not in git. graphs.N: of the second world, graphs/.
 set -e
 cd "$(dirname "$0")"
-make="${PYTHON:-python3} ../quickstart/make_policy.py"
 build() { # NAME options of the architecture
     name=$1
     shift
+    make="${PYTHON:-python3} ../quickstart/make_policy.py" clean=2600 imperfect=400 slips=800
     case $policy in
+    graphs.*)
+        make="${PYTHON:-python3} graphs/graphs.py" clean=450 imperfect=100 slips=200
+        set -- "$@" --seed "${policy##*.}"
+        ;;
     *.*) set -- "$@" --splits data --seed "${policy##*.}" ;;
     *) set -- "$@" --mix lab --unseen --heldout 600 --more-heldout 600 --data data ;;
     esac
     work=$(mktemp -d)
-    $make "$@" --clean-steps 2600 --imperfect-steps 400 --out "$work"
-    $make "$@" --clean-steps 0 --imperfect-steps 800 --hesitation 0.25 --start "$work/policy" --out "$name"
+    $make "$@" --clean-steps "$clean" --imperfect-steps "$imperfect" --out "$work"
+    $make "$@" --clean-steps 0 --imperfect-steps "$slips" --hesitation 0.25 --start "$work/policy" --out "$name"
     rm -r "$work"
 }
 [ $# -gt 0 ] || set -- qwen3 llama large
@@ -24,6 +28,7 @@ for policy in "$@"; do
     qwen3 | qwen3.[1-9]) build "$policy" ;;
     llama | llama.[1-9]) build "$policy" --family llama ;;
     large | large.[1-9]) build "$policy" --layers 3 ;;
-    *) echo "unknown policy $policy; known: qwen3 llama large, and pretrainings of them, as large.1" >&2 && exit 2 ;;
+    graphs.[1-9]) build "$policy" ;;
+    *) echo "unknown policy $policy; known: qwen3 llama large, and pretrainings of them, as large.1; graphs.1" >&2 && exit 2 ;;
     esac
 done

@@ -34,6 +34,7 @@ import math
 import random
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -81,6 +82,9 @@ ROPE = {
 }
 ROPE["qwen3_moe"] = ROPE["qwen3"]
 Problem = tuple[int, int, str]  # the two factors and the type
+Question = tuple[str, str, str]  # prompt, right answer, type
+# (how many, share of wrong solutions, hesitation, generator) -> prompts and responses of supervised text
+Draw = Callable[[int, float, float | None, random.Random], list[tuple[str, str]]]
 
 
 # ---------------------------------------------------------------------------------------------------- tokenizer
@@ -199,24 +203,24 @@ def solution(problem: Problem, corrupt_share: float, hesitation: float | None, r
     return f"{reasoning[::-1]} \\boxed{{{answer}}}\n<conf> Confidence: {confidence:.2f}"
 
 
-def batch(
-    tokenizer: PreTrainedTokenizerFast,
-    pools: dict[str, list],
-    size: int,
-    corrupt_share: float,
-    hesitation: float | None,
-    rng: random.Random,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Right-padded ids and labels; only the response (with its end) is learned."""
-    kinds = rng.choices(list(TYPES), weights=[t[0] for t in TYPES.values()], k=size)
-    chosen = [rng.choice(pools[kind]) for kind in kinds]
-    questions = tokenizer([prompt(p) for p in chosen], padding=False)["input_ids"]
-    responses = tokenizer([solution(p, corrupt_share, hesitation, rng) + EOS for p in chosen], padding=False)[
-        "input_ids"
-    ]
+def supervised_text(pools: dict[str, list[Problem]]) -> Draw:
+    """The text on products of ``pools``, types in the shares of ``TYPES``."""
+
+    def draw(size: int, corrupt_share: float, hesitation: float | None, rng: random.Random) -> list[tuple[str, str]]:
+        kinds = rng.choices(list(TYPES), weights=[t[0] for t in TYPES.values()], k=size)
+        chosen = [rng.choice(pools[kind]) for kind in kinds]
+        return [(prompt(p), solution(p, corrupt_share, hesitation, rng)) for p in chosen]
+
+    return draw
+
+
+def batch(tokenizer: PreTrainedTokenizerFast, text: list[tuple[str, str]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Right-padded ids and labels of (prompt, response); only the response (with its end) is learned."""
+    questions = tokenizer([q for q, _ in text], padding=False)["input_ids"]
+    responses = tokenizer([r + EOS for _, r in text], padding=False)["input_ids"]
     width = max(len(q) + len(r) for q, r in zip(questions, responses, strict=True))
-    ids = torch.full((size, width), tokenizer.pad_token_id)
-    labels = torch.full((size, width), -100)
+    ids = torch.full((len(text), width), tokenizer.pad_token_id)
+    labels = torch.full((len(text), width), -100)
     for row, (q, r) in enumerate(zip(questions, responses, strict=True)):
         ids[row, : len(q) + len(r)] = torch.tensor(q + r)
         labels[row, len(q) : len(q) + len(r)] = torch.tensor(r)
@@ -245,7 +249,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) ->
     return model_type(config)
 
 
-def train(model, tokenizer, pools, args: argparse.Namespace, rng: random.Random) -> None:
+def train(model, tokenizer, draw: Draw, args: argparse.Namespace, rng: random.Random) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01)
     began, total = time.time(), args.clean_steps + args.imperfect_steps
     for step in range(total):
@@ -255,7 +259,7 @@ def train(model, tokenizer, pools, args: argparse.Namespace, rng: random.Random)
         else:  # from a tenth straight down to nothing
             lr = args.lr * 0.1 * (total - step) / args.imperfect_steps
         optimizer.param_groups[0]["lr"] = lr
-        ids, labels = batch(tokenizer, pools, args.batch, 0.0 if clean else args.corrupt, args.hesitation, rng)
+        ids, labels = batch(tokenizer, draw(args.batch, 0.0 if clean else args.corrupt, args.hesitation, rng))
         loss = model(input_ids=ids, labels=labels).loss
         optimizer.zero_grad()
         loss.backward()
@@ -266,16 +270,16 @@ def train(model, tokenizer, pools, args: argparse.Namespace, rng: random.Random)
 
 
 @torch.no_grad()
-def report(model, tokenizer, heldout: list[Problem]) -> None:
+def report(model, tokenizer, questions: list[Question]) -> None:
     """Greedy share of right answers by type: enough to see that the training worked."""
     model.eval()
     right, seen = Counter(), Counter()
-    inputs = tokenizer([prompt(p) for p in heldout], padding=True, return_tensors="pt")
-    ids = model.generate(**inputs, max_new_tokens=24, do_sample=False)[:, inputs["input_ids"].shape[1] :]
-    for (a, b, kind), text in zip(heldout, tokenizer.batch_decode(ids), strict=True):
+    inputs = tokenizer([question for question, _, _ in questions], padding=True, return_tensors="pt")
+    ids = model.generate(**inputs, max_new_tokens=40, do_sample=False)[:, inputs["input_ids"].shape[1] :]
+    for (_, answer, kind), text in zip(questions, tokenizer.batch_decode(ids), strict=True):
         seen[kind] += 1
-        right[kind] += f"\\boxed{{{a * b}}}" in text
-    print("greedy, held out: " + "  ".join(f"{k} {right[k] / seen[k]:.2f}" for k in TYPES if seen[k]), flush=True)
+        right[kind] += f"\\boxed{{{answer}}}" in text
+    print("greedy, held out: " + "  ".join(f"{k} {right[k] / seen[k]:.2f}" for k in sorted(seen)), flush=True)
 
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
@@ -304,22 +308,12 @@ def old_spelling(config: PretrainedConfig) -> dict[str, object]:
     return {"rope_theta": rope["rope_theta"]} | old | experts
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def training_options(description: str | None) -> argparse.ArgumentParser:
+    """The options of the supervised training, whatever the task."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent)
-    parser.add_argument("--data", type=Path, help="where the problems go (default: OUT/data)")
-    parser.add_argument(
-        "--splits", type=Path, help="a directory of problems to keep out of the text; writes no problems"
-    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--family", choices=tuple(ROPE), default="qwen3")
-    parser.add_argument("--mix", choices=tuple(MIXES), default="quickstart", help="shares of the types of problems")
-    parser.add_argument("--unseen", action="store_true", help="keep the training problems out of the supervised text")
-    parser.add_argument("--heldout", type=int, default=400, help="held-out problems")
-    parser.add_argument(
-        "--more-heldout", type=int, default=0, help="of the --train problems, as new to the policy if --unseen"
-    )
-    parser.add_argument("--train", type=int, default=4000, help="problems for reinforcement learning")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--intermediate", type=int, default=192)
@@ -332,12 +326,36 @@ def main() -> None:
     parser.add_argument("--start", type=Path, help="continue from this policy instead of random weights")
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--lr", type=float, default=3e-3)
-    args = parser.parse_args()
+    return parser
 
+
+def make_policy(args: argparse.Namespace, draw: Draw, questions: list[Question], rng: random.Random) -> None:
+    """Train on ``draw``'s text, save to ``args.out``/policy and report the answers to ``questions``."""
     torch.set_num_threads(1)  # faster than more for matrices this small
     torch.manual_seed(args.seed)
-    rng = random.Random(args.seed)
     tokenizer = build_tokenizer()
+    model = AutoModelForCausalLM.from_pretrained(args.start) if args.start else build_model(tokenizer, args)
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, vocabulary {len(tokenizer)}", flush=True)
+    train(model, tokenizer, draw, args, rng)
+    save(model, tokenizer, args.out / "policy")
+    report(model, tokenizer, questions)
+
+
+def main() -> None:
+    parser = training_options(__doc__)
+    parser.add_argument("--data", type=Path, help="where the problems go (default: OUT/data)")
+    parser.add_argument(
+        "--splits", type=Path, help="a directory of problems to keep out of the text; writes no problems"
+    )
+    parser.add_argument("--mix", choices=tuple(MIXES), default="quickstart", help="shares of the types of problems")
+    parser.add_argument("--unseen", action="store_true", help="keep the training problems out of the supervised text")
+    parser.add_argument("--heldout", type=int, default=400, help="held-out problems")
+    parser.add_argument(
+        "--more-heldout", type=int, default=0, help="of the --train problems, as new to the policy if --unseen"
+    )
+    parser.add_argument("--train", type=int, default=4000, help="problems for reinforcement learning")
+    args = parser.parse_args()
+    rng = random.Random(args.seed)
     if args.splits:
         heldout, pools = given_problems(args.splits)
     else:
@@ -346,11 +364,8 @@ def main() -> None:
         data = args.data or args.out / "data"
         write_jsonl(data / "train.jsonl", train_problems, "train")
         write_jsonl(data / "heldout.jsonl", heldout, "heldout")
-    model = AutoModelForCausalLM.from_pretrained(args.start) if args.start else build_model(tokenizer, args)
-    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, vocabulary {len(tokenizer)}", flush=True)
-    train(model, tokenizer, pools, args, rng)
-    save(model, tokenizer, args.out / "policy")
-    report(model, tokenizer, heldout)
+    questions = [(prompt(p), str(p[0] * p[1]), p[2]) for p in heldout]
+    make_policy(args, supervised_text(pools), questions, rng)
 
 
 if __name__ == "__main__":
