@@ -32,7 +32,7 @@ ROWS = MappingProxyType(
 
 
 def world(out: Path, jobs: int) -> HeldOutLab:
-    scale = Scale(steps=250)
+    scale = Scale(steps=300)
     return HeldOutLab(out, scale, jobs, recipe=GRAPHS / "recipe.yaml", data=GRAPHS, max_tokens=40, draws=DRAWS)
 
 
