@@ -14,7 +14,7 @@ JOBS ?= 2
 IN_ORDER := --dist loadfile --no-loadscope-reorder
 
 .PHONY: setup setup-engine setup-sandbox quickstart quickstart-moe policy test test-fast test-engine test-browser test-peft test-grid test-resilience test-soak test-slurm \
-	test-multinode test-gpu gpu-check attacks code-data reference-solutions check-transformer-engine test-cuda-wheels lab lab-smoke lab-policies lint fuzz clean
+	test-multinode test-gpu gpu-check attacks code-data reference-solutions check-transformer-engine test-cuda-wheels lab lab-smoke lab-policies lab-world2 lint fuzz clean
 
 setup: $(VENV)/.installed
 
@@ -131,6 +131,11 @@ lab-smoke: setup
 # rebuild the starting policies and the problems of the lab (they are in git)
 lab-policies: setup
 	PYTHON=$(BIN)/python sh examples/lab/make_policies.sh
+
+# the second world, graphs: one pretraining, GRPO (without the adapter), DCPO, DCPO-proper, adapter; about half an hour
+lab-world2: setup
+	PYTHON=$(BIN)/python sh examples/lab/make_policies.sh graphs.1
+	$(BIN)/python -m lab world2 --train --jobs $(JOBS)
 
 # hostile programs against every sandbox that works here
 attacks: setup

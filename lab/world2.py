@@ -87,11 +87,11 @@ def _markdown(of: Sequence[Mapping[str, Run]], result: Mapping[str, Any]) -> str
     for name in result:
         for number, r in enumerate((r[name] for r in of if name in r), start=1):
             lines.append(f"| {ROWS[name]} | {number} | {ece_interval(r['test'])} |")
-    lines += ["", *differences(of, ROWS), "", *_by_length(of)]
+    lines += ["", *differences(of, ROWS), "", *_by_targets(of)]
     return "\n".join(lines) + "\n"
 
 
-def _by_length(of: Sequence[Mapping[str, Run]]) -> list[str]:
+def _by_targets(of: Sequence[Mapping[str, Run]]) -> list[str]:
     """Accuracy and mean confidence of the first pretraining by what the prompt shows: nodes with an edge towards them."""
     lines = ["Accuracy / mean confidence by the number of nodes with an edge towards them (pretraining 1):", ""]
     kinds = sorted(set(of[0]["grpo"]["test"].kind), key=int)
