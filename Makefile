@@ -130,11 +130,11 @@ lab-smoke: setup
 
 # rebuild the starting policies and the problems of the lab (they are in git)
 lab-policies: setup
-	PYTHON=$(BIN)/python sh examples/lab/make_policies.sh
+	PYTHON=$(CURDIR)/$(BIN)/python sh examples/lab/make_policies.sh
 
 # the second world, graphs: one pretraining, GRPO (without the adapter), DCPO, DCPO-proper, adapter; about half an hour
 lab-world2: setup
-	PYTHON=$(BIN)/python sh examples/lab/make_policies.sh graphs.1
+	PYTHON=$(CURDIR)/$(BIN)/python sh examples/lab/make_policies.sh graphs.1
 	$(BIN)/python -m lab world2 --train --jobs $(JOBS)
 
 # hostile programs against every sandbox that works here

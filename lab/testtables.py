@@ -237,7 +237,7 @@ def _markdown(
         for name in columns:
             for number, r in enumerate((r[name] for r in of if "test" in r.get(name, {})), start=1):
                 lines.append(f"| {TITLES[name]} | {number} | {ece_interval(r['test'])} |")
-        lines += ["", *differences(of, TITLES), ""]
+        lines += ["", *_differences(of), ""]
         lines += ["The paper's decoding (T 0.7, top-p 0.8, top-k 20), mean over pretrainings:", ""]
         lines += ["| | accuracy | ECE | Brier | AUROC |", "|---" * 5 + "|"]
         for name in columns:
@@ -269,28 +269,25 @@ def ece_interval(r: Records) -> str:
     return f"{plain:.4f} | {found.estimate:.4f} | {found.low:.4f} to {found.high:.4f} | {band:.4f}"
 
 
-def differences(of: Sequence[Mapping[str, Run]], titles: Mapping[str, str]) -> list[str]:
-    """The rows of ``titles``: accuracy (points) and Brier score against GRPO, with intervals for other pretrainings and
-    problems."""
+def _differences(of: Sequence[Mapping[str, Run]]) -> list[str]:
+    """Accuracy (points) and Brier score against GRPO, with intervals for other pretrainings and other problems."""
     lines = ["Minus GRPO, same problems and pretrainings; ± for other pretrainings and problems (crossed):", ""]
     lines += ["| | accuracy, points | Brier |", "|---|---|---|"]
-    for name in titles:
+    for name in _names(of):
         both = [r for r in of if "test" in r.get(name, {}) and "test" in r.get("grpo", {})]
         if name == "grpo" or not both:
             continue
         shown = []
         for value, unit in ((lambda r: r.correct, 100), (lambda r: (r.confidence - r.correct) ** 2, 1)):
-            matrix = np.array(
-                [_by_problem(r[name]["test"], value) - _by_problem(r["grpo"]["test"], value) for r in both]
-            )
+            matrix = np.array([by_problem(r[name]["test"], value) - by_problem(r["grpo"]["test"], value) for r in both])
             gap = crossed(matrix)
             half = "" if math.isnan(gap.low) else f" ± {unit * (gap.high - gap.mean):.3g}"
             shown.append(f"{unit * gap.mean:+.3g}{half}")
-        lines.append(f"| {titles[name]} | {' | '.join(shown)} |")
+        lines.append(f"| {TITLES[name]} | {' | '.join(shown)} |")
     return lines
 
 
-def _by_problem(r: Records, value: Callable[[Records], np.ndarray]) -> np.ndarray:
+def by_problem(r: Records, value: Callable[[Records], np.ndarray]) -> np.ndarray:
     """Mean of a value over each problem's responses; without a stated confidence a response counts as 0.5."""
     filled = r.stating(np.nan_to_num(r.confidence, nan=0.5))
     return np.bincount(r.problem, weights=value(filled)) / np.bincount(r.problem)

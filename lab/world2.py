@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from lab.publish import write_json
+from lab.results import crossed, interval
 from lab.runner import EXAMPLES, Scale
 from lab.testgrid import Draw, HeldOutLab, cells
-from lab.testtables import METRICS, TITLES, Records, Run, differences, ece_interval, load, lookup, scores, with_fitted
+from lab.testtables import METRICS, TITLES, Records, Run, by_problem, ece_interval, load, lookup, scores, with_fitted
 
 RECORDS = "world2_records.tar.xz"
 GRAPHS = EXAMPLES / "graphs"
@@ -26,7 +27,7 @@ SHOWN = tuple(name for name in METRICS if name != "ece_ood")
 ROWS = MappingProxyType(
     {name: TITLES[name] for name in ("base", "grpo", "dcpo", "dcpo_proper", "adapter", "lookup")}
     | {"stated": "lookup, one number per answer given", "logprob": TITLES["logprob"]}
-    | {"adapter_isotonic": TITLES["adapter_isotonic"]}
+    | {name: TITLES[name] for name in ("consistency", "adapter_isotonic")}
     | {"adapter": "adapter, tokens of its own", "lookup": "lookup, one number per number of targets"}
 )
 
@@ -87,8 +88,29 @@ def _markdown(of: Sequence[Mapping[str, Run]], result: Mapping[str, Any]) -> str
     for name in result:
         for number, r in enumerate((r[name] for r in of if name in r), start=1):
             lines.append(f"| {ROWS[name]} | {number} | {ece_interval(r['test'])} |")
-    lines += ["", *differences(of, ROWS), "", *_by_targets(of)]
+    lines += ["", *_gaps(of, "grpo"), "", *_gaps(of, "logprob"), "", *_by_targets(of)]
     return "\n".join(lines) + "\n"
+
+
+def _gaps(of: Sequence[Mapping[str, Run]], start: str) -> list[str]:
+    """Accuracy in points and Brier score minus ``start``'s; intervals for other problems, with several pretrainings for
+    other ones of them as well."""
+    lines = [
+        f"Minus {ROWS[start]}, same problems;",
+        "± for other problems, where n > 1 also for other pretrainings:",
+        "",
+    ]
+    lines += ["| | accuracy, points | Brier |", "|---|---|---|"]
+    for name in ROWS:
+        both = [r for r in of if name in r and start in r and name != start]
+        shown = []
+        for value in (lambda r: 100 * r.correct, lambda r: (r.confidence - r.correct) ** 2):
+            gaps = np.array([by_problem(r[name]["test"], value) - by_problem(r[start]["test"], value) for r in both])
+            if both:
+                found = crossed(gaps) if len(both) > 1 else interval(gaps[0])
+                shown.append(f"{found.mean:+.4f} ± {found.high - found.mean:.4f}")
+        lines += [f"| {ROWS[name]} | {' | '.join(shown)} |"] if both else []
+    return lines
 
 
 def _by_targets(of: Sequence[Mapping[str, Run]]) -> list[str]:
@@ -96,7 +118,7 @@ def _by_targets(of: Sequence[Mapping[str, Run]]) -> list[str]:
     lines = ["Accuracy / mean confidence by the number of nodes with an edge towards them (pretraining 1):", ""]
     kinds = sorted(set(of[0]["grpo"]["test"].kind), key=int)
     lines += [f"| | {' | '.join(kinds)} |", "|---" * (len(kinds) + 1) + "|"]
-    for name in ROWS:
+    for name in ("base", "grpo", "dcpo", "dcpo_proper", "adapter"):
         if name in of[0]:
             r = of[0][name]["test"]
             shown = [
