@@ -8,6 +8,7 @@ Grouping is by ``prompt_id``, never by position in a batch.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 if TYPE_CHECKING:
@@ -54,6 +55,11 @@ class Prompt:
     ground_truth: str
     task: str
     tests: bytes | None = None
+
+    @cached_property
+    def ids(self) -> np.ndarray:
+        """``token_ids``, int64 [P]."""
+        return np.asarray(self.token_ids, np.int64)
 
 
 @dataclass(frozen=True)

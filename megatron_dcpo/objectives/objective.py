@@ -126,13 +126,9 @@ class Objective:
         digits: list[tuple[DigitScores, ...]] = [()] * len(judgements)
         if self.trains_all_digits and decimals is not None:
             digits = score_digits(judgements, decimals, targets, self.options)
-        trained = [not (self.options.mask_truncated and j.status == "truncated") for j in judgements]
-        tokens = tuple(
-            spread_over_tokens(j, a_r, a_c, self.options) for j, a_r, a_c in zip(judgements, A_r, A_c, strict=True)
-        )
-        return Scored(
-            tuple(judgements), targets, R, R_c, A_r, A_c, np.array(trained, dtype=bool), tokens, tuple(digits)
-        )
+        trained = np.array([not (self.options.mask_truncated and j.status == "truncated") for j in judgements], bool)
+        tokens = spread_over_tokens(judgements, A_r, A_c, self.options)
+        return Scored(tuple(judgements), targets, R, R_c, A_r, A_c, trained, tokens, tuple(digits))
 
     def counts(self, scored: Scored) -> np.ndarray:
         """Local denominators, float64 [3], in the order of ``COUNT_NAMES``. Sum them over the data-parallel ranks."""
@@ -150,18 +146,15 @@ class Objective:
         sequences, *block_counts = np.maximum(counts, 1.0)
         weight = np.array([0.0, *self.options.blocks("weight")])  # indexed by block id
         per_block = np.array([1.0, *block_counts])
-        total = max(float(counts[1] + counts[2]), 1.0)
-        weights = []
-        for tokens, trained in zip(scored.tokens, scored.trained, strict=True):
-            blocks = tokens.block_ids
-            if self.options.loss_aggregation == "sequence_mean":
-                denominator = sequences * max(len(blocks), 1)
-            elif self.options.loss_aggregation == "token_mean":
-                denominator = total
-            else:
-                denominator = per_block[blocks]
-            weights.append(weight[blocks] / denominator * float(trained))
-        return weights
+        lengths = np.array([len(tokens.block_ids) for tokens in scored.tokens], np.int64)
+        blocks = np.concatenate([np.empty(0, np.int8), *(tokens.block_ids for tokens in scored.tokens)])
+        denominators = {
+            "sequence_mean": np.repeat(sequences * np.maximum(lengths, 1), lengths),
+            "token_mean": np.full(len(blocks), max(float(counts[1] + counts[2]), 1.0)),
+            "block_mean": per_block[blocks],
+        }
+        weights = weight[blocks] / denominators[self.options.loss_aggregation]
+        return _by_response(weights * np.repeat(np.asarray(scored.trained, np.float64), lengths), lengths)
 
     def trains(self, judgements: Sequence[Judgement], decimals: Sequence[Sequence[DecimalToken]] | None = None) -> bool:
         """Whether a group has a gradient in either block: an advantage other than 0 on a token with a weight, or digits
@@ -196,14 +189,22 @@ def _bears_gradient(weights: np.ndarray, tokens: TokenAdvantages, digits: Sequen
     return bool(np.any(weights * tokens.advantages)) or any(weights[digit.position] for digit in digits)
 
 
-def spread_over_tokens(judgement: Judgement, A_r: float, A_c: float, options: ObjectiveConfig) -> TokenAdvantages:
+def spread_over_tokens(
+    judgements: Sequence[Judgement], A_r: np.ndarray, A_c: np.ndarray, options: ObjectiveConfig
+) -> tuple[TokenAdvantages, ...]:
     """A_r on the reasoning tokens, A_c on the confidence tokens, constant inside a block
     (docs/algorithms.md#4-advantages)."""
-    boundary = confidence_start(judgement, options)
-    advantages = np.full(judgement.length, A_r, np.float64)
-    block_ids = np.full(judgement.length, BLOCK_REASONING, np.int8)
-    advantages[boundary:], block_ids[boundary:] = A_c, BLOCK_CONFIDENCE
-    return TokenAdvantages(judgement.prompt_id, advantages, block_ids)
+    lengths = np.array([j.length for j in judgements], np.int64)
+    starts = np.minimum(np.array([confidence_start(j, options) for j in judgements], np.int64), lengths)
+    counts = np.stack([starts, lengths - starts], axis=1).ravel()
+    advantages = np.repeat(np.stack([A_r, A_c], axis=1).ravel(), counts)
+    block_ids = np.repeat(np.array([BLOCK_REASONING, BLOCK_CONFIDENCE] * len(judgements), np.int8), counts)
+    rows = zip(judgements, _by_response(advantages, lengths), _by_response(block_ids, lengths), strict=True)
+    return tuple(TokenAdvantages(judgement.prompt_id, *row) for judgement, *row in rows)
+
+
+def _by_response(flat: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
+    return np.split(flat, np.cumsum(lengths)[:-1])[: len(lengths)]
 
 
 def confidence_start(judgement: Judgement, options: ObjectiveConfig) -> int:

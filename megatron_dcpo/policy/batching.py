@@ -314,19 +314,11 @@ def _micro_batch(
     offsets: Sequence[int],
     packed: PackedSeqParams | None,
 ) -> MicroBatch:
-    rows, targets, owners = [], [], []
-    for index, (sample, offset) in enumerate(zip(samples, offsets, strict=True)):
-        first = offset + len(sample.prompt_ids) - 1
-        rows.append(np.arange(first, first + len(sample.response_ids)))
-        targets.append(sample.response_ids)
-        owners.append(np.full(len(sample.response_ids), index, np.int64))
+    lengths = np.array([len(sample.response_ids) for sample in samples])
+    first = np.array([offset + len(s.prompt_ids) - 1 for s, offset in zip(samples, offsets, strict=True)])
+    ends = np.cumsum(lengths)
+    rows = np.arange(ends[-1]) + np.repeat(first - (ends - lengths), lengths)
+    targets, owners = [s.response_ids for s in samples], np.repeat(np.arange(len(samples)), lengths)
     on = lambda array: torch.tensor(array, device=current_device())  # noqa: E731
-    return MicroBatch(
-        on(tokens),
-        on(positions),
-        on(np.concatenate(rows)),
-        on(np.concatenate(targets)),
-        on(np.concatenate(owners)),
-        tuple(samples),
-        packed,
-    )
+    columns = on(tokens), on(positions), on(rows), on(np.concatenate(targets)), on(owners)
+    return MicroBatch(*columns, tuple(samples), packed)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass, field
-from functools import cached_property
 from operator import attrgetter
 
 import numpy as np
@@ -59,9 +58,9 @@ class TrainingSample:
     digits: tuple[DigitScores, ...] = ()
     statement: StatementTarget | None = None
 
-    @cached_property
+    @property
     def prompt_ids(self) -> np.ndarray:
-        return np.asarray(self.prompt.token_ids, np.int64)
+        return self.prompt.ids
 
     @property
     def response_ids(self) -> np.ndarray:

@@ -260,7 +260,9 @@ def micro_batch_loss(
     loss = losses.sum()
     if not tokens.with_statistics:
         return loss, {}
-    return loss, {"loss": float(loss.detach()), **{k: float(v) for k, v in stats.items()}, **_mismatch(tokens)}
+    stats = {"loss": loss.detach(), **stats}
+    values = torch.stack([value.double() for value in stats.values()]).tolist()  # one wait for the device
+    return loss, dict(zip(stats, values, strict=True)) | _mismatch(tokens)
 
 
 def token_batch(batch: MicroBatch, outputs: TokenOutputs, with_statistics: bool) -> TokenBatch:
