@@ -316,9 +316,8 @@ def _micro_batch(
 ) -> MicroBatch:
     lengths = np.array([len(sample.response_ids) for sample in samples])
     first = np.array([offset + len(s.prompt_ids) - 1 for s, offset in zip(samples, offsets, strict=True)])
-    ends = np.cumsum(lengths)
-    rows = np.arange(ends[-1]) + np.repeat(first - (ends - lengths), lengths)
-    targets, owners = [s.response_ids for s in samples], np.repeat(np.arange(len(samples)), lengths)
+    rows = np.arange(lengths.sum()) + np.repeat(first + lengths - np.cumsum(lengths), lengths)
+    owners = np.repeat(np.arange(len(samples)), lengths)
     on = lambda array: torch.tensor(array, device=current_device())  # noqa: E731
-    columns = on(tokens), on(positions), on(rows), on(np.concatenate(targets)), on(owners)
-    return MicroBatch(*columns, tuple(samples), packed)
+    targets = on(np.concatenate([sample.response_ids for sample in samples]))
+    return MicroBatch(on(tokens), on(positions), on(rows), targets, on(owners), tuple(samples), packed)
