@@ -132,7 +132,7 @@ lab-smoke: setup
 lab-policies: setup
 	PYTHON=$(CURDIR)/$(BIN)/python sh examples/lab/make_policies.sh
 
-# the second world, graphs: one pretraining, GRPO (without the adapter), DCPO, DCPO-proper, adapter; about half an hour
+# the second world, graphs: one pretraining, GRPO (without the adapter), DCPO, DCPO-proper, adapter; about 25 minutes
 lab-world2: setup
 	PYTHON=$(CURDIR)/$(BIN)/python sh examples/lab/make_policies.sh graphs.1
 	$(BIN)/python -m lab world2 --train --jobs $(JOBS)

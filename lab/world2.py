@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from lab.publish import write_json
-from lab.results import crossed, interval
+from lab.results import interval, read_archive
 from lab.runner import EXAMPLES, Scale
 from lab.testgrid import Draw, HeldOutLab, cells
 from lab.testtables import METRICS, TITLES, Records, Run, by_problem, ece_interval, load, lookup, scores, with_fitted
@@ -48,74 +48,60 @@ def by_answer(fit: Records) -> Callable[[Records], np.ndarray]:
     return lambda r: table(replace(r, kind=r.answer))
 
 
-def rows(archive: Path, seed: int = 1) -> list[dict[str, Run]]:
-    """One ``{row: responses}`` per pretraining."""
+def rows(archive: Path) -> list[dict[str, Run]]:
+    """One ``{row: responses}`` per run: seed by seed, in it every pretraining."""
     found = []
-    for _, runs in sorted(load(archive, seed, GRAPHS).items()):
-        grpo, filled = runs["grpo"], with_fitted(runs)
-        stated = by_answer(grpo["heldout"])
-        found.append(filled | {"stated": {part: r.stating(stated(r)) for part, r in grpo.items()}})
+    for seed in sorted({int(name.split("/")[2]) for name in read_archive(archive)}):
+        for _, runs in sorted(load(archive, seed, GRAPHS).items()):
+            grpo, filled = runs["grpo"], with_fitted(runs)
+            stated = by_answer(grpo["heldout"])
+            found.append(filled | {"stated": {part: r.stating(stated(r)) for part, r in grpo.items()}})
     return found
 
 
 def tables(archive: Path, out: Path) -> dict[str, Any]:
-    """Write ``world2.json`` and ``world2_tables.md``; returns the former: {row: {metric: [per pretraining]}}."""
+    """Write ``world2.json`` and ``world2_tables.md``; returns the former: {row: {metric: [per run]}}."""
     of = rows(archive)
-    result: dict[str, Any] = {}
+    result = {}
     for name in ROWS:
         values = [scores(r[name]) for r in of if name in r]
-        if values:
-            result[name] = {key: [v[key] for v in values] for key in SHOWN}
+        result[name] = {key: [v[key] for v in values] for key in SHOWN}
     write_json(out / "world2.json", result)
-    (out / "world2_tables.md").write_text(_markdown(of, result))
+    (out / "world2_tables.md").write_text(_markdown(of))
     return result
 
 
-def _markdown(of: Sequence[Mapping[str, Run]], result: Mapping[str, Any]) -> str:
-    lines = [
-        "# Tables of the second world",
-        "",
-        "Reachability in a graph, test problems, mean over the n pretrainings.",
-    ]
+def _markdown(of: Sequence[Mapping[str, Run]]) -> str:
+    lines = ["# Tables of the second world", "", "Reachability in a graph, test problems. A run is a seed of RL."]
     lines += ["Made by `python -m lab world2` from `world2_records.tar.xz` alone.", ""]
-    lines += [f"| | n | {' | '.join(SHOWN)} |", "|---" * (len(SHOWN) + 2) + "|"]
-    for name, row in result.items():
-        shown = " | ".join(f"{np.mean(row[key]):.4f}" for key in SHOWN)
-        lines.append(f"| {ROWS[name]} | {len(row['accuracy'])} | {shown} |")
+    lines += [f"| | run | {' | '.join(SHOWN)} |", "|---" * (len(SHOWN) + 2) + "|"]
+    cells = [(name, run, r) for name in ROWS for run, r in enumerate(of, start=1) if name in r]
+    for name, run, r in cells:
+        found = scores(r[name])
+        lines.append(f"| {ROWS[name]} | {run} | {' | '.join(f'{found[key]:.4f}' for key in SHOWN)} |")
     lines += ["", "ECE: plug-in, corrected for its bias, 95 % interval over problems; what 95 % of calibrated"]
     lines += ["models with these confidences stay below.", ""]
-    lines += ["| | pretraining | ECE | corrected | interval | calibrated |", "|---" * 6 + "|"]
-    for name in result:
-        for number, r in enumerate((r[name] for r in of if name in r), start=1):
-            lines.append(f"| {ROWS[name]} | {number} | {ece_interval(r['test'])} |")
-    lines += ["", *_gaps(of, "grpo"), "", *_gaps(of, "logprob"), "", *_by_targets(of)]
-    return "\n".join(lines) + "\n"
+    lines += ["| | run | ECE | corrected | interval | calibrated |", "|---" * 6 + "|"]
+    lines += [f"| {ROWS[name]} | {run} | {ece_interval(r[name]['test'])} |" for name, run, r in cells]
+    for start in ("grpo", "logprob"):
+        lines += ["", f"Minus {ROWS[start]}, same problems and run; ± for other problems:", ""]
+        lines += ["| | run | accuracy, points | Brier |", "|---" * 4 + "|"]
+        lines += [f"| {ROWS[name]} | {run} | {_gap(r[name], r[start])} |" for name, run, r in cells if name != start]
+    return "\n".join([*lines, "", *_by_targets(of)]) + "\n"
 
 
-def _gaps(of: Sequence[Mapping[str, Run]], start: str) -> list[str]:
-    """Accuracy in points and Brier score minus ``start``'s; intervals for other problems, with several pretrainings for
-    other ones of them as well."""
-    lines = [
-        f"Minus {ROWS[start]}, same problems;",
-        "± for other problems, where n > 1 also for other pretrainings:",
-        "",
-    ]
-    lines += ["| | accuracy, points | Brier |", "|---|---|---|"]
-    for name in ROWS:
-        both = [r for r in of if name in r and start in r and name != start]
-        shown = []
-        for value in (lambda r: 100 * r.correct, lambda r: (r.confidence - r.correct) ** 2):
-            gaps = np.array([by_problem(r[name]["test"], value) - by_problem(r[start]["test"], value) for r in both])
-            if both:
-                found = crossed(gaps) if len(both) > 1 else interval(gaps[0])
-                shown.append(f"{found.mean:+.4f} ± {found.high - found.mean:.4f}")
-        lines += [f"| {ROWS[name]} | {' | '.join(shown)} |"] if both else []
-    return lines
+def _gap(run: Run, start: Run) -> str:
+    """Cells of a table: accuracy in points and Brier score minus ``start``'s, intervals over problems."""
+    shown = []
+    for value in (lambda r: 100 * r.correct, lambda r: (r.confidence - r.correct) ** 2):
+        found = interval(by_problem(run["test"], value) - by_problem(start["test"], value))
+        shown.append(f"{found.mean:+.4f} ± {found.high - found.mean:.4f}")
+    return " | ".join(shown)
 
 
 def _by_targets(of: Sequence[Mapping[str, Run]]) -> list[str]:
-    """Accuracy and mean confidence of the first pretraining by what the prompt shows: nodes with an edge towards them."""
-    lines = ["Accuracy / mean confidence by the number of nodes with an edge towards them (pretraining 1):", ""]
+    """Accuracy and mean confidence of the first run by what the prompt shows: nodes with an edge towards them."""
+    lines = ["Accuracy / mean confidence by the number of nodes with an edge towards them (run 1):", ""]
     kinds = sorted(set(of[0]["grpo"]["test"].kind), key=int)
     lines += [f"| | {' | '.join(kinds)} |", "|---" * (len(kinds) + 1) + "|"]
     for name in ("base", "grpo", "dcpo", "dcpo_proper", "adapter"):
