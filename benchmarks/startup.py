@@ -25,7 +25,9 @@ CLOCK = f"import json, os, time; print(json.dumps({NOW}), flush=True)"
 IMPORTS = "import torch, megatron.core, transformers"
 LIGHT = "import argparse, yaml"
 # what reading a configuration imports even so: pydantic loads most of itself with these names
-SCHEMA = "import argparse, yaml, omegaconf; from pydantic import BaseModel, TypeAdapter; import pydantic.dataclasses"
+SCHEMA = (
+    "import argparse, yaml, numpy, omegaconf; from pydantic import BaseModel, TypeAdapter; import pydantic.dataclasses"
+)
 FIRST_STEP = f"""
 from megatron_dcpo.training import recorder
 def log(*_):

@@ -9,21 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 if TYPE_CHECKING:
     import numpy as np
-else:
 
-    class _Numpy:
-        """numpy, imported for its first name: what reads the methods' options alone does without."""
-
-        def __getattr__(self, name: str) -> Any:
-            import numpy
-
-            return vars(self).setdefault(name, getattr(numpy, name))
-
-    np = _Numpy()
+Copied = TypeVar("Copied")
 
 BLOCK_NONE, BLOCK_REASONING, BLOCK_CONFIDENCE = 0, 1, 2
 BLOCKS = {"reasoning": BLOCK_REASONING, "confidence": BLOCK_CONFIDENCE}
@@ -59,6 +50,8 @@ class Prompt:
     @cached_property
     def ids(self) -> np.ndarray:
         """``token_ids``, int64 [P]."""
+        import numpy as np
+
         return np.asarray(self.token_ids, np.int64)
 
 
@@ -126,3 +119,11 @@ class TokenAdvantages:
     prompt_id: str
     advantages: np.ndarray
     block_ids: np.ndarray
+
+
+def replaced(value: Copied, **fields: Any) -> Copied:
+    """``dataclasses.replace`` without a look at each field, of which a step would take thousands; for what has no
+    ``__post_init__``."""
+    copied = object.__new__(type(value))
+    vars(copied).update(vars(value), **fields)
+    return copied

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import argparse
 import errno
-import gc
 import importlib
 import io
 import logging
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -115,19 +113,6 @@ def _ranks_differ() -> bool:
     return torch is not None and torch.distributed.is_initialized()
 
 
-@contextmanager
-def without_collection() -> Iterator[None]:
-    """Nothing looks for reference cycles: among modules and schemas there are few, and a tenth of a start would go there."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
-
-
-@without_collection()
 def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
     """``config.load_config``; a file that is not there is reported before the schema and its libraries are imported."""
     if all("=" in override for override in overrides) and not Path(path).is_file():

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from megatron_dcpo.cli import VERBS, load_config, positive_int, without_collection
+from megatron_dcpo.cli import VERBS, load_config, positive_int
 
 
 def add_parser(subparsers: Any) -> None:
@@ -62,7 +62,6 @@ def _positive(text: str) -> float:
     return value
 
 
-@without_collection()
 def run(args: argparse.Namespace) -> int:
     from megatron_dcpo.errors import UserError
 

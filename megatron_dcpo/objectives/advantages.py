@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.objectives.options import ConfidenceNormalization, ObjectiveConfig
-from megatron_dcpo.types import Judgement, np
+from megatron_dcpo.types import Judgement
 
 MIN_BATCH_RMS = 0.01  # of the confidence's advantages: what is smaller is not blown up further
 REWARD_TOLERANCE = 1e-6  # rewards closer than this are the same reward: rounding must not become an advantage

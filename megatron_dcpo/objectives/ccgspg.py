@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from megatron_dcpo.objectives.advantages import REWARD_TOLERANCE, Group, GroupScore, by_group
 from megatron_dcpo.objectives.objective import Method
 from megatron_dcpo.objectives.options import COMMON, ObjectiveConfig
@@ -19,7 +21,7 @@ from megatron_dcpo.objectives.policy_loss import (
     regularizers,
     sequence_sums,
 )
-from megatron_dcpo.types import BLOCK_NONE, np
+from megatron_dcpo.types import BLOCK_NONE
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from megatron_dcpo.objectives.advantages import (
     Group,
     GroupScore,
@@ -27,7 +29,6 @@ from megatron_dcpo.objectives.options import (
     REASONING_ADVANTAGE,
     ObjectiveConfig,
 )
-from megatron_dcpo.types import np
 
 
 def score_group(group: Group, options: ObjectiveConfig) -> GroupScore:

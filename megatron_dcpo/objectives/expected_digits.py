@@ -19,9 +19,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from megatron_dcpo.objectives.advantages import MIN_BATCH_RMS, SCORES
 from megatron_dcpo.objectives.options import ObjectiveConfig
-from megatron_dcpo.types import Judgement, np
+from megatron_dcpo.types import Judgement
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from megatron_dcpo.objectives.advantages import Group, GroupScore, by_group, shared_advantage
 from megatron_dcpo.objectives.objective import Method
 from megatron_dcpo.objectives.options import CLIPPED_LOSS, COMMON, REASONING_ADVANTAGE, ObjectiveConfig
-from megatron_dcpo.types import np
 
 
 def score_group(group: Group, options: ObjectiveConfig) -> GroupScore:

@@ -12,11 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from megatron_dcpo.objectives.advantages import ScoreMiniBatch, make_group
 from megatron_dcpo.objectives.expected_digits import DecimalToken, DigitScores, score_digits
 from megatron_dcpo.objectives.options import CLIPPED_LOSS, COMMON, ObjectiveConfig
 from megatron_dcpo.objectives.policy_loss import Stats, TokenBatch, clipped_policy_loss
-from megatron_dcpo.types import BLOCK_CONFIDENCE, BLOCK_REASONING, Judgement, TokenAdvantages, np
+from megatron_dcpo.types import BLOCK_CONFIDENCE, BLOCK_REASONING, Judgement, TokenAdvantages
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.objectives import coupled
 from megatron_dcpo.objectives.advantages import Group, GroupScore, by_group, shared_advantage
 from megatron_dcpo.objectives.objective import Method
 from megatron_dcpo.objectives.options import CALIBRATION_REWARD, ObjectiveConfig
-from megatron_dcpo.types import np
 
 # Weights of format, accuracy and Brier term in the original code.
 FORMAT, ACCURACY, BRIER = 0.5, 0.5, 0.5

@@ -6,7 +6,6 @@ policy is trained, and its expected score is the loss. What it would state is pu
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from megatron_dcpo.policy.batching import MicroBatch
 from megatron_dcpo.policy.statements import StatementInputs
 from megatron_dcpo.training.run import TrainingRun
 from megatron_dcpo.training.sampling import Sample, TrainingSample
+from megatron_dcpo.types import replaced
 
 
 def statement_targets(
@@ -74,8 +74,8 @@ def with_confidences(samples: Sequence[TrainingSample], stated: Mapping[Sample, 
         c = stated.get((sample.response.prompt_id, sample.response.sample_index))
         if c is None:
             return sample
-        judgement = dataclasses.replace(sample.judgement, confidence=c, status="ok")
+        judgement = replaced(sample.judgement, confidence=c, status="ok")
         R_c = sample.statement.scores[round(100 * c)] if sample.statement is not None else sample.R_c
-        return dataclasses.replace(sample, judgement=judgement, R_c=float(R_c))
+        return replaced(sample, judgement=judgement, R_c=float(R_c))
 
     return [filled(sample) for sample in samples]

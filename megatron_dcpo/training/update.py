@@ -42,7 +42,7 @@ from megatron_dcpo.runtime.distributed import all_gather_objects, max_over_ranks
 from megatron_dcpo.training.run import TrainingRun
 from megatron_dcpo.training.sampling import Sample, TrainingSample, decimals_of
 from megatron_dcpo.training.stating import statement_inputs, statement_loss, statement_targets, with_confidences
-from megatron_dcpo.types import BLOCKS, Judgement
+from megatron_dcpo.types import BLOCKS, Judgement, replaced
 from megatron_dcpo.weights.architecture import Architecture
 
 logger = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ class MiniBatch:
 
     def with_fields(self, fields: Mapping[int, Mapping[str, Any]]) -> MiniBatch:
         """Fill fields of the samples, by index."""
-        samples = (dataclasses.replace(sample, **fields.get(i, {})) for i, sample in enumerate(self.samples))
+        samples = (replaced(sample, **fields.get(i, {})) for i, sample in enumerate(self.samples))
         return dataclasses.replace(self, samples=tuple(samples))
 
 

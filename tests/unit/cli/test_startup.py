@@ -19,9 +19,9 @@ PLAN = ["--config", "examples/quickstart/dcpo.yaml", "--gpus", "8"]
         (["train", "--config", "nowhere.yaml"], set()),
         (["plan", "--config", "nowhere.yaml", "--gpus", "8"], set()),
         (["probe", "--config", "nowhere.yaml"], set()),
-        (["plan", *PLAN, "--json"], {"pydantic", "omegaconf"}),
-        (["plan", *PLAN], {"pydantic", "omegaconf", "rich"}),
-        (["train", "--config", "examples/quickstart/dcpo.yaml", "objective.lam=3"], {"pydantic", "omegaconf"}),
+        (["plan", *PLAN, "--json"], {"numpy", "pydantic", "omegaconf"}),
+        (["plan", *PLAN], {"numpy", "pydantic", "omegaconf", "rich"}),
+        (["train", "--config", "examples/quickstart/dcpo.yaml", "objective.lam=3"], {"numpy", "pydantic", "omegaconf"}),
     ],
     ids=["train", "plan", "probe", "plan as JSON", "plan as tables", "a refused option"],
 )
@@ -35,19 +35,3 @@ def test_a_light_verb_imports_what_it_uses(arguments: list[str], imported: set[s
         [sys.executable, "-c", code, *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=True
     )
     assert set(done.stdout.splitlines()[-1].split()) == imported
-
-
-def test_a_plan_leaves_the_collector_as_it_was() -> None:
-    code = (
-        "import gc, sys; from megatron_dcpo.cli import main\n"
-        "before = gc.isenabled(); main(sys.argv[1:]); assert gc.isenabled() == before\n"
-        "gc.disable(); main(sys.argv[1:]); assert not gc.isenabled()"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, "plan", *PLAN, "--json"],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
