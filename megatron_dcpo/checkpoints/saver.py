@@ -287,13 +287,12 @@ def _taken_over(buckets: list[Any], parts: list[Any]) -> list[Any]:
     ]
 
 
-@torch.no_grad()
 def _refreshed(plan: _Plan, directory: Path, parts: list[Any]) -> list[Any]:
     """Megatron's buckets, with the values of now."""
     buckets = []
     for name, objects, tensors in plan.files:
         for _, number, host in tensors:
-            host.copy_(now if (now := parts[number].data).shape == host.shape else now.reshape(host.shape))
+            host.copy_(parts[number].data.detach().reshape(host.shape))
         saved = []
         for item, number, before in objects:
             if parts[number].data is not None:  # as before otherwise

@@ -89,8 +89,11 @@ def run(args: argparse.Namespace) -> int:
 
         environment = Environment(args.judge_seconds, args.judges_per_node)
         found = scenarios(config, machine, rates, environment, read_lengths(args.lengths) if args.lengths else ())
-        lines = [json.dumps(scenario_facts(found))] if args.json else None
-        print("\n".join(lines or scenario_lines(found, rates, environment, args.lengths)))
+        print(
+            json.dumps(scenario_facts(found))
+            if args.json
+            else "\n".join(scenario_lines(found, rates, environment, args.lengths))
+        )
         return 0
     plan = make_plan(config, machine, rates)
     if args.json:
