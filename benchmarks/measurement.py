@@ -38,6 +38,7 @@ class Measurement:
     """``ours`` and ``other`` in ``unit``; ``goal`` bounds ``ours / other`` from above, or from below if ``at_least``.
 
     ``same``: both computed the same thing. ``reason``: why there is no number, or how "the same" is meant.
+    ``bound``: the ratio that what cannot be left out has alone, ``bound_is``, where the goal may be out of reach.
     ``raw``: the single measurements.
     """
 
@@ -50,6 +51,8 @@ class Measurement:
     at_least: bool = False
     same: bool = True
     reason: str = ""
+    bound: float | None = None
+    bound_is: str = ""
     raw: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -70,8 +73,11 @@ class Measurement:
         reason = self.reason if self.same or self.ours is None else f"the results differ. {self.reason}".strip()
         keys = ("name", "ours", "other", "ratio", "goal", "met", "unit", "other_is")
         values = {key: _rounded(getattr(self, key)) for key in keys}
-        bound = {"goal_is": "at least" if self.at_least else "at most"} if self.goal is not None else {}
-        return values | bound | {"command": command, "reason": reason, "same": self.same, "raw": self.raw}
+        if self.goal is not None:
+            values["goal_is"] = "at least" if self.at_least else "at most"
+        if self.bound is not None:
+            values |= {"bound": _rounded(self.bound), "bound_is": self.bound_is}
+        return values | {"command": command, "reason": reason, "same": self.same, "raw": self.raw}
 
 
 def _rounded(value: Any) -> Any:
@@ -173,11 +179,11 @@ class Stepper:
 def steps() -> Iterator[Callable[..., None]]:
     """In a stepper's program: yields once per step asked for a function that reports it; keywords travel along."""
     for _ in sys.stdin:
-        wall, cpu = time.perf_counter(), cpu_seconds()
+        begin = time.perf_counter(), cpu_seconds()
 
-        def report(wall: float = wall, cpu: float = cpu, **facts: Any) -> None:
+        def report(begin: tuple[float, float] = begin, **facts: Any) -> None:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-            spent = {"wall": time.perf_counter() - wall, "cpu": cpu_seconds() - cpu, "peak_bytes": peak}
+            spent = {"wall": time.perf_counter() - begin[0], "cpu": cpu_seconds() - begin[1], "peak_bytes": peak}
             print(json.dumps({"step": spent | facts}), flush=True)
 
         yield report

@@ -18,6 +18,8 @@ SHAPES: dict[str, dict[str, int]] = {
     # 26 of 28 million parameters in layers
     "28M": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8,
             "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 4096},
+    "105M": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 8, "num_attention_heads": 16,
+             "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 4096},
     # 24 of 28 million parameters in the vocabulary
     "28M, large vocabulary": {"hidden_size": 160, "intermediate_size": 768, "num_hidden_layers": 8,
                               "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 151936},

@@ -45,14 +45,14 @@ def _compared(name: str, ranks: list[dict[str, Any]]) -> Iterator[Measurement]:
     seconds = [max(min(rank[side]) for rank in ranks) for side in ("ours", "copy")]
     unit = f"s (wall time of the slowest rank, min of {ROUNDS})"
     reason = f"{ranks[0]['bytes'] / 1e6:.0f} MB into every engine, {most['received'] / 1e6:.0f} MB of them received"
-    raw = {"ranks": ranks}
-    yield Measurement(
-        f"{name}, time", *seconds, unit, "a copy of the same bytes", 2.0, same=same, reason=reason, raw=raw
-    )
+    facts: dict[str, Any] = {"same": same, "reason": reason, "raw": {"ranks": ranks}}
+    wired = max(min(rank["copy and wire"]) for rank in ranks) if most["received"] else seconds[1]
+    other = "a copy of the same bytes and the same messages over bare gloo"
     if most["received"]:
-        seconds[1] = max(min(rank["copy and wire"]) for rank in ranks)
-        other = "a copy of the same bytes and the same messages over bare gloo"
-        yield Measurement(f"{name}, time with the wire", *seconds, unit, other, 2.0, same=same)
+        facts |= {"bound": wired / seconds[1], "bound_is": other}
+    yield Measurement(f"{name}, time", *seconds, unit, "a copy of the same bytes", 2.0, **facts)
+    if most["received"]:
+        yield Measurement(f"{name}, time with the wire", seconds[0], wired, unit, other, 2.0, same=same)
     planned, again = (max(rank[key] for rank in ranks) for key in ("planned_s", "planned_again_s"))
     unit = "s to have the plan of the second synchronisation"
     yield Measurement(f"{name}, planning", again, planned, unit, "the first", 0.1, same=same)

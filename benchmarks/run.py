@@ -89,8 +89,14 @@ def _text(line: dict[str, Any]) -> str:
         return f"{line['name']}: {line['reason']} ({met})"
     return (
         f"{line['name']}: {line['ours']:g} against {line['other']:g} {line['unit']} of {line['other_is']}, "
-        f"ratio {line['ratio']:g}, {goal}: {met}" + (f"; {line['reason']}" if line["reason"] else "")
+        f"ratio {line['ratio']:g}, {goal}: {met}" + "".join(f"; {remark}" for remark in _remarks(line))
     )
+
+
+def _remarks(line: dict[str, Any]) -> list[str]:
+    """The reason, and of a goal that is not met the least ratio that is possible."""
+    bound = f"not below {line['bound']:g}: {line['bound_is']}" if "bound" in line and not line["met"] else ""
+    return [remark for remark in (line["reason"], bound) if remark]
 
 
 def write_results(path: Path, lines: Sequence[dict[str, Any]]) -> None:
@@ -132,7 +138,9 @@ def _row(line: dict[str, Any]) -> str:
         return "-" if value is None else f"{value:g}"
 
     goal = "-" if line["goal"] is None else f"{line['goal_is']} {line['goal']:g}"
-    met = {True: "yes", False: "**no**", None: "-"}[line["met"]] + (f": {line['reason']}" if line["reason"] else "")
+    met = {True: "yes", False: "**no**", None: "-"}[line["met"]]
+    if remarks := _remarks(line):
+        met += f": {'; '.join(remarks)}"
     numbers = [shown(line["ours"]), shown(line["other"]), line["unit"], line["other_is"], shown(line["ratio"])]
     return "| " + " | ".join([line["name"], *numbers, goal, met.replace("|", "/"), line["commit"]]) + " |"
 

@@ -5,7 +5,8 @@
 Each trains in a process of its own and takes a step when it is its turn: rollout with transformers, judging, log-probs,
 loss, AdamW. Rewards are constant in neither: ours judges (nothing of a random policy is right), TRL's reward is the
 length modulo 7, because GRPO's arithmetic does not depend on their values. Times are per response token where lengths
-differ; peaks are resident memory with the interpreter and all imports.
+differ; peaks are resident memory with the interpreter and all imports. The least step has what none can leave out: the
+model's passes over every prompt and token, and Megatron-core's bare update.
 """
 
 from __future__ import annotations
@@ -13,19 +14,19 @@ from __future__ import annotations
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from measurement import PEERS, Measurement, Stepper, absent, cpu_seconds, not_installed, peer_has, steps
+from measurement import PEERS, Measurement, Stepper, Turns, absent, cpu_seconds, not_installed, peer_has, steps
 
 OTHER = "TRL 1.16 GRPOTrainer"
 
 
 @dataclass(frozen=True)
 class Case:
-    """``stop``: the probability that a token ends its response; ``rounds`` are measured."""
+    """``stop``: the probability that a token ends its response; ``rounds`` are measured. ``bounded``: the least step too."""
 
     shape: str
     prompts: int
@@ -35,10 +36,11 @@ class Case:
     micro_batch: int
     goal: float
     rounds: int
+    bounded: bool = False
 
 
 CASES = {
-    "131k": Case("131k", 32, 8, 16, 0.0, 256, 0.55, 12),
+    "131k": Case("131k", 32, 8, 16, 0.0, 256, 0.55, 12, bounded=True),
     "28M": Case("28M", 8, 8, 48, 0.0, 64, 1.0, 3),
     "28M, ragged": Case("28M", 8, 8, 256, 0.01, 16, 0.67, 2),
     "28M, large vocabulary": Case("28M, large vocabulary", 4, 8, 48, 0.0, 16, 1.0, 2),
@@ -68,10 +70,13 @@ def _compared(name: str, case: Case, found: list[tuple[dict[str, Any], dict[str,
     tokens = [sum(row["tokens"] for row in rows) for rows in raw.values()]
     # the same draws are not possible: lengths are equal in distribution, and exactly where none ends early
     same = abs(tokens[0] / tokens[1] - 1) <= (0.2 if case.stop else 0.0)
-    facts = {"goal": case.goal, "same": same, "reason": f"{tokens[0]} and {tokens[1]} response tokens"}
+    facts: dict[str, Any] = {"goal": case.goal, "same": same, "reason": f"{tokens[0]} and {tokens[1]} response tokens"}
     for what, clock in (("", "cpu"), (", wall", "wall")):
         a, b = (statistics.median(1e3 * row[clock] / row["tokens"] for row in rows) for rows in raw.values())
         unit = f"ms per response token ({'processor' if clock == 'cpu' else clock} time, median of {len(found)} steps)"
+        if case.bounded:
+            least = statistics.median(1e3 * row[f"least_{clock}"] / row["tokens"] for row in raw["ours"])
+            facts |= {"bound": least / b, "bound_is": "the passes of the model and Megatron-core's bare update"}
         yield Measurement(f"step_trl/{name}{what}", a, b, unit, OTHER, **facts, raw={} if what else raw)
     parts = [statistics.median(1e3 * row["train_cpu"] / row["tokens"] for row in rows) for rows in raw.values()]
     unit = "ms per response token (processor time without rollout, judging and weight transfer)"
@@ -89,8 +94,49 @@ def ours(case: Case, model: Path, scratch: Path) -> None:
     run = policies.training_run(
         policies.overrides(model, scratch / "run", case.prompts, case.group, case.tokens, *more)
     )
+    least = least_step(run, case) if case.bounded else None
     for number, report in enumerate(steps(), 1):
-        report(**policies.training_step(run, number))
+        step, passes = Turns(), Turns()
+        step.take(lambda number=number: policies.training_step(run, number))
+        facts = step.result | {"wall": step.wall[0], "cpu": step.cpu[0]}
+        if least:
+            passes.take(least)
+            facts |= {"least_wall": passes.wall[0], "least_cpu": passes.cpu[0]}
+        report(**facts)
+
+
+def least_step(run: Any, case: Case) -> Callable[[], None]:
+    """The passes of the model over a rollout's prompts, each once, and tokens, and the bare update of Megatron-core."""
+    import torch
+    from step_megatron import Bare
+
+    from megatron_dcpo.rollout.transformers_engine import _Running, prefill
+    from megatron_dcpo.runtime.watchdog import Timers
+    from megatron_dcpo.training.sampling import sample_step
+    from megatron_dcpo.training.update import MiniBatch, score
+
+    with run.watch:
+        drawn = sample_step(run, 1, Timers(run.watch))
+    # half of a group is right: a random policy's groups would have no gradient
+    samples = [replace(s, judgement=replace(s.judgement, correct=i % 2)) for i, s in enumerate(drawn)]
+    bare = Bare(run, score(run, MiniBatch.of(run, samples)))
+    prompts = [list(s.prompt.ids) for s in samples[:: case.group]]
+    tokens = torch.tensor([list(s.response_ids) for s in samples])
+    rows = torch.arange(case.prompts).repeat_interleave(case.group)
+
+    @torch.no_grad()
+    def roll_out() -> None:
+        logits, cache, mask, position = prefill(run.engine.model, prompts)
+        cache.batch_select_indices(rows)
+        running = _Running(rows, logits[rows], cache, mask[rows], position[rows])
+        for place in range(case.tokens - 1):
+            running.step(run.engine.model, tokens[:, place])
+
+    def step() -> None:
+        roll_out()
+        bare.step()
+
+    return step
 
 
 def trl(case: Case, model: Path, scratch: Path) -> None:

@@ -25,6 +25,8 @@ def measurements():
         ("enough", 3.0, 0.75, True), ("too little", 2.9, 0.75, True),
     ):
         yield Measurement(name, ours, 4.0, "s", "theirs", goal=goal, at_least=at_least)
+    for name, goal in (("bounded", 0.2), ("bounded, met", 0.3)):
+        yield Measurement(name, 1.0, 4.0, "s", "theirs", goal=goal, bound=0.22, bound_is="the wire")
     yield Measurement("no goal", 1.0, 4.0, "s", "theirs")
     yield absent("peer", "s", "Peer 1.0", not_installed("peer==1.0"), goal=1.0)
 """
@@ -66,7 +68,7 @@ def test_lines_page_and_goals(folder: Path) -> None:
     met = {name: line["met"] for name, line in lines.items()}
     assert met == {
         "quick": True, "below": True, "at": True, "above": False, "enough": True, "too little": False,
-        "no goal": None, "peer": None,
+        "bounded": False, "bounded, met": True, "no goal": None, "peer": None,
     }  # fmt: skip
     assert lines["quick"]["ratio"] == pytest.approx(lines["quick"]["ours"] / lines["quick"]["other"], rel=1e-3)
     assert lines["quick"]["command"] == "python benchmarks/run.py fake"
@@ -74,6 +76,9 @@ def test_lines_page_and_goals(folder: Path) -> None:
     assert lines["peer"]["ours"] is lines["peer"]["ratio"] is None
     page = (folder / "RESULTS.md").read_text()
     assert "| above | 1 | 4 | s | theirs | 0.25 | at most 0.2 | **no** |" in page
+    assert "| bounded | 1 | 4 | s | theirs | 0.25 | at most 0.2 | **no**: not below 0.22: the wire |" in page
+    assert "| bounded, met | 1 | 4 | s | theirs | 0.25 | at most 0.3 | yes |" in page
+    assert lines["bounded"]["bound"] == 0.22
     assert "| too little | 2.9 | 4 | s | theirs | 0.725 | at least 0.75 | **no** |" in page
     raw = [json.loads(line) for line in page.partition("```json\n")[2].splitlines()[:-1]]
     assert len(raw[0]["raw"]["ours"]["cpu_s"]) == 3
