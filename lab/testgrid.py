@@ -47,11 +47,11 @@ DRAWS: Mapping[str, Draw] = MappingProxyType(
         "decoding": Draw(("test",), 4, PAPERS_DECODING),
     }
 )
-METHODS_OF_THE_TEST = ("adapter", "dcpo_proper", "dcpo", "adapter_text")
+METHODS_OF_THE_TEST = ("adapter_tokens", "adapter", "dcpo_proper", "dcpo", "rlcr_authors", "adapter_text")
 # row: options of its evaluation. A cell with an adapter leaves GRPO's policy, bit for bit (tests/system): without the
 # adapter it is GRPO's row.
 ROWS: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {name: {"adapter": (), "grpo": ("--no-adapter",)} for name in ("adapter", "adapter_tokens")}
+    {name: {name: (), "grpo": ("--no-adapter",)} for name in ("adapter", "adapter_tokens")}
 )
 CURVES = (
     "reward/accuracy", "calibration/ece", "calibration/brier", "calibration/auroc", "entropy_reasoning", "length/mean",

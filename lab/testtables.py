@@ -33,6 +33,7 @@ TITLES = {name: method.title for name, method in METHODS.items()} | {
     "consistency": "agreement of 8 samples",
     "logprob": "log-prob of the reasoning, isotonic",
     "adapter_isotonic": "adapter, isotonic",
+    "adapter_tokens_isotonic": "adapter, tokens of its own, isotonic",
 }
 
 
@@ -122,6 +123,7 @@ FITTED: Mapping[str, tuple[str, Fit]] = MappingProxyType(
         "lookup": ("grpo", lookup),
         "logprob": ("grpo", _isotonic_of("logprob")),
         "adapter_isotonic": ("adapter", _isotonic_of("confidence")),
+        "adapter_tokens_isotonic": ("adapter_tokens", _isotonic_of("confidence")),
     }
 )
 

@@ -25,10 +25,10 @@ METHODS = ("adapter_tokens", "dcpo_proper", "dcpo", "base")
 DRAWS = MappingProxyType({"choosing": Draw(("heldout",), 8), "test": Draw(("test",), 8)})
 SHOWN = tuple(name for name in METRICS if name != "ece_ood")
 ROWS = MappingProxyType(
-    {name: TITLES[name] for name in ("base", "grpo", "dcpo", "dcpo_proper", "adapter", "lookup")}
+    {name: TITLES[name] for name in ("base", "grpo", "dcpo", "dcpo_proper", "adapter_tokens", "lookup")}
     | {"stated": "lookup, one number per answer given", "logprob": TITLES["logprob"]}
-    | {name: TITLES[name] for name in ("consistency", "adapter_isotonic")}
-    | {"adapter": "adapter, tokens of its own", "lookup": "lookup, one number per number of targets"}
+    | {name: TITLES[name] for name in ("consistency", "adapter_tokens_isotonic")}
+    | {"adapter_tokens": "adapter, tokens of its own", "lookup": "lookup, one number per number of targets"}
 )
 
 
@@ -104,7 +104,7 @@ def _by_targets(of: Sequence[Mapping[str, Run]]) -> list[str]:
     lines = ["Accuracy / mean confidence by the number of nodes with an edge towards them (run 1):", ""]
     kinds = sorted(set(of[0]["grpo"]["test"].kind), key=int)
     lines += [f"| | {' | '.join(kinds)} |", "|---" * (len(kinds) + 1) + "|"]
-    for name in ("base", "grpo", "dcpo", "dcpo_proper", "adapter"):
+    for name in ("base", "grpo", "dcpo", "dcpo_proper", "adapter_tokens"):
         if name in of[0]:
             r = of[0][name]["test"]
             shown = [

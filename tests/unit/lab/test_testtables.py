@@ -71,14 +71,14 @@ def archive(path: Path, policies: tuple[str, ...]) -> None:
     generator = np.random.default_rng(0)
     files = {}
     for policy in policies:
-        for method in ("grpo", "adapter"):
+        for method in ("grpo", "adapter", "adapter_tokens"):
             for part, repeats in (("test", 8), ("ood", 8), ("heldout", 4), ("train", 4), ("decoding", 4)):
                 lines = ["problem,correct,confidence,answer,logprob,token,tokens"]
                 for problem in range(40):
                     for _ in range(repeats):
                         p = round(generator.beta(0.6, 0.4), 3)
                         y = int(generator.random() < p)
-                        said = p if method == "adapter" else 0.9
+                        said = 0.9 if method == "grpo" else p
                         lines.append(f"{problem},{y},{said:.2f},{problem if y else 7},{math.log(p + 1e-3):.4g},0.9,12")
                 files[f"{policy}/{method}/1/{part}.csv"] = ("\n".join(lines) + "\n").encode()
     write_archive(path, files)
@@ -92,9 +92,10 @@ def test_the_contract_is_written_from_the_records_alone(tmp_path) -> None:
     assert set(written["policies"]) == {"qwen3_3", "llama"}
     for policy, n in (("qwen3_3", 2), ("llama", 1)):
         methods = written["policies"][policy]
-        assert set(methods) == {"grpo", "adapter", "lookup", "consistency", "logprob", "adapter_isotonic"}
+        trained = {"grpo", "adapter", "adapter_tokens"}
+        assert set(methods) == trained | {"lookup", "consistency", "logprob", "adapter_isotonic", "adapter_tokens_isotonic"}
         assert all(set(row) == set(METRICS) and len(row["ece"]) == n for row in methods.values())
-    assert result["best"] in ("logprob", "adapter", "adapter_isotonic"), "not GRPO, which says .9 to everything"
+    assert result["best"] in ("logprob", *(name for name in methods if "adapter" in name)), "not GRPO, which says .9 always"
     grpo, fitted = (written["policies"]["qwen3_3"][name] for name in ("grpo", "logprob"))
     assert grpo["accuracy"] == fitted["accuracy"]
     assert np.mean(fitted["auroc"]) > 0.8 > np.mean(grpo["auroc"])
