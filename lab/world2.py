@@ -17,7 +17,20 @@ from lab.publish import write_json
 from lab.results import interval, read_archive
 from lab.runner import EXAMPLES, Scale
 from lab.testgrid import Draw, HeldOutLab, cells
-from lab.testtables import METRICS, TITLES, Records, Run, by_problem, ece_interval, load, lookup, scores, with_fitted
+from lab.testtables import (
+    BANDS,
+    ECE_COLUMNS,
+    METRICS,
+    TITLES,
+    Records,
+    Run,
+    by_problem,
+    ece_interval,
+    load,
+    lookup,
+    scores,
+    with_fitted,
+)
 
 RECORDS = "world2_records.tar.xz"
 GRAPHS = EXAMPLES / "graphs"
@@ -79,9 +92,13 @@ def _markdown(of: Sequence[Mapping[str, Run]]) -> str:
     for name, run, r in cells:
         found = scores(r[name])
         lines.append(f"| {ROWS[name]} | {run} | {' | '.join(f'{found[key]:.4f}' for key in SHOWN)} |")
-    lines += ["", "ECE: plug-in, corrected for its bias, 95 % interval over problems; what 95 % of calibrated"]
-    lines += ["models with these confidences stay below.", ""]
-    lines += ["| | run | ECE | corrected | interval | calibrated |", "|---" * 6 + "|"]
+    lines += [
+        "",
+        "ECE: plug-in, corrected for its bias, 95 % interval over problems; what",
+        BANDS,
+        "",
+        "| | run | " + ECE_COLUMNS,
+    ]
     lines += [f"| {ROWS[name]} | {run} | {ece_interval(r[name]['test'])} |" for name, run, r in cells]
     for start in ("grpo", "logprob"):
         lines += ["", f"Minus {ROWS[start]}, same problems and run; ± for other problems:", ""]

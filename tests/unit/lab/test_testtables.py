@@ -20,6 +20,7 @@ from lab.testtables import (
     RECORDS,
     Records,
     agreement,
+    band_of_problems,
     load,
     lookup,
     pass_at,
@@ -28,6 +29,7 @@ from lab.testtables import (
     utility,
     with_fitted,
 )
+from megatron_dcpo.calibration import ece, null_ece
 from megatron_dcpo.errors import UserError
 from tests.helpers.paths import REPOSITORY
 
@@ -67,6 +69,19 @@ def test_utility_and_agreement() -> None:
     assert agreement(r).tolist() == pytest.approx([2 / 3, 1 / 3, 2 / 3, 1.0])
 
 
+@pytest.mark.parametrize("alike", [False, True])
+def test_band_of_problems_holds_what_is_calibrated(alike: bool) -> None:
+    """About 93 of 100 calibrated policies, whether a problem's eight responses are right together or each for itself."""
+    generator, problem, inside = np.random.default_rng(3), np.repeat(np.arange(300), 8), []
+    for _ in range(100):
+        p = np.repeat(generator.uniform(size=300), 8)
+        luck = np.repeat(generator.uniform(size=300), 8) if alike else generator.uniform(size=2400)
+        r = records(problem, luck < p, p)
+        inside.append(ece(r.confidence, r.correct) <= band_of_problems(r, resamples=100))
+    assert 86 <= sum(inside) <= 99
+    assert (band_of_problems(r) > 1.5 * null_ece(r.confidence, resamples=100)) is alike
+
+
 def archive(path: Path, policies: tuple[str, ...]) -> None:
     generator = np.random.default_rng(0)
     files = {}
@@ -93,9 +108,17 @@ def test_the_contract_is_written_from_the_records_alone(tmp_path) -> None:
     for policy, n in (("qwen3_3", 2), ("llama", 1)):
         methods = written["policies"][policy]
         trained = {"grpo", "adapter", "adapter_tokens"}
-        assert set(methods) == trained | {"lookup", "consistency", "logprob", "adapter_isotonic", "adapter_tokens_isotonic"}
+        assert set(methods) == trained | {
+            "lookup",
+            "consistency",
+            "logprob",
+            "adapter_isotonic",
+            "adapter_tokens_isotonic",
+        }
         assert all(set(row) == set(METRICS) and len(row["ece"]) == n for row in methods.values())
-    assert result["best"] in ("logprob", *(name for name in methods if "adapter" in name)), "not GRPO, which says .9 always"
+    assert result["best"] in ("logprob", *(name for name in methods if "adapter" in name)), (
+        "not GRPO, which says .9 always"
+    )
     grpo, fitted = (written["policies"]["qwen3_3"][name] for name in ("grpo", "logprob"))
     assert grpo["accuracy"] == fitted["accuracy"]
     assert np.mean(fitted["auroc"]) > 0.8 > np.mean(grpo["auroc"])
