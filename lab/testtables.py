@@ -274,8 +274,8 @@ def _markdown(
 
 
 ECE_COLUMNS = "ECE | corrected | interval | calibrated | within problems |\n" + "|---" * 7 + "|"
-BANDS = """95 % of calibrated models with these confidences stay below, where labels are independent of each other
-("calibrated"), and where they are as alike within a problem as here."""
+BANDS = """95 % of calibrated models with these confidences stay below, where labels are independent of
+each other ("calibrated"), and where they are as alike within a problem as here."""
 
 
 def ece_interval(r: Records) -> str:
