@@ -176,13 +176,14 @@ def _accepted(tests: dict[str, Any]) -> list[str]:
         test_runner._execute(tests["code"], names, client, "candidate", tests["entry_point"])
     passed = []
     for answer in ANSWERS:
-        signal.setitimer(signal.ITIMER_REAL, 10.0, 1.0)
         try:
-            if _accepts(tests, answer, client, names):
-                passed.append(answer)
-        except BaseException:
-            continue
-        finally:
+            signal.setitimer(signal.ITIMER_REAL, 10.0, 1.0)
+            try:
+                if _accepts(tests, answer, client, names):
+                    passed.append(answer)
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+        except BaseException:  # also an alarm that comes while it is turned off
             signal.setitimer(signal.ITIMER_REAL, 0)
     return passed
 
