@@ -78,7 +78,8 @@ def measure(script: Path) -> Iterator[dict[str, Any]]:
 def _commit() -> str:
     git = ["git", "-C", str(REPOSITORY)]
     done = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False)
-    changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=False)
+    status = [*git, "status", "--porcelain", "-uno", "--", ":!benchmarks/RESULTS.md"]  # which this program writes
+    changed = subprocess.run(status, capture_output=True, text=True, check=False)
     return (done.stdout.strip() or "unknown") + ("+" if changed.stdout.strip() else "")
 
 
