@@ -79,18 +79,18 @@ def load(archive: Path, seed: int = 1, data: Path = EXAMPLES / "data") -> Runs:
             family, _, pretraining = policy.partition(".")
             run = runs.setdefault((family, int(pretraining or 0)), {}).setdefault(method, {})
             assert isinstance(run, dict)
-            run[part] = _records(content, kinds["test" if part == "decoding" else part])
+            column = "token" if method in METHODS and METHODS[method].confidence == "token" else "confidence"
+            run[part] = _records(content, kinds["test" if part == "decoding" else part], column)
     return runs
 
 
-def _records(content: bytes, kinds: np.ndarray) -> Records:
+def _records(content: bytes, kinds: np.ndarray, column: str = "confidence") -> Records:
+    """``column``: the kind of confidence that the row is made for."""
     rows = list(csv.DictReader(io.StringIO(content.decode())))
     rows.sort(key=lambda row: int(row["problem"]))
     columns = {key: [row[key] for row in rows] for key in rows[0]}
     problem = np.array(columns["problem"], int)
-    confidence, logprob = (
-        np.array([float(v) if v else math.nan for v in columns[k]]) for k in ("confidence", "logprob")
-    )
+    confidence, logprob = (np.array([float(v) if v else math.nan for v in columns[k]]) for k in (column, "logprob"))
     correct = np.array(columns["correct"], float)
     return Records(problem, kinds[problem], correct, confidence, logprob, np.array(columns["answer"]))
 
