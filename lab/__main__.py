@@ -32,7 +32,7 @@ def main() -> int:
     test.add_argument("--methods", default=",".join(METHODS_OF_THE_TEST), help="default: %(default)s")
     test.add_argument("--seeds", type=int, default=1, help="of every method on every pretraining")
     test.add_argument("--smoke", action="store_true", help="three steps, a few problems")
-    tables = verbs.add_parser("test-tables", help="the tables of the test, from the published responses")
+    tables = verbs.add_parser("test-tables", help="tables and figure of the test, from the published responses")
     tables.add_argument("--grid", type=Path, help="the --out of a test whose cells to publish first")
     tables.add_argument("--out", type=Path, default=Path("docs/lab"))
     second = verbs.add_parser("world2", help="the second world: its tables from the published responses")
@@ -60,11 +60,12 @@ def main() -> int:
             chosen = cells(args.policies.split(","), args.methods.split(","), range(1, args.seeds + 1))
             HeldOutLab(args.out.resolve(), SMOKE if args.smoke else FULL, args.jobs).run(chosen)
         elif args.verb == "test-tables":
-            from lab import testtables
+            from lab import testfigures, testtables
 
             if args.grid:
                 logging.info("%d trained cells packed", pack(args.grid, args.out / testtables.RECORDS))
             found = testtables.tables(args.out / testtables.RECORDS, args.out)
+            testfigures.draw_curves(args.out / testtables.RECORDS, args.out / "test_curves.png")
             print(f"best on the validation problems: {found['best']}")
         elif args.verb == "world2":
             from lab import world2

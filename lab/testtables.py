@@ -248,7 +248,7 @@ def _markdown(
         for name in columns:
             for number, r in enumerate((r[name] for r in of if "test" in r.get(name, {})), start=1):
                 lines.append(f"| {TITLES[name]} | {number} | {ece_interval(r['test'])} |")
-        lines += ["", *_differences(of), ""]
+        lines += ["", *_differences(of), "", *ladder(of)]
         lines += ["The paper's decoding (T 0.7, top-p 0.8, top-k 20), mean over pretrainings:", ""]
         lines += ["| | accuracy | ECE | Brier | AUROC |", "|---" * 5 + "|"]
         for name in columns:
@@ -299,6 +299,12 @@ def band_of_problems(r: Records, resamples: int = 400) -> float:
     return float(np.quantile(np.abs(signs @ of_problem).sum(axis=1) / len(c), 0.95))
 
 
+ERRORS: tuple[tuple[Callable[[Records], np.ndarray], int], ...] = (
+    (lambda r: r.correct, 100),
+    (lambda r: (r.confidence - r.correct) ** 2, 1),
+)
+
+
 def _differences(of: Sequence[Mapping[str, Run]]) -> list[str]:
     """Accuracy (points) and Brier score against GRPO, with intervals for other pretrainings and other problems."""
     lines = ["Minus GRPO, same problems and pretrainings; ± for other pretrainings and problems (crossed):", ""]
@@ -308,13 +314,39 @@ def _differences(of: Sequence[Mapping[str, Run]]) -> list[str]:
         if name == "grpo" or not both:
             continue
         shown = []
-        for value, unit in ((lambda r: r.correct, 100), (lambda r: (r.confidence - r.correct) ** 2, 1)):
-            matrix = np.array([by_problem(r[name]["test"], value) - by_problem(r["grpo"]["test"], value) for r in both])
-            gap = crossed(matrix)
+        for value, unit in ERRORS:
+            gap = crossed(np.array([_gap(r, name, "grpo", value) for r in both]))
             half = "" if math.isnan(gap.low) else f" ± {unit * (gap.high - gap.mean):.3g}"
             shown.append(f"{unit * gap.mean:+.3g}{half}")
         lines.append(f"| {TITLES[name]} | {' | '.join(shown)} |")
     return lines
+
+
+# from coupled to decoupled with everything else equal
+LADDER = tuple((f"coupled{rung}", f"dcpo{rung}") for rung in ("", "_mean", "_brier", "_brier_mean"))
+
+
+def ladder(of: Sequence[Mapping[str, Run]]) -> list[str]:
+    """Decoupled minus coupled on each pretraining that has both; empty where none has. The interval is over problems alone
+    and says nothing about another pretraining or seed."""
+    lines = ["Decoupled minus coupled, everything else equal; ± for other problems alone:", ""]
+    lines += ["| | pretraining | accuracy, points | Brier |", "|---|---|---|---|"]
+    head = len(lines)
+    for coupled, decoupled in LADDER:
+        for number, r in enumerate(of, start=1):
+            if "test" not in r.get(coupled, {}) or "test" not in r.get(decoupled, {}):
+                continue
+            shown = []
+            for value, unit in ERRORS:
+                gap = _gap(r, decoupled, coupled, value)
+                shown.append(f"{unit * gap.mean():+.3g} ± {unit * 1.96 * gap.std(ddof=1) / math.sqrt(len(gap)):.3g}")
+            lines.append(f"| {TITLES[decoupled]} - {TITLES[coupled]} | {number} | {' | '.join(shown)} |")
+    return [*lines, ""] if len(lines) > head else []
+
+
+def _gap(r: Mapping[str, Run], one: str, other: str, value: Callable[[Records], np.ndarray]) -> np.ndarray:
+    """[problems], one row minus the other."""
+    return by_problem(r[one]["test"], value) - by_problem(r[other]["test"], value)
 
 
 def by_problem(r: Records, value: Callable[[Records], np.ndarray]) -> np.ndarray:

@@ -13,6 +13,7 @@ import pytest
 
 from lab.grid import METHODS, Cell
 from lab.results import read_archive, write_archive
+from lab.testfigures import by_method, draw_curves
 from lab.testgrid import CURVES, METHODS_OF_THE_TEST, HeldOutLab, curve, pack
 from lab.testtables import (
     FITTED,
@@ -21,6 +22,7 @@ from lab.testtables import (
     Records,
     agreement,
     band_of_problems,
+    ladder,
     load,
     lookup,
     pass_at,
@@ -80,6 +82,19 @@ def test_band_of_problems_holds_what_is_calibrated(alike: bool) -> None:
         inside.append(ece(r.confidence, r.correct) <= band_of_problems(r, resamples=100))
     assert 86 <= sum(inside) <= 99
     assert (band_of_problems(r) > 1.5 * null_ece(r.confidence, resamples=100)) is alike
+
+
+def test_the_ladder_compares_each_rung_on_the_pretrainings_that_have_both() -> None:
+    coupled, decoupled = (
+        {"test": records([0, 0, 1, 1], y, [0.5] * 4)} for y in ([0, 0, 0, 1], [1, 1, 0, 1])
+    )  # problem 0: 0 and 2 right of 2, problem 1: the same
+    lines = ladder([{"dcpo": decoupled}, {"coupled": coupled, "dcpo": decoupled, "coupled_mean": coupled}])
+    gaps = [100.0, 0.0]
+    half = 1.96 * np.std(gaps, ddof=1) / math.sqrt(2)
+    assert [line for line in lines if line.startswith("| DCPO")] == [
+        f"| DCPO - coupled (w/o decoupling) | 2 | +50 ± {half:.3g} | +0 ± 0 |"
+    ]
+    assert ladder([{"dcpo": decoupled}]) == []
 
 
 def archive(path: Path, policies: tuple[str, ...]) -> None:
@@ -196,3 +211,11 @@ def test_the_published_tables_are_those_of_the_published_records(tmp_path) -> No
     tables(PUBLISHED / RECORDS, tmp_path)
     for name in ("test.json", "test_tables.md"):
         assert (tmp_path / name).read_text() == (PUBLISHED / name).read_text()
+
+
+def test_curves_are_drawn_from_the_published_records(tmp_path) -> None:
+    runs = by_method(read_archive(PUBLISHED / RECORDS), "large")
+    assert {len(runs[method]) for method in ("adapter_tokens", "dcpo", "dcpo_proper", "rlcr_authors")} == {5}
+    assert [row["step"] for row in runs["dcpo"][0][:3]] == ["10", "20", "30"]
+    draw_curves(PUBLISHED / RECORDS, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").stat().st_size > 20_000
