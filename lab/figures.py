@@ -28,6 +28,8 @@ def colour(method: str) -> str:
         "ccgspg": "#5b4636",
         "confclass": "#b3a100",
         "posthoc": "#d62728",
+        "adapter": PALETTE[1],  # GRPO's policy
+        "rlcr_authors": PALETTE[3],
     }
     return fixed.get(method.split("_token")[0].split("_verbal")[0], "#444444")
 

@@ -1,4 +1,4 @@
-"""``test_curves.png``: training of every method on the test's pretrainings, from ``test_records.tar.xz`` alone."""
+"""``test_curves.png``: training of four methods on the test's pretrainings, from ``test_records.tar.xz`` alone."""
 
 from __future__ import annotations
 
@@ -10,18 +10,13 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 
+from lab.figures import colour
 from lab.grid import METHODS
 from lab.results import read_archive
-from megatron_dcpo.calibration.diagrams import PALETTE
 from megatron_dcpo.calibration.diagrams import saved_figure as figure
 
 # an adapter's accuracy is GRPO's: its policy is trained by the same steps, bit for bit
-COLOURS = {
-    "adapter_tokens": PALETTE[1],
-    "dcpo": PALETTE[0],
-    "dcpo_proper": PALETTE[2],
-    "rlcr_authors": PALETTE[3],
-}
+SHOWN = ("adapter_tokens", "dcpo", "dcpo_proper", "rlcr_authors")
 PANELS = {
     "reward/accuracy": "training accuracy",
     "calibration/ece": "ECE",
@@ -37,9 +32,9 @@ def draw_curves(archive: Path, path: Path, family: str = "large") -> None:
     runs = by_method(read_archive(archive), family)
     with figure(path, columns=len(PANELS), width=4.4) as panels:
         for axes, (column, label) in zip(panels, PANELS.items(), strict=True):
-            for method, colour in COLOURS.items():
+            for method in SHOWN:
                 if method in runs:
-                    _draw(axes, runs[method], column, METHODS[method].title, colour, "calibration" in column)
+                    _draw(axes, runs[method], column, method, spread="calibration" in column)
             axes.set(xlabel="step", ylabel=label)
         if runs:
             panels[-1].legend(loc="lower right")
@@ -55,10 +50,10 @@ def by_method(files: Mapping[str, bytes], family: str) -> dict[str, list[list[di
     return runs
 
 
-def _draw(axes: Axes, runs: list[list[dict[str, str]]], column: str, label: str, colour: str, spread: bool) -> None:
+def _draw(axes: Axes, runs: list[list[dict[str, str]]], column: str, method: str, spread: bool) -> None:
     points = min(len(run) for run in runs)
     values = np.array([[float(row[column]) for row in run[:points]] for run in runs])
     steps = [int(row["step"]) for row in runs[0][:points]]
-    axes.plot(steps, values.mean(0), color=colour, label=label, lw=1.4)
+    axes.plot(steps, values.mean(0), color=colour(method), label=METHODS[method].title, lw=1.4)
     if spread:
-        axes.fill_between(steps, values.min(0), values.max(0), color=colour, alpha=0.15, lw=0)
+        axes.fill_between(steps, values.min(0), values.max(0), color=colour(method), alpha=0.15, lw=0)
