@@ -160,11 +160,6 @@ def _check_parts(path: Path, optimizer: Any, adapter: AdapterOptimizer | None) -
                     f"checkpoint {path} was saved with model.adapter.{key}={then.get(key)}, not {value}; keep it to "
                     "resume, or start another run_dir"
                 )
-    if bool(common["optimizer"]) != (optimizer is not None):
-        trained = "all" if common["optimizer"] else "adapter"
-        raise UserError(
-            f"checkpoint {path} was saved with training.train={trained}; keep it so to resume, or start another run_dir"
-        )
     saved, now = common["run"]["distributed_optimizer"], optimizer_shards.is_distributed(optimizer)
     if not isinstance(saved, bool):
         raise CheckpointingException("run.distributed_optimizer is neither true nor false")

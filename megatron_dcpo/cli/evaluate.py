@@ -85,12 +85,6 @@ def add_parser(subparsers: Any) -> None:
         choices=["auto", "vllm", "transformers"],
         help="what samples --model; auto (default): vLLM where it is installed and can run the model",
     )
-    sampling.add_argument(
-        "--no-adapter",
-        dest="adapter",
-        action="store_false",
-        help="the model states its confidence itself, and not its confidence_adapter",
-    )
     add_sandbox_arguments(parser.add_argument_group("programs (code benchmarks)"))
     _add_server_arguments(parser.add_argument_group("endpoint"))
     parser.add_argument("--resamples", type=int, help="bootstrap resamples for 95%% intervals (default 1000, 0: none)")
@@ -103,11 +97,6 @@ def _add_server_arguments(server: Any) -> None:
     server.add_argument("--model-name", help="model to ask the server for (default: the only one it offers)")
     server.add_argument(
         "--tokenizer", metavar="DIR", help="render the prompts here, as training does, and send token ids (completions)"
-    )
-    server.add_argument(
-        "--confidence-model",
-        metavar="NAME",
-        help="the server's name of the adapter that states the confidence (model.adapter.activated=false)",
     )
     server.add_argument(
         "--api", choices=["chat", "completions"], help="default: completions for --template raw, else chat"

@@ -18,14 +18,23 @@ from yaml import YAMLError
 
 from megatron_dcpo.config.checks import check_together
 from megatron_dcpo.errors import UserError, nearest, one_line, validation_message
-from megatron_dcpo.objectives import resolve
 from megatron_dcpo.objectives.options import ObjectiveConfig, option_names
 from megatron_dcpo.sandbox.local import CodeLimits
 from megatron_dcpo.types import CONFIDENCE_TAG
 
 _STRICT = ConfigDict(extra="forbid")
+_ADAPTER = "the confidence adapter was removed (its code is in commit 80ba0e8); see dcpo calibrate --kind logistic"
+_DIGITS = "the gradient over all digits was removed (its code is in commit 80ba0e8)"
 _REMOVED = {
-    "rollout.chunks": "each response is judged as soon as it is there; rollout.max_num_seqs bounds how many come at once"
+    "training.train": "model.adapter alone says that an adapter is trained",
+    "optimizer.adapter_lr": "optimizer.lr is the adapter's where model.adapter is set",
+    "model.adapter.activated": _ADAPTER,
+    "judging.confidence_tokens": _ADAPTER,
+    "objective.confidence_parameters": _ADAPTER,
+    "objective.confidence_sees": _ADAPTER,
+    "objective.confidence_gradient": _DIGITS,
+    "objective.digit_damping": _DIGITS,
+    "rollout.chunks": "each response is judged as soon as it is there; rollout.max_num_seqs bounds how many come at once",
 }
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -36,19 +45,17 @@ Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_pr
 
 @dataclass(frozen=True, config=_STRICT)
 class AdapterConfig:
-    """A low-rank adapter: (alpha / rank) B A x is added to the projections ``targets`` of every layer. ``activated``: on the
-    confidence alone, which reads the reasoning as the policy left it; else on the whole text, as servers apply adapters."""
+    """A low-rank adapter: (alpha / rank) B A x is added to the projections ``targets`` of every layer."""
 
     rank: Positive = 16
     alpha: Annotated[float, Field(gt=0)] = 32.0
     targets: Annotated[tuple[Projection, ...], Field(min_length=1)] = get_args(Projection)
-    activated: bool = True
 
 
 @dataclass(frozen=True, config=_STRICT)
 class ModelConfig:
-    """``path``: a Hugging Face checkpoint directory (Qwen3, Llama-3.x, Qwen2.5). ``adapter``: of the confidence where
-    ``objective.confidence_parameters`` says so, else of the whole policy (``training.train: adapter``)."""
+    """``path``: a Hugging Face checkpoint directory (Qwen3, Llama-3.x, Qwen2.5). ``adapter``: train these low-rank factors
+    (LoRA), and keep the model's own parameters as they are."""
 
     path: str
     adapter: AdapterConfig | None = None
@@ -156,12 +163,11 @@ class JudgingConfig:
     """``marker`` opens the confidence block; ``verifier`` decides correctness R.
 
     ``sandbox``: what programs run in (``auto``, ``bubblewrap``, ``landlock``, the URL of a Sandbox-Fusion server,
-    ``unsafe``). ``confidence_tokens``: an adapter states the confidence by one of so many tokens of its own (0: by digits).
+    ``unsafe``).
     ``test_seconds``, ``program_seconds``: wall time of one test and of all tests of a program.
     """
 
     marker: Annotated[str, Field(min_length=1)] = CONFIDENCE_TAG
-    confidence_tokens: Literal[0, 101] = 0
     verifier: Literal["math", "code"] = "math"
     sandbox: Annotated[str, Field(min_length=1)] = "auto"
     test_seconds: Annotated[float, Field(gt=0)] = CodeLimits.test_seconds
@@ -175,11 +181,9 @@ class JudgingConfig:
 
 @dataclass(frozen=True, config=_STRICT)
 class OptimizerConfig:
-    """AdamW as the paper and Megatron name it. ``lr_warmup_iters`` counts rollout steps. ``adapter_lr``: of
-    ``model.adapter``, falls linearly to a tenth; no weight decay."""
+    """AdamW as the paper and Megatron name it. ``lr_warmup_iters`` counts rollout steps."""
 
     lr: Annotated[float, Field(ge=0)] = 1e-6
-    adapter_lr: Annotated[float, Field(ge=0)] = 1e-4
     min_lr: Annotated[float, Field(ge=0)] = 0.0
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
     lr_warmup_iters: NonNegative = 0
@@ -220,13 +224,11 @@ class EarlyStop:
 class TrainingConfig:
     """``updates_per_rollout``: optimizer steps on one rollout (mini-batches). ``save_interval`` 0: only at the end.
 
-    ``train``: the policy's parameters, or those of ``model.adapter`` alone.
     ``async_save`` writes checkpoints beside the training (``auto``: on a GPU); ``max_nonfinite_steps`` skipped updates
     in a row end the run; a phase longer than ``phase_warning_seconds`` is reported with the place where every rank
     waits. ``profile_steps``: steps of which the first rank leaves a trace in ``profile/``. ``keep_best``: BENCHMARK/METRIC
     or METRIC of the validation, whose best checkpoint is kept beside the newest ``keep_checkpoints``."""
 
-    train: Literal["all", "adapter"] = "all"
     steps: Positive = 120
     updates_per_rollout: Positive = 1
     micro_batch_size: Positive = 8
@@ -276,18 +278,8 @@ class Config:
 
     @property
     def frozen(self) -> bool:
-        """Whether the policy's own parameters stay as they are."""
-        return self.training.train == "adapter"
-
-    @property
-    def confidence_adapter(self) -> AdapterConfig | None:
-        """``model.adapter`` where it states the confidence."""
-        return self.model.adapter if resolve(self.objective).confidence_parameters == "adapter" else None
-
-    @property
-    def policy_adapter(self) -> AdapterConfig | None:
-        """``model.adapter`` where it acts in every pass of the policy."""
-        return None if self.confidence_adapter else self.model.adapter
+        """Return whether the model's own parameters stay as they are, because ``model.adapter`` is trained."""
+        return self.model.adapter is not None
 
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:

@@ -21,11 +21,6 @@ def check_together(config: Config, source: str) -> None:
     uneven = "num_layers_in_*_pipeline_stage, account_for_*_in_pipeline_split and pipeline_model_parallel_layout"
     for refused, why in (
         (
-            parallel.context_parallel_size > 1 and config.model.adapter is not None and not config.frozen,
-            f"parallel.context_parallel_size={parallel.context_parallel_size} does not go with model.adapter, whose "
-            "statements attend to whole responses; for long sequences use sequence_parallel and recompute_granularity",
-        ),
-        (
             parallel.cp_comm_type != "p2p" and (parallel.context_parallel_size == 1 or parallel.sequence_packing),
             f"parallel.cp_comm_type={parallel.cp_comm_type} needs parallel.context_parallel_size > 1 and no "
             "sequence_packing",
@@ -80,34 +75,11 @@ def check_together(config: Config, source: str) -> None:
         objective = resolve(config.objective)
     except UserError as error:
         raise UserError(f"{source}: {error}") from None
-    _check_adapter(config, objective, source)
     _check_rollout(config.rollout, objective, source)
     if config.data.prompts_per_step % training.updates_per_rollout:
         raise UserError(
             f"{source}: training.updates_per_rollout={training.updates_per_rollout} does not divide "
             f"data.prompts_per_step={config.data.prompts_per_step}"
-        )
-
-
-def _check_adapter(config: Config, objective: ObjectiveConfig, source: str) -> None:
-    used = objective.confidence_parameters == "adapter" or config.frozen
-    if used != (config.model.adapter is not None):
-        raise UserError(
-            f"{source}: model.adapter goes with objective.confidence_parameters=adapter (of the confidence) or "
-            "training.train=adapter (of the whole policy); set both (model.adapter.rank=16 is enough) or neither"
-        )
-    if config.judging.confidence_tokens and objective.confidence_parameters != "adapter":
-        raise UserError(
-            f"{source}: judging.confidence_tokens={config.judging.confidence_tokens} needs "
-            "objective.confidence_parameters=adapter, which the tokens belong to"
-        )
-    if config.judging.confidence_tokens and objective.digit_damping != ObjectiveConfig().digit_damping:
-        raise UserError(f"{source}: objective.digit_damping has no effect with judging.confidence_tokens; leave it out")
-    rollout = config.rollout
-    if objective.confidence_sees == "logprobs" and (rollout.temperature != 1 or rollout.top_p < 1 or rollout.top_k):
-        raise UserError(
-            f"{source}: objective.confidence_sees=logprobs needs rollout.temperature=1, top_p=1 and top_k=0: the confidence "
-            "sees the same log-probs wherever it is stated"
         )
 
 

@@ -89,7 +89,7 @@ def slices(
     arch: Architecture, checkpoint: MegatronCheckpoint, located: Mapping[str, StoredTensor]
 ) -> Iterator[list[Slice]]:
     """For each Megatron parameter, its rows as slices of Hugging Face tensors, each tensor's in order; no padding. Merged
-    with the adapter of the whole policy, which ``training.train=adapter`` leaves in a checkpoint.
+    with the low-rank adapter that a training with ``model.adapter`` leaves in a checkpoint.
 
     ``located``: what :func:`locate` returned.
     """
@@ -111,7 +111,7 @@ def slices(
 
 
 def _low_rank(checkpoint: MegatronCheckpoint, name: str) -> LowRank | None:
-    """What a checkpoint of ``training.train=adapter`` adds to the Hugging Face tensor ``name``."""
+    """Return what a checkpoint of a training with ``model.adapter`` adds to the Hugging Face tensor ``name``."""
     module = f"{KEPT}weight.{name.removesuffix('.weight')}"
     keys = f"{module}.lora_A.weight", f"{module}.lora_B.weight", SCALE
     if not all(key in checkpoint.tensors for key in keys):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
-
-import numpy as np
 
 from megatron_dcpo.calibration.summary import json_ready
 from megatron_dcpo.config import ValidationConfig
@@ -21,8 +19,6 @@ from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.evaluate import (
     Complete,
     Progress,
-    Request,
-    Stream,
     complete_at_once,
     equivalent_math,
     evaluate_benchmark,
@@ -35,16 +31,13 @@ from megatron_dcpo.evaluation.programs import is_code, read_tests, same_program,
 from megatron_dcpo.evaluation.samples import Sample, SampleLog, read_samples
 from megatron_dcpo.evaluation.scoring import parse_kinds, score_samples, use_scores
 from megatron_dcpo.judging.programs import PackedTests, ProgramVerifier
-from megatron_dcpo.judging.statement import STATEMENT_TOKENS, StatementForm
-from megatron_dcpo.judging.token_bytes import TokenBytes, token_bytes
-from megatron_dcpo.objectives.expected_digits import DigitVocabulary
+from megatron_dcpo.judging.token_bytes import token_bytes
 from megatron_dcpo.rollout import SamplingConfig, VllmOptions, choose_engine
 from megatron_dcpo.rollout.openai_client import Endpoint, served_model
 from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.runtime.text import read_json_object
 from megatron_dcpo.sandbox.local import CodeLimits
-from megatron_dcpo.types import CONFIDENCE_TAG, Prompt, Response
-from megatron_dcpo.weights.peft_adapter import DIRECTORY, SavedAdapter, read_adapter
+from megatron_dcpo.types import CONFIDENCE_TAG, Prompt
 
 Render = Callable[[LoadedBenchmark], list[Prompt]]
 
@@ -67,8 +60,7 @@ class EvaluationConfig:
     None: the confidence tag of ``samples``, else ``<conf>``. ``timeout`` is in seconds, for one sample. ``tokenizer``:
     a directory whose tokenizer renders the prompts for ``endpoint``, as training does (thinking off); their token ids
     are sent instead of messages. ``dtype`` auto: bf16 on a GPU, else fp32. ``batch_size``: responses of ``model``
-    sampled at once; 0: 512 by vLLM on a GPU, else 64. ``adapter``: the ``confidence_adapter`` of ``model`` states the
-    confidence. ``confidence_model``: the name under which ``endpoint`` serves such an adapter, which states it then.
+    sampled at once; 0: 512 by vLLM on a GPU, else 64.
     ``use``: score what the confidence is for; ``route_to``: the ``samples.jsonl`` of a second model, ``route_cost``
     times as expensive.
     """
@@ -77,7 +69,6 @@ class EvaluationConfig:
     model: str | None = None
     endpoint: str | None = None
     tokenizer: str | None = None
-    confidence_model: str | None = None
     samples: str | None = None
     benchmarks: str = ""
     repeats: int = 4
@@ -104,7 +95,6 @@ class EvaluationConfig:
     batch_size: int = 0
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     engine: Literal["auto", "vllm", "transformers"] = "auto"
-    adapter: bool = True
     # programs
     sandbox: str = "auto"
     limits: CodeLimits = field(default_factory=CodeLimits)
@@ -141,8 +131,7 @@ class EvaluationConfig:
         saved |= {"top_logprobs": self.top_logprobs, "model": model}
         # not in the settings of evaluations that know no other
         saved |= {} if self.marker == CONFIDENCE_TAG else {"marker": self.marker}
-        optional = {"tokenizer": self.tokenizer, "confidence_model": self.confidence_model}
-        return saved | {name: value for name, value in optional.items() if value}
+        return saved | ({"tokenizer": self.tokenizer} if self.tokenizer else {})
 
 
 def run_evaluation(config: EvaluationConfig, progress: Progress | None = None) -> dict[str, Any]:
@@ -298,8 +287,6 @@ def _server(config: EvaluationConfig) -> tuple[str, Render, Complete]:
     assert config.endpoint is not None
     if config.tokenizer and config.api == "chat":
         raise UserError("--tokenizer sends token ids, which only --api completions takes; leave one of the two out")
-    if config.confidence_model and not config.tokenizer:
-        raise UserError("--confidence-model needs --tokenizer DIR: the statement continues the response's token ids")
     api_key = os.environ.get(config.api_key_env) or None
     model = config.model_name or served_model(config.endpoint, api_key)
     endpoint = Endpoint(
@@ -320,35 +307,7 @@ def _server(config: EvaluationConfig) -> tuple[str, Render, Complete]:
     if not config.tokenizer:
         return model, as_messages, endpoint.complete
     tokenizer = load_tokenizer(config.tokenizer)
-    complete = _stated_by_server(config, endpoint, tokenizer) if config.confidence_model else endpoint.complete
-    return model, partial(as_ids, config, tokenizer), complete
-
-
-def _stated_by_server(config: EvaluationConfig, endpoint: Endpoint, tokenizer: Any) -> Complete:
-    """The samples of ``endpoint``, with the confidence that its ``confidence_model`` states behind their reasoning."""
-    from megatron_dcpo.rollout.confidence_adapter import Statement, tree_logits
-
-    name, beside = str(config.confidence_model), Path(str(config.tokenizer))
-    places = beside, beside / DIRECTORY
-    saved = next((read_adapter(path) for path in places if (path / "confidence.json").is_file()), None)
-    if saved is not None and not saved.servable:
-        raise UserError(
-            f"no server states what {saved.directory} does: it acts on the statement alone, sees log-probs, or has tokens "
-            "that the model has no ids for; evaluate the policy with --model"
-        )
-    tokens, marker = token_bytes(tokenizer), config.marker or (saved.marker if saved else CONFIDENCE_TAG)
-    own = saved.token_ids if saved else ()
-    form = StatementForm.of(tokenizer, DigitVocabulary.of(tokens.table, ()).token_ids, marker, False, len(own))
-    texts = [] if own else [tokens[digit].decode() for digit in form.digits.tolist()]
-    logits = tree_logits(form, lambda ids, _: endpoint.next_logprobs(name, ids, texts, own))
-    encode = partial(tokenizer.encode, add_special_tokens=False)
-    statement = Statement(logits, form, marker, tokens, (), config.concurrency, encode)
-
-    def complete(requests: Sequence[Request]) -> Iterator[list[Response]]:
-        prompts = {request.prompt.prompt_id: request.prompt for request in requests}
-        return (statement.restated(responses, prompts) for responses in endpoint.complete(requests))
-
-    return complete
+    return model, partial(as_ids, config, tokenizer), endpoint.complete
 
 
 def as_ids(config: EvaluationConfig, tokenizer: Any, benchmark: LoadedBenchmark) -> list[Prompt]:
@@ -370,57 +329,21 @@ def _local_model(config: EvaluationConfig, loaded: Sequence[LoadedBenchmark]) ->
 
     assert config.model is not None
     check_model_dir(config.model)
-    tokenizer, directory = load_tokenizer(config.model), Path(config.model) / DIRECTORY
-    saved = read_adapter(directory) if config.adapter and directory.is_dir() else None
+    tokenizer = load_tokenizer(config.model)
     prompts = [len(p.token_ids) for b in loaded for p in as_ids(config, tokenizer, b)]
     gpu = capabilities().separate_memory
     many = gpu and choose_engine(config.engine, config.model) == "vllm"
     options = VllmOptions(
         dtype=config.dtype if config.dtype != "auto" else "bfloat16" if gpu else "float32",
-        # a transformers model beside vLLM states what vLLM cannot
-        gpu_memory_utilization=0.9 if many and (saved is None or saved.servable) else 0.6,
-        max_model_len=max(prompts, default=0) + config.max_tokens + (STATEMENT_TOKENS if saved else 0),
+        gpu_memory_utilization=0.9 if many else 0.6,
+        max_model_len=max(prompts, default=0) + config.max_tokens,
         max_num_seqs=config.batch_size or (512 if many else 64),
         sleep=False,
         raw_logprobs=True,
-        adapter_rank=saved.rank if saved and saved.servable else 0,
         seed=config.seed,
     )
     engine = build_local_engine(config.engine, config.model, options)
     tokens = token_bytes(tokenizer)
-    stream: Stream = partial(engine.stream, sampling=config.sampling)
-    if saved is not None:
-        stream = _stated(config, saved, engine, tokenizer, tokens, options)
+    stream = partial(engine.stream, sampling=config.sampling)
     complete = complete_at_once(stream, tokens, engine.eos_token_ids)
     return config.model, partial(as_ids, config, tokenizer), complete
-
-
-def _stated(
-    config: EvaluationConfig, saved: SavedAdapter, engine: Any, tokenizer: Any, tokens: TokenBytes, options: VllmOptions
-) -> Stream:
-    """What ``engine`` samples, and then, behind each response's reasoning, the confidence that the adapter states: in vLLM
-    where that can be, else by a transformers model in this process."""
-    from megatron_dcpo.rollout import TransformersEngine
-    from megatron_dcpo.rollout.confidence_adapter import ConfidenceAdapter, Statement, tree_logits
-    from megatron_dcpo.rollout.vllm_engine import VllmEngine
-
-    digits = DigitVocabulary.of(tokens.table, engine.eos_token_ids).token_ids
-    form = StatementForm.of(tokenizer, digits, saved.marker, saved.activated, saved.own_tokens)
-    if isinstance(engine, VllmEngine) and saved.servable:
-        chosen = replace(form, digits=np.array(saved.token_ids)) if form.own_tokens else form
-        logits = tree_logits(chosen, partial(engine.next_logprobs, saved.directory))
-    else:
-        model = engine
-        if not isinstance(engine, TransformersEngine):
-            assert config.model is not None
-            model = TransformersEngine.from_pretrained(config.model, options.dtype, options.max_num_seqs)
-        logits = ConfidenceAdapter(model, saved, form).logits
-    statement = Statement(logits, form, saved.marker, tokens, engine.eos_token_ids, options.max_num_seqs)
-
-    def stream(samples: Sequence[tuple[Prompt, int]]) -> Iterator[list[Response]]:
-        prompts = {prompt.prompt_id: prompt for prompt, _ in samples}
-        responses = engine.generate(list(prompts.values()), config.sampling)  # whole: the same engine states
-        for start in range(0, len(responses), options.max_num_seqs):
-            yield statement.restated(responses[start : start + options.max_num_seqs], prompts)
-
-    return stream

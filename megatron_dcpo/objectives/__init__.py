@@ -5,8 +5,6 @@
 | `options.py` | every option with its default, the presets |
 | `advantages.py` | a group, the hybrid target, proper scores, the calibration reward, the normalised advantage |
 | `policy_loss.py` | clipped loss, KL, entropy, importance weights, per token |
-| `expected_digits.py` | ``confidence_gradient: digits``: the gradient over all digits of a stated confidence |
-| `stated.py` | ``confidence_parameters: adapter``: the expected score of a confidence that an adapter states |
 | `objective.py` | the steps the training loop calls |
 | the others | one method each |
 """
@@ -18,7 +16,7 @@ from typing import Any
 from megatron_dcpo.errors import UserError, did_you_mean
 from megatron_dcpo.objectives import ccgspg, coupled, dcpo, grpo, posthoc, rlcr
 from megatron_dcpo.objectives.objective import COUNT_NAMES, Method, Objective, Scored
-from megatron_dcpo.objectives.options import PRESETS, SHARED_ONLY, ObjectiveConfig, expand_blocks, ignored_options
+from megatron_dcpo.objectives.options import PRESETS, ObjectiveConfig, expand_blocks, ignored_options
 from megatron_dcpo.objectives.policy_loss import TokenBatch
 
 __all__ = [
@@ -64,21 +62,7 @@ def resolve(config: ObjectiveConfig) -> ObjectiveConfig:
             f"choose a method that reads it ({', '.join(readers)})"
         )
     defaults, preset = (expand_blocks(layer) for layer in (method.defaults(config), PRESETS[config.preset]))
-    resolved = ObjectiveConfig(**ObjectiveConfig().model_dump() | preset | defaults | config.explicit)
-    if resolved.confidence_parameters == "adapter":
-        if clash := [name for name in SHARED_ONLY if name in config.explicit]:
-            raise UserError(
-                f"objective.{clash[0]} has no effect with objective.confidence_parameters=adapter, whose confidence is no "
-                "part of the response; remove it (or set it to null)"
-            )
-    elif resolved.confidence_sees != "text":
-        raise UserError("objective.confidence_sees=logprobs needs objective.confidence_parameters=adapter")
-    elif resolved.confidence_gradient == "digits" and resolved.advantage_normalization_confidence == "std":
-        raise UserError(
-            "objective.confidence_gradient=digits does not know a group's standard deviation; set "
-            "objective.advantage_normalization_confidence to batch_std, mean or none, or confidence_gradient to sampled"
-        )
-    return resolved
+    return ObjectiveConfig(**ObjectiveConfig().model_dump() | preset | defaults | config.explicit)
 
 
 def as_method(config: ObjectiveConfig, name: str, **options: Any) -> ObjectiveConfig:

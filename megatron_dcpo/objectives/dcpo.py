@@ -5,8 +5,7 @@ DCPO-I is ``lam: 0`` (each response its own label), DCPO-G is ``lam: 1`` (the gr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -18,7 +17,6 @@ from megatron_dcpo.objectives.advantages import (
     hybrid_target,
     normalize,
     one_scale,
-    shared_advantage,
 )
 from megatron_dcpo.objectives.objective import Method
 from megatron_dcpo.objectives.options import (
@@ -35,12 +33,9 @@ def score_group(group: Group, options: ObjectiveConfig) -> GroupScore:
     """Two rewards, two advantages, each with the statistics of its own.
 
     t_i = lam * Rt + (1 - lam) * R_i;  R_c,i = -|c_i - t_i|;
-    A_r = normalised R, on the reasoning tokens;  A_c = normalised R_c, on the confidence tokens. Where an adapter states the
-    confidence, every token the policy sampled is reasoning, and R_c is known when the adapter has been asked.
+    A_r = normalised R, on the reasoning tokens;  A_c = normalised R_c, on the confidence tokens.
     """
     target = hybrid_target(group.correct, options)
-    if options.confidence_parameters == "adapter":
-        return shared_advantage(target, group.correct.copy(), np.full_like(target, np.nan), options)
     R = correctness_reward(group, options)
     R_c = calibration_reward(group, target, options)
     A_r = normalize(R, options.advantage_normalization_reasoning, options)
@@ -72,12 +67,5 @@ def score(groups: Sequence[Group], options: ObjectiveConfig) -> list[GroupScore]
     return one_scale([score_group(group, options) for group in groups], options, "A_c")
 
 
-def defaults(config: ObjectiveConfig) -> Mapping[str, Any]:
-    """``dcpo_proper``: the gradient over all digits has less noise, and calibrates at a third of the weight (docs/lab)."""
-    all_digits = config.preset == "dcpo_proper" and config.explicit.get("confidence_gradient") != "sampled"
-    return {"weight_confidence": 0.35} if all_digits else {}
-
-
 OPTIONS = COMMON | CLIPPED_LOSS | CALIBRATION_REWARD | REASONING_ADVANTAGE | CONFIDENCE_ADVANTAGE
-OWN = {"confidence_baseline", "confidence_gradient", "digit_damping", "confidence_parameters", "confidence_sees"}
-METHOD = Method(score, options=OPTIONS | OWN, defaults=defaults)
+METHOD = Method(score, options=OPTIONS | {"confidence_baseline"})

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_dcpo.objectives.advantages import ScoreMiniBatch, make_group
-from megatron_dcpo.objectives.expected_digits import DecimalToken, DigitScores, score_digits
 from megatron_dcpo.objectives.options import CLIPPED_LOSS, COMMON, ObjectiveConfig
 from megatron_dcpo.objectives.policy_loss import Stats, TokenBatch, clipped_policy_loss
 from megatron_dcpo.types import BLOCK_CONFIDENCE, BLOCK_REASONING, Judgement, TokenAdvantages
@@ -52,8 +51,7 @@ class Method:
 class Scored:
     """Judged responses with rewards and advantages, all in input order; float64 [N] arrays as in ``GroupScore``.
 
-    ``trained`` bool [N] is False where a response takes no part in the loss (``mask_truncated``). ``digits``: the positions
-    of each response that are trained on all digits at once, and not on the sampled one's advantage.
+    ``trained`` bool [N] is False where a response takes no part in the loss (``mask_truncated``).
     """
 
     judgements: tuple[Judgement, ...]
@@ -64,7 +62,6 @@ class Scored:
     A_c: np.ndarray
     trained: np.ndarray
     tokens: tuple[TokenAdvantages, ...]
-    digits: tuple[tuple[DigitScores, ...], ...]
 
     def __len__(self) -> int:
         return len(self.judgements)
@@ -78,35 +75,15 @@ class Objective:
     method: Method
 
     @property
-    def trains_all_digits(self) -> bool:
-        """Whether :meth:`score` makes use of ``decimals``."""
-        return (
-            not self.adapter_states
-            and self.options.confidence_gradient == "digits"
-            and "confidence_gradient" in self.method.options
-        )
-
-    @property
-    def adapter_states(self) -> bool:
-        """Whether an adapter states the confidence, behind what the policy has sampled."""
-        return self.options.confidence_parameters == "adapter" and "confidence_parameters" in self.method.options
-
-    @property
     def separable(self) -> bool:
         """Whether :meth:`token_loss` may be called on some of a micro-batch's tokens: the loss is a plain sum over them."""
         return self.method.separable and self.options.tis_level != "sequence"
 
-    def score(
-        self,
-        judgements: Sequence[Judgement],
-        old_logprobs: Sequence[np.ndarray] | None = None,
-        decimals: Sequence[Sequence[DecimalToken]] | None = None,
-    ) -> Scored:
+    def score(self, judgements: Sequence[Judgement], old_logprobs: Sequence[np.ndarray] | None = None) -> Scored:
         """Rewards and advantages of whole groups, collected by prompt id in any order.
 
-        ``old_logprobs`` ([T_i] each) are read only by methods with ``needs_old_logprobs``, ``decimals`` (the exchangeable
-        tokens of each confidence) only with ``confidence_gradient: digits``. Raises UserError for a group of one,
-        ValueError where the log-probs are missing or of another length than the response.
+        ``old_logprobs`` ([T_i] each) are read only by methods with ``needs_old_logprobs``. Raises UserError for a group of
+        one, ValueError where the log-probs are missing or of another length than the response.
         """
         if self.method.needs_old_logprobs:
             _check_lengths(self.options.name, judgements, old_logprobs)
@@ -125,12 +102,9 @@ class Objective:
         for rows, score in zip(groups.values(), scores, strict=True):
             columns[:, rows] = score.target, score.R, score.R_c, score.A_r, score.A_c
         targets, R, R_c, A_r, A_c = columns
-        digits: list[tuple[DigitScores, ...]] = [()] * len(judgements)
-        if self.trains_all_digits and decimals is not None:
-            digits = score_digits(judgements, decimals, targets, self.options)
         trained = np.array([not (self.options.mask_truncated and j.status == "truncated") for j in judgements], bool)
         tokens = spread_over_tokens(judgements, A_r, A_c, self.options)
-        return Scored(tuple(judgements), targets, R, R_c, A_r, A_c, trained, tokens, tuple(digits))
+        return Scored(tuple(judgements), targets, R, R_c, A_r, A_c, trained, tokens)
 
     def counts(self, scored: Scored) -> np.ndarray:
         """Local denominators, float64 [3], in the order of ``COUNT_NAMES``. Sum them over the data-parallel ranks."""
@@ -158,37 +132,32 @@ class Objective:
         weights = weight[blocks] / denominators[self.options.loss_aggregation]
         return _by_response(weights * np.repeat(np.asarray(scored.trained, np.float64), lengths), lengths)
 
-    def trains(self, judgements: Sequence[Judgement], decimals: Sequence[Sequence[DecimalToken]] | None = None) -> bool:
-        """Whether a group has a gradient in either block: an advantage other than 0 on a token with a weight, or digits
-        that are trained all at once; an adapter's confidence always. KL and entropy terms do not count: they would be in
-        every group.
+    def trains(self, judgements: Sequence[Judgement]) -> bool:
+        """Whether a group has a gradient in either block: an advantage other than 0 on a token with a weight. KL and entropy
+        terms do not count: they would be in every group.
 
         Raises ValueError for a method whose score needs the old log-probs.
         """
-        if self.adapter_states and self.options.weight_confidence:
-            return True
-        scored = self.score(judgements, None, decimals)
+        scored = self.score(judgements)
         weights = self.token_weights(scored, self.counts(scored))
-        return any(map(_bears_gradient, weights, scored.tokens, scored.digits))
+        return any(map(_bears_gradient, weights, scored.tokens))
 
-    def bears_gradient(
-        self, weights: np.ndarray, tokens: TokenAdvantages, digits: Sequence[DigitScores], block: int
-    ) -> bool:
+    def bears_gradient(self, weights: np.ndarray, tokens: TokenAdvantages, block: int) -> bool:
         """Whether a response can have a gradient in ``block``, terms that have one in every response included."""
         options, inside = self.options, np.where(tokens.block_ids == block, weights, 0.0)
         if self.method.token_loss is not clipped_policy_loss or any(
             options.blocks("kl_coef") + options.blocks("entropy_coef")
         ):
             return True
-        return _bears_gradient(inside, tokens, digits)
+        return _bears_gradient(inside, tokens)
 
     def token_loss(self, batch: TokenBatch) -> tuple[Tensor, Stats]:
         """Per-token contributions [n] and summable per-block statistics of one micro-batch of whole sequences."""
         return self.method.token_loss(batch, self.options)
 
 
-def _bears_gradient(weights: np.ndarray, tokens: TokenAdvantages, digits: Sequence[DigitScores]) -> bool:
-    return bool(np.any(weights * tokens.advantages)) or any(weights[digit.position] for digit in digits)
+def _bears_gradient(weights: np.ndarray, tokens: TokenAdvantages) -> bool:
+    return bool(np.any(weights * tokens.advantages))
 
 
 def spread_over_tokens(
@@ -215,8 +184,6 @@ def confidence_start(judgement: Judgement, options: ObjectiveConfig) -> int:
     The splitter gives such a response its EOS as block (``eos``), and nothing when it was truncated. With
     ``marker_block: reasoning`` the block begins behind the marker: to write it is to stop reasoning.
     """
-    if options.confidence_parameters == "adapter":
-        return judgement.length
     no_marker = judgement.status == "missing" or judgement.boundary == judgement.length
     if no_marker and options.fallback == "last_two":
         return max(judgement.length - 2, 0)

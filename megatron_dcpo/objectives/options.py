@@ -50,12 +50,6 @@ class ObjectiveConfig(BaseModel):
             ``batch_std``, x - mean over the root mean square of the whole mini-batch (``dcpo`` and ``posthoc``).
         confidence_baseline: what R_c is compared with, the other responses' R_c or, ``counterfactual``, the score their
             confidences would have had on this response's target (``dcpo``).
-        confidence_gradient: what trains the digits of a valid confidence, A_c of the sampled digit or, ``digits``, the
-            scores of all digits (``dcpo``; ``objectives/expected_digits.py``).
-        confidence_parameters: what the confidence's loss trains: the policy's own parameters or, ``adapter``, those of
-            ``model.adapter`` alone, which states it; the policy is then trained as by ``grpo`` (docs/adapters.md).
-        confidence_sees: what an adapter states the confidence from, the text or also the reasoning's log-probs.
-        digit_damping: of the natural gradient over the digits, in units of the probability 1/K of each of K choices.
         loss_aggregation: 1/(N_sequences |o_i|), 1/N_tokens, or 1/N_block per token; N are global counts.
         mask_truncated: truncated responses train nothing (they still count in the group statistics).
         weight: multiplies all terms of a block's loss. clip_low, clip_high: the ratio stays in [1-low, 1+high].
@@ -87,10 +81,6 @@ class ObjectiveConfig(BaseModel):
     advantage_normalization_reasoning: Normalization = "std"
     advantage_normalization_confidence: ConfidenceNormalization = "std"
     confidence_baseline: Literal["group", "counterfactual"] = "group"
-    confidence_gradient: Literal["sampled", "digits"] = "sampled"
-    confidence_parameters: Literal["shared", "adapter"] = "shared"
-    confidence_sees: Literal["text", "logprobs"] = "text"
-    digit_damping: NonNegative = 0.001
     ddof: Literal[0, 1] = 0
     eps: NonNegative = 1e-6
     # Loss
@@ -175,12 +165,6 @@ CALIBRATION_REWARD = frozenset(
 REASONING_ADVANTAGE = frozenset(("advantage_normalization_reasoning", "ddof", "eps"))
 CONFIDENCE_ADVANTAGE = frozenset(("advantage_normalization_confidence", "ddof", "eps"))
 
-# of ``dcpo``: what only a confidence in the response reads
-SHARED_ONLY = (
-    *("malformed_penalty", "malformed_placement", "fallback", "marker_block"),
-    *("confidence_baseline", "confidence_gradient"),
-)
-
 
 def ignored_options(explicit: Mapping[str, Any], read: Iterable[str]) -> list[str]:
     """The options of ``explicit`` that are not in ``read``. A short name counts where one of its blocks is read."""
@@ -215,7 +199,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "calibration_loss": "brier",
         "advantage_normalization_confidence": "batch_std",
         "confidence_baseline": "counterfactual",
-        "confidence_gradient": "digits",
         "marker_block": "reasoning",
     },
 }

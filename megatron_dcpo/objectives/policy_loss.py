@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_dcpo.objectives.expected_digits import DigitBatch, digit_losses
 from megatron_dcpo.objectives.options import Blocks, ObjectiveConfig
 from megatron_dcpo.types import BLOCK_NONE, BLOCKS
 
@@ -38,7 +37,6 @@ class TokenBatch:
     block_ids: Tensor
     weights: Tensor
     sequence_ids: Tensor
-    digits: DigitBatch | None = None
     engine_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
     entropy: Tensor | None = None
@@ -62,13 +60,9 @@ def clipped_policy_loss(batch: TokenBatch, options: ObjectiveConfig) -> tuple[Te
         losses = losses.minimum(options.dual_clip * A.abs())  # binds only where A < 0
     tis = importance_weights(batch, options)
     losses = losses * tis
-    if batch.digits is not None:
-        losses = losses.index_put((batch.digits.rows,), digit_losses(batch.digits, options).to(losses))
     extra, stats = regularizers(batch, options)
     losses = (losses + extra) * _where(valid, batch.weights.to(losses))
     binds = (clipped > unclipped).to(rho)
-    if batch.digits is not None:
-        binds = binds.index_fill(0, batch.digits.rows, 0.0)  # these have no ratio
     stats |= by_block("clipped", binds, batch) | by_block("ratio", rho, batch)
     if options.tis_level != "none":
         stats |= by_block("tis_weight", tis, batch)

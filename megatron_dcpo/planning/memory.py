@@ -217,7 +217,7 @@ def layer_bytes(arch: Architecture, layout: Layout, config: Config, recompute: s
         return b * w.hidden
     kept = _transformer_engine(arch, w) if layout.transformer_engine else _local(arch, w)
     cp = config.parallel.context_parallel_size
-    if (adapter := config.policy_adapter) is not None:
+    if (adapter := config.model.adapter) is not None:
         # A x of every projection; Transformer Engine's fused norm has no output, so the adapter makes it again, in fp32
         kept += b * adapter.rank * len(adapter.targets)
         kept += 2 * 4 * w.hidden if layout.transformer_engine else 0
@@ -317,11 +317,6 @@ def kept_per_token(arch: Architecture, layout: Layout, config: Config, stage: in
     pp, vp = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
     w, recompute = widths(arch, layout, config), config.parallel.recompute_granularity
     kept = flying * stage_layers_bytes(arch, layout, config, stage)
-    if (adapter := config.confidence_adapter) is not None:  # keys and values for the statements; or the text once more
-        of_layer: float = 2 * w.keys * w.bytes
-        if not adapter.activated:
-            of_layer = layer_bytes(arch, layout, config, "none")
-        kept += flying * layers_per_stage(arch.num_layers, layout)[stage] * of_layer
     if pp > 1:
         # A chunk's output stays until its backward pass; its input only as the first layer's, except that the local
         # bf16 norm keeps a copy in fp32. The first chunk receives nothing, the last sends nothing.

@@ -160,7 +160,7 @@ def reshard_facts(config: Any, gpus: int | None = None) -> dict[str, Any]:
             raise UserError(f"--gpus {gpus} is not a multiple of {what} = {size}")
     itemsize = dtype_bytes(config.model.params_dtype)
     replicas = gpus // model_parallel
-    merged = adapted(arch, config.policy_adapter.targets) if config.policy_adapter else ()
+    merged = adapted(arch, config.model.adapter.targets) if config.model.adapter else ()
     plan = reshard_plan(arch, layout, engine_tp, replicas, config.rollout.bucket_bytes, itemsize, merged=merged)
     return {
         "model": config.model.path,

@@ -1,10 +1,10 @@
 """Low-rank adapters (LoRA) on Megatron's parallel linear layers, with an optimizer of their own.
 
-An adapted layer computes W x + (alpha / rank) B A x while the adapter is active, and W x otherwise. Parameters are named and
+The policy's own parameters are frozen; an adapted layer computes W x + (alpha / rank) B A x. Parameters are named and
 shaped as PEFT has them, by the projections of Hugging Face: a fused layer of Megatron's (QKV, gate and up) has one pair for
 each of its projections. Every rank of a pipeline stage holds the stage's pairs whole, in fp32, and computes with its rows
 of B (columns of A where a layer is row-parallel), so that between ranks only A x travels; gradients are summed over the
-stage's ranks (docs/adapters.md).
+stage's ranks (docs/scaling.md#lora).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_dcpo.policy.model import Policy
 from megatron_dcpo.runtime.device import current_device
 from megatron_dcpo.runtime.distributed import all_gather_objects
 from megatron_dcpo.weights.architecture import Architecture
-from megatron_dcpo.weights.peft_adapter import FEATURES, KEPT, SCALE, TOKENS, LowRank
+from megatron_dcpo.weights.peft_adapter import KEPT, SCALE, LowRank
 from megatron_dcpo.weights.table import adapted, hf_shapes
 
 from megatron.core.dist_checkpointing import ShardedTensor  # isort: skip
@@ -47,61 +47,28 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 class Adapter:
     """The adapter of this rank's pipeline stage. ``parameters``: by PEFT's names, fp32, the same on all ranks of the stage.
 
-    ``always``: active in every pass of a frozen policy, but inside :meth:`inactive`. Otherwise the layers compute what they
-    did without it, but inside :meth:`activated`.
+    Active in every pass of the policy, but inside :meth:`inactive`.
     """
 
-    def __init__(
-        self, policy: Policy, config: AdapterConfig, features: int = 0, own_tokens: int = 0, always: bool = False
-    ) -> None:
-        self.policy, self.config, self.always = policy, config, always
-        self.active = always
+    def __init__(self, policy: Policy, config: AdapterConfig) -> None:
+        self.policy, self.config = policy, config
+        self.active = True
         self.parameters: dict[str, Tensor] = {}
         self.pairs: dict[str, LowRank] = {}  # by the tensor that they are added to
         for gpt in policy.gpt:
             for layer in gpt.decoder.layers:
                 self._adapt(layer, layer.layer_number - 1)
-            if always and gpt.pre_process:
+            if gpt.pre_process:
                 gpt.embedding.register_forward_hook(_with_gradient)
-        for name, here, shape in (
-            (FEATURES, features and policy.gpt[0].pre_process, (policy.arch.hidden_size, features)),
-            (TOKENS, own_tokens and policy.gpt[-1].post_process, (own_tokens, policy.arch.hidden_size)),
-        ):
-            if here:
-                self.parameters[name] = torch.zeros(shape, device=current_device()).requires_grad_()
-
-    @contextmanager
-    def activated(self, chunk: int) -> Iterator[None]:
-        """The layers of ``chunk`` are adapted, and its own parameters frozen: backward reaches the adapter's alone. Those
-        have been gathered for a forward pass just before."""
-        wrapped, base = self.policy.chunks[chunk], [p for p in self.policy.gpt[chunk].parameters() if p.requires_grad]
-        gathers = not self.policy.frozen and wrapped.ddp_config.overlap_param_gather
-        if gathers:  # its hooks refuse a frozen parameter
-            wrapped.disable_forward_pre_hook(param_sync=False)
-        for parameter in base:
-            parameter.requires_grad_(False)
-        self.active = True
-        try:
-            yield
-        finally:
-            self.active = False
-            for parameter in base:
-                parameter.requires_grad_(True)
-            if gathers:
-                wrapped.enable_forward_pre_hook()
 
     @contextmanager
     def inactive(self) -> Iterator[None]:
-        """The policy without it: the starting policy, where its own parameters are frozen."""
+        """Open the policy without its adapter: the starting policy."""
         self.active = False
         try:
             yield
         finally:
-            self.active = self.always
-
-    def features(self, values: Tensor) -> Tensor:
-        """[n, features] -> [n, hidden]."""
-        return F.linear(values.to(torch.float32), self.share(self.parameters[FEATURES]))
+            self.active = True
 
     def whole(self) -> dict[str, Tensor]:
         """The parameters of all stages, on the CPU of every rank. Collective."""
@@ -265,10 +232,10 @@ class AdapterOptimizer:
     The learning rate falls linearly over ``steps`` steps, to a tenth."""
 
     def __init__(self, adapter: Adapter, options: OptimizerConfig, steps: int) -> None:
-        self.adapter, self.clip_grad, self.lr, self.steps = adapter, options.clip_grad, options.adapter_lr, steps
+        self.adapter, self.clip_grad, self.lr, self.steps = adapter, options.clip_grad, options.lr, steps
         self.adam = torch.optim.AdamW(
             list(adapter.parameters.values()),
-            lr=options.adapter_lr,
+            lr=options.lr,
             betas=(options.adam_beta1, options.adam_beta2),
             eps=options.adam_eps,
             weight_decay=0.0,
@@ -331,10 +298,10 @@ class AdapterOptimizer:
             for name, parameter in self.adapter.parameters.items()
             for kind, tensor in {"weight": parameter, **self._moments(parameter)}.items()
         }
-        if self.adapter.always:  # for who merges it, and reads no pickled part
-            scale = torch.tensor([self.adapter.config.alpha / self.adapter.config.rank])
-            replica = (topology.pp_rank, *replica[1:])
-            tensors[SCALE] = ShardedTensor.from_rank_offsets(SCALE, scale, replica_id=replica)
+        # for who merges it, and reads no pickled part
+        scale = torch.tensor([self.adapter.config.alpha / self.adapter.config.rank])
+        replica = (topology.pp_rank, *replica[1:])
+        tensors[SCALE] = ShardedTensor.from_rank_offsets(SCALE, scale, replica_id=replica)
         return {"tensors": tensors, "steps": self.done, "config": dataclasses.asdict(self.adapter.config)}
 
     def restore(self, loaded: dict[str, Any]) -> None:

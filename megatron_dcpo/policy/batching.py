@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from megatron_dcpo.policy.context_parallel import positions_of
-from megatron_dcpo.policy.statements import StatementInputs, Statements
 from megatron_dcpo.runtime.device import current_device
 
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
@@ -49,16 +48,6 @@ def sequence_length(sample: TokenSequence) -> int:
 
 
 @dataclass(frozen=True)
-class Candidates:
-    """Other tokens whose log-probs the loss asks for: ``rows`` int64 [m] into the response tokens of a micro-batch,
-    ``token_ids`` int64 [m, K] (-1: none), and ``values`` [m, K], which the loss reads beside the log-probs."""
-
-    rows: Tensor
-    token_ids: Tensor
-    values: Tensor
-
-
-@dataclass(frozen=True)
 class MicroBatch:
     """``tokens``, ``position_ids``: int64 [b, s], or [1, t] when packed. ``rows``: int64 [N], flat index of the logits
     that score each response token; ``targets``: int64 [N], those tokens; ``sequence_ids``: int64 [N], 0-based sample of
@@ -75,54 +64,24 @@ class MicroBatch:
     sequence_ids: Tensor
     samples: tuple[Any, ...]
     packed_seq_params: PackedSeqParams | None
-    candidates: Candidates | None = None
     columns: Mapping[str, Tensor | None] = field(default_factory=dict)
-    statements: Statements | None = None
     is_part: bool = False
     here: Tensor | None = None
 
-    def part(self, rows: slice, inside: slice) -> MicroBatch:
-        """The response tokens ``rows``, with the ``inside`` ones of the candidates."""
-        offsets = None if self.candidates is None else self.candidates.rows[inside] - rows.start
-        return self._of(rows, inside, offsets)
-
-    def local(self) -> MicroBatch:
-        """The response tokens that this context-parallel rank has."""
-        if self.here is None:
-            return self
-        inside = self.candidates_here()
-        offsets = None if self.candidates is None else torch.searchsorted(self.here, self.candidates.rows[inside])
-        return self._of(self.here, inside, offsets)
-
-    def candidates_here(self) -> Tensor:
-        """Which of the candidates are this context-parallel rank's."""
-        assert self.here is not None
-        if self.candidates is None:
-            return self.here[:0]
-        return torch.isin(self.candidates.rows, self.here).nonzero()[:, 0]
-
-    def _of(self, rows: slice | Tensor, inside: slice | Tensor, offsets: Tensor | None) -> MicroBatch:
-        candidates = self.candidates
-        if candidates is not None and offsets is not None:
-            candidates = Candidates(offsets, candidates.token_ids[inside], candidates.values[inside])
+    def part(self, rows: slice | Tensor) -> MicroBatch:
+        """Return the response tokens ``rows`` alone."""
         return dataclasses.replace(
             self,
             rows=self.rows[rows],
             targets=self.targets[rows],
             sequence_ids=self.sequence_ids[rows],
-            candidates=candidates,
             columns={name: None if values is None else values[rows] for name, values in self.columns.items()},
             is_part=True,
         )
 
-
-@dataclass(frozen=True)
-class LossInputs:
-    """What a loss reads beside the policy's outputs: :class:`MicroBatch`'s ``columns``, ``candidates``, ``statements``."""
-
-    columns: Mapping[str, Tensor | None] = field(default_factory=dict)
-    candidates: Candidates | None = None
-    statements: StatementInputs | None = None
+    def local(self) -> MicroBatch:
+        """Return the response tokens that this context-parallel rank has."""
+        return self if self.here is None else self.part(self.here)
 
 
 def assign_to_ranks(lengths: Sequence[int], ranks: int) -> list[list[int]]:
@@ -209,13 +168,13 @@ def collate(
     packing: bool,
     multiple_of: int = 1,
     uniform: bool = False,
-    inputs: Callable[[Sequence[Any]], LossInputs] | None = None,
+    columns: Callable[[Sequence[Any]], Mapping[str, Tensor | None]] | None = None,
     context_parallel: tuple[int, int] = (0, 1),
 ) -> Iterator[MicroBatch]:
     """Build the micro-batches one at a time. ``multiple_of``: row length multiple (TP size under sequence parallel).
     ``context_parallel``: rank and size; every sequence is then a multiple of 2 x size long.
 
-    ``uniform`` gives all of them one shape: Megatron's interleaved schedule mixes up shapes that differ. ``inputs``: from
+    ``uniform`` gives all of them one shape: Megatron's interleaved schedule mixes up shapes that differ. ``columns``: from
     the samples of a micro-batch, what its loss reads of them.
     """
     nothing = Sample(np.zeros(1, np.int64), np.zeros(0, np.int64))
@@ -226,7 +185,6 @@ def collate(
     multiple_of = math.lcm(chunks, cp * multiple_of)
     sizes = [_packed_size(batch, chunks) if packing else _padded_size(batch) for batch in chosen]
     largest = tuple(max(column) for column in zip(*sizes, strict=True))
-    most, longest = max(map(len, chosen)), max(map(sequence_length, samples), default=1)
     for batch, size, own in zip(chosen, sizes, members, strict=True):
         rows, width = largest if uniform else size
         width = -(-width // multiple_of) * multiple_of
@@ -234,15 +192,7 @@ def collate(
         micro_batch = _packed(batch, offsets, width, chunks) if packing else _padded(batch, offsets, rows, width)
         if cp > 1:
             micro_batch = _cut(micro_batch, context_parallel)
-        read = inputs(own) if inputs is not None else LossInputs()
-        statements = None
-        if read.statements is not None:
-            rows, before = (most, longest) if uniform else (len(batch), 1)
-            tokens = micro_batch.tokens
-            statements = Statements.of(read.statements, tokens, offsets, rows, multiple_of, before, packing)
-        yield dataclasses.replace(
-            micro_batch, samples=own, candidates=read.candidates, columns=read.columns, statements=statements
-        )
+        yield dataclasses.replace(micro_batch, samples=own, columns=columns(own) if columns is not None else {})
 
 
 def _offsets(samples: Sequence[TokenSequence], width: int | None, chunks: int) -> list[int]:

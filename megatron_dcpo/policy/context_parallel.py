@@ -42,7 +42,7 @@ def gather_keys_and_values(
     return both.split([key.shape[-1], value.shape[-1]], dim=-1)  # type: ignore[return-value]
 
 
-class _Together(torch.autograd.Function):
+class _Gather(torch.autograd.Function):
     """From the values [n, ...] that this rank has at ``here`` those of all, [count, ...]. Every rank computes the whole
     loss; its gradient is its own tokens' part."""
 
@@ -58,16 +58,9 @@ class _Together(torch.autograd.Function):
         return grads[0].index_select(0, ctx.saved_tensors[0]), None, None, None
 
 
-def together(
-    outputs: TokenOutputs, here: Tensor, candidates_here: Tensor, counts: tuple[int, int], group: dist.ProcessGroup
+def gather_over_context_parallel(
+    outputs: TokenOutputs, here: Tensor, count: int, group: dist.ProcessGroup
 ) -> TokenOutputs:
-    """The outputs of all ``counts`` = (N, m) response tokens and candidates, of which this rank has those at ``here`` and
-    ``candidates_here``. Differentiable, collective."""
-    rows, others = counts
-    return TokenOutputs(
-        _Together.apply(outputs.logprobs, here, rows, group),
-        _Together.apply(outputs.entropy, here, rows, group),
-        _Together.apply(outputs.candidate_logprobs, candidates_here, others, group)
-        if others
-        else outputs.candidate_logprobs,
-    )
+    """Return the outputs of all ``count`` response tokens, of which this rank has those at ``here``. Differentiable,
+    collective."""
+    return TokenOutputs(*(_Gather.apply(values, here, count, group) for values in (outputs.logprobs, outputs.entropy)))

@@ -30,7 +30,7 @@ CHUNK_ROWS = 112  # at least, on a CPU, for the same reason; more where the voca
 BLOCK_ELEMENTS = 1 << 19  # of which a CPU works on so many at a time, which stay in its cache; a GPU on an eighth
 PRODUCT_ELEMENTS = 1 << 23  # of the weight's gradient, where a product has another type than the sum
 
-PartLoss = Callable[[slice, slice, "TokenOutputs"], Tensor]
+PartLoss = Callable[[slice, "TokenOutputs"], Tensor]
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class OutputLayer:
     def columns(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Where ``ids`` stand among this rank's tokens, and whether they do (0 and False elsewhere)."""
         local = ids - self.start
-        here = (ids >= 0) & (local >= 0) & (local < self.width)
+        here = (local >= 0) & (local < self.width)
         return torch.where(here, local, 0), here
 
     def all_reduce(self, x: Tensor, op: Any) -> None:
@@ -76,48 +76,28 @@ class OutputLayer:
 
 
 @dataclass(frozen=True)
-class Queries:
-    """What is asked of N rows: the log-probs of ``targets`` int64 [N], and in the rows ``rows`` int64 [m], ascending, those
-    of other tokens, ``token_ids`` int64 [m, K] (-1: none)."""
-
-    targets: Tensor
-    rows: Tensor
-    token_ids: Tensor
-
-    @classmethod
-    def of(cls, targets: Tensor, rows: Tensor | None = None, token_ids: Tensor | None = None) -> Queries:
-        nothing = targets[:0]
-        return cls(targets, nothing if rows is None else rows, nothing[:, None] if token_ids is None else token_ids)
-
-
-@dataclass(frozen=True)
 class TokenOutputs:
-    """What the policy says of N response tokens, natural log, fp32: ``logprobs`` [N], ``entropy`` [N], and
-    ``candidate_logprobs`` [m, K] of the other tokens asked for, -inf where there is none."""
+    """Log-probs [N] and entropies [N] of the policy at N response tokens, natural log, fp32."""
 
     logprobs: Tensor
     entropy: Tensor
-    candidate_logprobs: Tensor
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Rows ``rows``, and of the queries' m those ``inside``. ``p`` [n, width]: the shared buffer, of logits at first."""
+    """Rows ``rows`` of the hidden states. ``p`` [n, width]: the shared buffer, of logits at first. ``target``: the column of
+    each row's token, and whether it is this rank's."""
 
     rows: slice
-    inside: slice
     p: Tensor
     target: tuple[Tensor, Tensor]
-    other_rows: Tensor
-    others: tuple[Tensor, Tensor]
 
-    def ask(self) -> tuple[Tensor, Tensor]:
-        """The buffer at the targets [n] and at the other tokens [m, K], 0 where they are another rank's."""
-        (target, here), (others, others_here) = self.target, self.others
-        at_target = self.p.gather(-1, target[:, None])[:, 0]
-        return here * at_target, others_here * self.p[self.other_rows[:, None], others]
+    def gather_targets(self) -> Tensor:
+        """Return the buffer at the targets [n], 0 where they are another rank's."""
+        target, here = self.target
+        return here * self.p.gather(-1, target[:, None])[:, 0]
 
-    def put(self, at_target: Tensor) -> None:
+    def scatter_targets(self, at_target: Tensor) -> None:
         """Write to the buffer at the targets [n], where they are this rank's."""
         target, here = self.target
         now = self.p.gather(-1, target[:, None])[:, 0]
@@ -133,48 +113,47 @@ class _Chunk:
             yield slice(start, stop), scratch[: stop - start]
 
 
-def token_outputs(layer: OutputLayer, hidden: Tensor, queries: Queries) -> TokenOutputs:
-    """The outputs of the rows ``hidden`` [N, h]; differentiable in them and in the layer's weight. Collective."""
-    return TokenOutputs(*_TokenOutputs.apply(hidden, layer.weight, layer, queries))
+def token_outputs(layer: OutputLayer, hidden: Tensor, targets: Tensor) -> TokenOutputs:
+    """Return the outputs of the rows ``hidden`` [N, h] at the tokens ``targets`` int64 [N]; differentiable in the rows and
+    in the layer's weight. Collective."""
+    return TokenOutputs(*_TokenOutputs.apply(hidden, layer.weight, layer, targets))
 
 
 def fused_loss(
-    layer: OutputLayer, hidden: Tensor, queries: Queries, loss: PartLoss, upstream: float = 1.0
+    layer: OutputLayer, hidden: Tensor, targets: Tensor, loss: PartLoss, upstream: float = 1.0
 ) -> tuple[Tensor, TokenOutputs]:
-    """Sum over the chunks of ``loss(rows, inside, outputs)``: of those rows, and those of the queries' m. Collective.
+    """Return the sum of ``loss(rows, outputs)`` over the chunks of rows, and all outputs. Collective.
 
-    Differentiable in ``hidden`` [N, h] and the layer's weight; the outputs, which it returns as well, are not.
+    The sum is differentiable in ``hidden`` [N, h] and the layer's weight; the outputs are not.
     ``upstream``: the gradient that the backward pass will bring for the sum. A weight with a ``main_grad`` gets its gradient
     added there at once, with that factor.
     """
-    total, *outputs = _FusedLoss.apply(hidden, layer.weight, layer, queries, loss, upstream)
+    total, *outputs = _FusedLoss.apply(hidden, layer.weight, layer, targets, loss, upstream)
     return total, TokenOutputs(*outputs)
 
 
 class _TokenOutputs(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, layer: OutputLayer, queries: Queries
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        found = _Found.empty(queries)
-        for chunk in _chunks(layer, hidden, queries):
-            outputs, _, logsumexp = _forward(layer, chunk, queries)
-            found.put(chunk, outputs, logsumexp)
-        ctx.layer, ctx.queries = layer, queries
-        ctx.save_for_backward(hidden, found.logsumexp, found.logprobs, found.entropy)
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, layer: OutputLayer, targets: Tensor) -> tuple[Tensor, Tensor]:
+        buffers = _OutputBuffers.empty(targets)
+        for chunk in _chunks(layer, hidden, targets):
+            outputs, _, logsumexp = _forward(layer, chunk)
+            buffers.fill(chunk, outputs, logsumexp)
+        ctx.layer, ctx.targets = layer, targets
+        ctx.save_for_backward(hidden, buffers.logsumexp, buffers.logprobs, buffers.entropy)
         ctx.set_materialize_grads(False)
-        return found.logprobs, found.entropy, found.candidate_logprobs
+        return buffers.logprobs, buffers.entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         layer: OutputLayer = ctx.layer
         hidden, logsumexp, logprobs, entropy = ctx.saved_tensors
         gradient = _Gradient.of(layer.weight, hidden)
-        for chunk in _chunks(layer, hidden, ctx.queries):
+        for chunk in _chunks(layer, hidden, ctx.targets):
             rows = chunk.rows
             for block, _ in chunk.blocks():
                 chunk.p[block].sub_(logsumexp[rows][block, None]).exp_()
-            parts = [g if g is None else g[at] for g, at in zip(grads, (rows, rows, chunk.inside), strict=True)]
+            parts = [g if g is None else g[rows] for g in grads]
             _to_logit_gradient(layer, chunk, torch.ones_like(logprobs[rows]), logprobs[rows], entropy[rows], parts)
             gradient.add(layer, chunk, hidden[rows])
         return gradient.hidden, gradient.for_weight(layer), None, None
@@ -187,27 +166,26 @@ class _FusedLoss(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         layer: OutputLayer,
-        queries: Queries,
+        targets: Tensor,
         loss: PartLoss,
         upstream: float,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        found, gradient = _Found.empty(queries), _Gradient.of(weight, hidden)
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        buffers, gradient = _OutputBuffers.empty(targets), _Gradient.of(weight, hidden)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        for chunk in _chunks(layer, hidden, queries):
-            outputs, sums, logsumexp = _forward(layer, chunk, queries)
-            found.put(chunk, outputs, logsumexp)
+        for chunk in _chunks(layer, hidden, targets):
+            outputs, sums, logsumexp = _forward(layer, chunk)
+            buffers.fill(chunk, outputs, logsumexp)
             with torch.enable_grad():
-                leaves = [x.requires_grad_() for x in (outputs.logprobs, outputs.entropy, outputs.candidate_logprobs)]
-                part = loss(chunk.rows, chunk.inside, outputs)
+                leaves = [outputs.logprobs.requires_grad_(), outputs.entropy.requires_grad_()]
+                part = loss(chunk.rows, outputs)
                 grads = torch.autograd.grad(part * upstream, leaves, allow_unused=True)
             total += part.detach()
             _to_logit_gradient(layer, chunk, sums, outputs.logprobs.detach(), outputs.entropy.detach(), grads)
             gradient.add(layer, chunk, hidden[chunk.rows])
         ctx.weight, ctx.weight_gradient, ctx.upstream = weight, gradient.for_weight(layer), upstream
         ctx.save_for_backward(gradient.hidden)
-        outputs_of_all = found.logprobs, found.entropy, found.candidate_logprobs
-        ctx.mark_non_differentiable(*outputs_of_all)
-        return (total, *outputs_of_all)
+        ctx.mark_non_differentiable(buffers.logprobs, buffers.entropy)
+        return total, buffers.logprobs, buffers.entropy
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -219,19 +197,15 @@ class _FusedLoss(torch.autograd.Function):
         return (hidden * factor).to(hidden.dtype), weight, None, None, None, None
 
 
-def _chunks(layer: OutputLayer, hidden: Tensor, queries: Queries) -> Iterator[_Chunk]:
-    """The logits of some rows at a time, all in the same buffer."""
+def _chunks(layer: OutputLayer, hidden: Tensor, targets: Tensor) -> Iterator[_Chunk]:
+    """Yield the logits of some rows at a time, all in the same buffer."""
     count, tokens = len(hidden), layer.tokens
     enough = max(CHUNK_ROWS, 4 * BLOCK_ELEMENTS // len(tokens))
     size = LOGITS_AT_ONCE // len(tokens) if capabilities().separate_memory else enough
     size = max(1, min(count, size))
     edges = [*range(0, count, size), count]
-    # where each chunk's part of the queries' m rows begins: one wait for the device, and only where there are any
-    bounds = [0] * len(edges)
-    if len(queries.rows):
-        bounds = torch.searchsorted(queries.rows, torch.tensor(edges, device=queries.rows.device)).tolist()
     buffer = torch.empty(size, len(tokens), dtype=torch.float32, device=hidden.device)
-    for number, (start, stop) in enumerate(itertools.pairwise(edges)):
+    for start, stop in itertools.pairwise(edges):
         z = buffer[: stop - start]
         if hidden.dtype == z.dtype:
             torch.mm(hidden[start:stop].detach(), tokens.t(), out=z)
@@ -241,90 +215,78 @@ def _chunks(layer: OutputLayer, hidden: Tensor, queries: Queries) -> Iterator[_C
             z.div_(layer.temperature)
         if not layer.width:
             z.fill_(torch.finfo(z.dtype).min)
-        rows, inside = slice(start, stop), slice(bounds[number], bounds[number + 1])
-        target, others = layer.columns(queries.targets[rows]), layer.columns(queries.token_ids[inside])
-        yield _Chunk(rows, inside, z, target, queries.rows[inside] - start, others)
+        rows = slice(start, stop)
+        yield _Chunk(rows, z, layer.columns(targets[rows]))
 
 
-def _forward(layer: OutputLayer, chunk: _Chunk, queries: Queries) -> tuple[TokenOutputs, Tensor, Tensor]:
-    """Outputs of a chunk, the sum of its exp(z - maximum) and its logsumexp [n]; leaves exp(z - maximum) in the buffer, but
-    at the targets: without them the sum tells how much a sure token lacks, which 1 - p would round away."""
+def _forward(layer: OutputLayer, chunk: _Chunk) -> tuple[TokenOutputs, Tensor, Tensor]:
+    """Return the outputs of a chunk, the sum of its exp(z - maximum) and its logsumexp [n].
+
+    Leaves exp(z - maximum) in the buffer, but at the targets: without them the sum tells how much a sure token lacks, which
+    1 - p would round away.
+    """
     z = chunk.p
     maximum = z.amax(-1)
     layer.all_reduce(maximum, dist.ReduceOp.MAX)
     n = len(z)
-    at_target, others = chunk.ask()
-    sums = z.new_zeros(3 * n + others.numel())
-    sums[2 * n : 3 * n] = at_target - chunk.target[1] * maximum
-    sums[3 * n :] = (others - chunk.others[1] * maximum[chunk.other_rows, None]).reshape(-1)
-    chunk.put(z.new_full((n,), torch.finfo(z.dtype).min))
+    sums = z.new_zeros(3 * n)
+    sums[2 * n :] = chunk.gather_targets() - chunk.target[1] * maximum
+    chunk.scatter_targets(z.new_full((n,), torch.finfo(z.dtype).min))
     for block, scratch in chunk.blocks():
         torch.sub(z[block], maximum[block, None], out=scratch)
         torch.exp(scratch, out=z[block])
         sums[:n][block] = z[block].sum(-1)
         sums[n : 2 * n][block] = scratch.mul_(z[block]).sum(-1)
     layer.all_reduce(sums, dist.ReduceOp.SUM)
-    rest, weighted, target = sums[: 3 * n].view(3, n)
+    rest, weighted, target = sums.view(3, n)
     at_target = target.exp()
     total, weighted = rest + at_target, weighted + at_target * target
     log = torch.where(target == 0, rest.log1p(), total.log())
-    candidates = sums[3 * n :].view_as(others) - log[chunk.other_rows, None]
-    candidates = candidates.masked_fill(queries.token_ids[chunk.inside] < 0, -torch.inf)
-    return TokenOutputs(target - log, log - weighted / total, candidates), total, maximum + log
+    return TokenOutputs(target - log, log - weighted / total), total, maximum + log
 
 
 def _to_logit_gradient(
     layer: OutputLayer, chunk: _Chunk, total: Tensor, logprobs: Tensor, entropy: Tensor, grads: Any
 ) -> None:
-    """Turn the buffer, ``total`` [n] times the probabilities, into the loss's gradient in the unscaled logits. ``grads``: in
-    log-probs, entropies, candidates; None where the loss does not depend on them. What the buffer has at the targets does
-    not matter.
+    """Turn the buffer, ``total`` [n] times the probabilities, into the loss's gradient in the unscaled logits.
+
+    ``grads``: in log-probs and entropies; None where the loss does not depend on them. What the buffer has at the targets
+    does not matter.
 
     d log p(y) / dz_v = [v = y] - p_v ;  d H / dz_v = -p_v (log p_v + H)
     """
     p = chunk.p
-    by_logprob, by_entropy, by_candidate = (None if g is None else g / layer.temperature for g in grads)
+    by_logprob, by_entropy = (None if g is None else g / layer.temperature for g in grads)
     if by_logprob is None:
         by_logprob = torch.zeros_like(total)
-    push = by_logprob.clone()
-    if by_candidate is not None:
-        push.index_add_(0, chunk.other_rows, by_candidate.sum(-1))
-    probability = logprobs.exp()
-    at_target = -by_logprob * logprobs.expm1() - (push - by_logprob) * probability
+    at_target = -by_logprob * logprobs.expm1()
     if by_entropy is None:
         for block, _ in chunk.blocks():
-            p[block].mul_((-push / total)[block, None])
+            p[block].mul_((-by_logprob / total)[block, None])
     else:
-        at_target -= by_entropy * probability * (logprobs + entropy)
+        at_target -= by_entropy * logprobs.exp() * (logprobs + entropy)
         shift = entropy - total.log()
         for block, scratch in chunk.blocks():
             torch.log(p[block], out=scratch).clamp_(min=-1e30)  # where p is 0 the product is
-            scratch.add_(shift[block, None]).mul_(by_entropy[block, None]).add_(push[block, None])
+            scratch.add_(shift[block, None]).mul_(by_entropy[block, None]).add_(by_logprob[block, None])
             p[block].mul_(scratch).div_(-total[block, None])
-    chunk.put(at_target)
-    if by_candidate is not None:
-        others, here = chunk.others
-        p.index_put_((chunk.other_rows[:, None], others), by_candidate * here, accumulate=True)
+    chunk.scatter_targets(at_target)
 
 
 @dataclass(frozen=True)
-class _Found:
-    """The outputs of all chunks side by side."""
+class _OutputBuffers:
+    """The outputs of all chunks side by side, [N] each."""
 
     logprobs: Tensor
     entropy: Tensor
-    candidate_logprobs: Tensor
     logsumexp: Tensor
 
     @classmethod
-    def empty(cls, queries: Queries) -> _Found:
-        row = torch.empty(len(queries.targets), dtype=torch.float32, device=queries.targets.device)
-        candidates = row.new_empty(queries.token_ids.shape)
-        return cls(row, torch.empty_like(row), candidates, torch.empty_like(row))
+    def empty(cls, targets: Tensor) -> _OutputBuffers:
+        return cls(*(torch.empty(len(targets), dtype=torch.float32, device=targets.device) for _ in range(3)))
 
-    def put(self, chunk: _Chunk, outputs: TokenOutputs, logsumexp: Tensor) -> None:
+    def fill(self, chunk: _Chunk, outputs: TokenOutputs, logsumexp: Tensor) -> None:
         self.logprobs[chunk.rows], self.entropy[chunk.rows] = outputs.logprobs, outputs.entropy
-        self.candidate_logprobs[chunk.inside] = outputs.candidate_logprobs
         self.logsumexp[chunk.rows] = logsumexp
 
 

@@ -8,7 +8,7 @@ by the number of micro-batches, and DDP averages over data- and context-parallel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dcpo.policy.batching import LossInputs, MicroBatch, TokenSequence, collate, sequence_length
-from megatron_dcpo.policy.context_parallel import together
+from megatron_dcpo.policy.batching import MicroBatch, TokenSequence, collate, sequence_length
+from megatron_dcpo.policy.context_parallel import gather_over_context_parallel
 from megatron_dcpo.policy.model import Policy
-from megatron_dcpo.policy.output_layer import OutputLayer, Queries, TokenOutputs, fused_loss, token_outputs
+from megatron_dcpo.policy.output_layer import OutputLayer, TokenOutputs, fused_loss, token_outputs
 
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
 from megatron.core.tensor_parallel.mappings import (
@@ -30,8 +30,9 @@ from megatron.core.tensor_parallel.mappings import (
 
 # -> (sum of weighted token losses, statistics that add up; of a part of a micro-batch nobody reads them)
 LossFunction = Callable[[MicroBatch, TokenOutputs], tuple[Tensor, dict[str, float]]]
-# the statements, logits [B, m, K] of the digits where one is chosen -> the same
-StatementLoss = Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Any]]]
+Columns = Callable[
+    [Sequence[Any]], Mapping[str, Tensor | None]
+]  # samples of a micro-batch -> what its loss reads of them
 
 
 def accumulate_gradients(
@@ -42,15 +43,13 @@ def accumulate_gradients(
     *,
     temperature: float,
     packing: bool,
-    inputs: Callable[[Sequence[Any]], LossInputs] | None = None,
+    columns: Columns | None = None,
     separable: bool = False,
-    statement_loss: StatementLoss | None = None,
 ) -> list[dict[str, Any]]:
     """One forward-backward over all micro-batches: gradients are left in the DDP buffers, reduced over ranks.
 
-    ``inputs``: as :func:`collate` takes it. ``separable``: the loss is a sum over tokens, each read with its own outputs
+    ``columns``: as :func:`collate` takes it. ``separable``: the loss is a sum over tokens, each read with its own outputs
     alone; it is then called on parts of a micro-batch as well, and the output layer is passed once, not twice.
-    ``statement_loss``: of the confidence statements that ``inputs`` makes; its gradient is the adapter's, not reduced.
     Returns the statistics of each micro-batch on the last pipeline stage, nothing on the others.
     """
     # What is left of the factor below when the schedule has divided; gradients of a frozen policy's adapter are sums.
@@ -58,26 +57,20 @@ def accumulate_gradients(
     scale = len(splits) * upstream
 
     def loss_closure(batch: MicroBatch, output: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        stated = None
-        if batch.statements is not None:
-            output, stated = output
         local = batch.local()
-        layer, hidden, queries = _output_layer(policy, local, output, temperature)
+        layer, hidden = _output_layer(policy, local, output, temperature)
         if separable and hidden.requires_grad:
-            part = lambda rows, inside, outputs: loss_function(local.part(rows, inside), outputs)[0]  # noqa: E731
-            loss, outputs = fused_loss(layer, hidden, queries, part, upstream)
+            part = lambda rows, outputs: loss_function(local.part(rows), outputs)[0]  # noqa: E731
+            loss, outputs = fused_loss(layer, hidden, local.targets, part, upstream)
             outputs = _of_all_ranks(policy, batch, outputs)
             with torch.no_grad():
                 _, stats = loss_function(batch, outputs)
         else:
-            outputs = _of_all_ranks(policy, batch, token_outputs(layer, hidden, queries))
+            outputs = _of_all_ranks(policy, batch, token_outputs(layer, hidden, local.targets))
             loss, stats = loss_function(batch, outputs)
-        if batch.statements is not None and stated is not None and statement_loss is not None:
-            stated_loss, more = statement_loss(batch, stated)
-            loss, stats = loss + stated_loss / upstream, stats | more
         return loss * scale, torch.ones((), dtype=torch.int, device=hidden.device), stats
 
-    return _run(policy, samples, splits, loss_closure, packing, forward_only=False, inputs=inputs)
+    return _run(policy, samples, splits, loss_closure, packing, forward_only=False, columns=columns)
 
 
 @torch.no_grad()
@@ -92,32 +85,13 @@ def compute_logprobs(
     """Log-probs float32 [T_i] of every sample's response tokens, on every rank of the replica."""
 
     def collect(batch: MicroBatch, output: Tensor, non_loss_data: bool = True) -> list[np.ndarray]:
-        outputs = token_outputs(*_output_layer(policy, batch.local(), output, temperature))
+        local = batch.local()
+        outputs = token_outputs(*_output_layer(policy, local, output, temperature), local.targets)
         logprobs = _of_all_ranks(policy, batch, outputs).logprobs
         counts = [len(sample.response_ids) for sample in batch.samples]
         return [piece.cpu().numpy() for piece in logprobs.split(counts)]
 
     return _in_order(policy, splits, _run(policy, samples, splits, collect, packing, forward_only=True))
-
-
-@torch.no_grad()
-def compute_statements(
-    policy: Policy,
-    samples: Sequence[TokenSequence],
-    splits: Sequence[Sequence[int]],
-    inputs: Callable[[Sequence[Any]], LossInputs],
-    *,
-    packing: bool,
-) -> list[Tensor]:
-    """Logits [m, K] of the digits that the adapter chooses behind every sample, on every rank of the replica. ``inputs``
-    makes the statements."""
-
-    def collect(batch: MicroBatch, output: Any, non_loss_data: bool = True) -> list[Tensor]:
-        assert batch.statements is not None
-        return list(output[1][: batch.statements.count].cpu())
-
-    parts = _run(policy, samples, splits, collect, packing, forward_only=True, inputs=inputs)
-    return _in_order(policy, splits, parts)
 
 
 def _in_order(policy: Policy, splits: Sequence[Sequence[int]], parts: list[list[Any]]) -> list[Any]:
@@ -143,13 +117,13 @@ def _run(
     closure: Callable[..., Any],
     packing: bool,
     forward_only: bool,
-    inputs: Callable[[Sequence[Any]], LossInputs] | None = None,
+    columns: Columns | None = None,
 ) -> list[Any]:
     multiple = policy.topology.tp_size if policy.config.sequence_parallel else 1
     place = policy.topology.cp_rank, policy.topology.cp_size
     uniform = len(policy.chunks) > 1
     shapes = partial(
-        collate, packing=packing, multiple_of=multiple, uniform=uniform, inputs=inputs, context_parallel=place
+        collate, packing=packing, multiple_of=multiple, uniform=uniform, columns=columns, context_parallel=place
     )
     batches = [shapes(samples, splits) for _ in policy.chunks]
     longest = max(map(sequence_length, samples), default=1)
@@ -169,8 +143,6 @@ def _forward_step(
     closure: Callable[..., Any], options: dict[str, Any], batches: Iterator[MicroBatch], model: Any
 ) -> tuple[Tensor, Any]:
     batch = next(batches)
-    if batch.statements is not None:
-        options = options | {"statements": batch.statements}
     output = model(batch.tokens, batch.position_ids, None, packed_seq_params=batch.packed_seq_params, **options)
     return output, partial(closure, batch)
 
@@ -179,13 +151,10 @@ def _of_all_ranks(policy: Policy, batch: MicroBatch, outputs: TokenOutputs) -> T
     """From this context-parallel rank's outputs those of all response tokens."""
     if batch.here is None:
         return outputs
-    counts = len(batch.targets), 0 if batch.candidates is None else len(batch.candidates.rows)
-    return together(outputs, batch.here, batch.candidates_here(), counts, policy.topology.cp_group)
+    return gather_over_context_parallel(outputs, batch.here, len(batch.targets), policy.topology.cp_group)
 
 
-def _output_layer(
-    policy: Policy, batch: MicroBatch, output: Tensor, temperature: float
-) -> tuple[OutputLayer, Tensor, Queries]:
+def _output_layer(policy: Policy, batch: MicroBatch, output: Tensor, temperature: float) -> tuple[OutputLayer, Tensor]:
     """The output layer, and for it the hidden states [N, h] that score the response tokens.
 
     ``output``: the last stage's hidden states [b, s, h], [b, s / tp, h] under sequence parallelism. Each tensor-parallel
@@ -197,11 +166,5 @@ def _output_layer(
     hidden = output.reshape(-1, output.shape[-1]).index_select(0, batch.rows)
     if not policy.config.sequence_parallel:
         hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
-    others = batch.candidates
-    queries = Queries.of(batch.targets, *((others.rows, others.token_ids) if others is not None else ()))
     overlapped = policy.config.no_sync_func is not None
-    return (
-        OutputLayer.of(policy.output_weight, policy.arch.vocab_size, temperature, group, overlapped),
-        hidden,
-        queries,
-    )
+    return OutputLayer.of(policy.output_weight, policy.arch.vocab_size, temperature, group, overlapped), hidden

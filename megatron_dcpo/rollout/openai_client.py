@@ -10,7 +10,6 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -87,30 +86,6 @@ class Endpoint:
         tokens = self.sampling.max_tokens * (1 + self.sampling.top_logprobs)
         read = lambda reply: _response(prompt.prompt_id, repeat, reply["choices"][0], self.api)  # noqa: E731
         return self._call(path, self._body(prompt, repeat), tokens, read, stop)
-
-    def next_logprobs(
-        self, model: str, sequences: Sequence[Sequence[int]], names: Sequence[str], own: Sequence[int] = ()
-    ) -> np.ndarray:
-        """Log-probs [N, K], by ``model`` of the same server, of the tokens that read ``names`` behind each of N sequences of
-        token ids; very small where a token is not among the likeliest. Raises :class:`UserError` where none is. ``own``:
-        the ids of K tokens instead, among which alone the server chooses."""
-        count = max(_LIKELIEST, len(own))
-        more = {"allowed_token_ids": list(own), "return_tokens_as_token_ids": True} if own else {}
-        names = [f"token_id:{number}" for number in own] or names
-
-        def read(reply: Any) -> np.ndarray:
-            (tops,) = reply["choices"][0]["logprobs"]["top_logprobs"]
-            found = _checked_logprobs([tops.get(name, _UNLIKELY) for name in names], 1)
-            if not any(name in tops for name in names):
-                raise ValueError(f"none of {names[0]!r} to {names[-1]!r} is among the likeliest tokens")
-            return found
-
-        def ask(ids: Sequence[int]) -> np.ndarray:
-            body = {"model": model, "prompt": list(ids), "max_tokens": 1, "temperature": 0, "logprobs": count}
-            return self._call("/completions", body | more | dict(self.extra_body), count, read)
-
-        with ThreadPoolExecutor(self.concurrency) as pool:
-            return np.stack(list(pool.map(ask, sequences)))
 
     def _call(self, path: str, body: dict[str, Any], tokens: int, read: Callable[[Any], Any], stop: Any = None) -> Any:
         """What ``read`` makes of the reply, of at most that many log-probs."""

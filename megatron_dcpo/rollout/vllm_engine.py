@@ -65,7 +65,6 @@ class VllmOptions:
     """Sizes 0 are left to vLLM. ``dummy_weights``: start with random weights, the first update brings the real ones.
 
     ``raw_logprobs``: the engine reports log-probs of the raw logits (fixed for its life; see :class:`SamplingConfig`).
-    ``adapter_rank``: of the adapters it may be asked for, 0: of none.
     """
 
     dtype: str = "bf16"
@@ -78,7 +77,6 @@ class VllmOptions:
     sleep: bool = True
     raw_logprobs: bool = False
     dummy_weights: bool = False
-    adapter_rank: int = 0
     seed: int = 0
 
 
@@ -131,24 +129,6 @@ class VllmEngine(Engine):
         except Exception as error:
             raise _engine_error("vLLM failed in generation", error) from error
         self._check_ranks_agree(b"".join(digests))
-
-    def next_logprobs(self, adapter: Path, sequences: Sequence[Sequence[int]], token_ids: Sequence[int]) -> np.ndarray:
-        """Log-probs [N, K] of ``token_ids`` behind each of N sequences, with the adapter of a directory in PEFT's format."""
-        from vllm import SamplingParams
-        from vllm.lora.request import LoRARequest
-
-        params = SamplingParams(
-            temperature=0.0, max_tokens=1, logprob_token_ids=list(token_ids), ignore_eos=True, detokenize=False
-        )
-        prompts = [{"prompt_token_ids": list(ids)} for ids in sequences]
-        request = LoRARequest(adapter.name, 1, str(adapter.resolve()))
-        try:
-            with _host_kept():
-                outputs = self.llm.generate(prompts, params, use_tqdm=False, lora_request=request)
-        except Exception as error:
-            raise UserError(f"vLLM cannot use the adapter {adapter} ({one_line(error, 300)})") from None
-        rows = (output.outputs[0].logprobs[0] for output in outputs)
-        return np.array([[row[token].logprob for token in token_ids] for row in rows], np.float32)
 
     def _steps(
         self, samples: Samples, sampling: SamplingConfig, step: int, partial: Partial | None
@@ -322,9 +302,6 @@ class VllmEngine(Engine):
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if cache := cache_bytes(self.arch, options, host_memory_available(), ranks):
             arguments["kv_cache_memory_bytes"] = cache
-        if options.adapter_rank:  # vLLM allocates for one of a few ranks
-            rank = next((n for n in (1, 8, 16, 32, 64, 128, 256, 320, 512) if n >= options.adapter_rank), 512)
-            arguments |= {"enable_lora": True, "max_lora_rank": rank}
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             arguments["distributed_executor_backend"] = "external_launcher"
         try:

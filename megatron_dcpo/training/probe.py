@@ -10,17 +10,15 @@ a backward pass of its own, under the configuration's parallel layout:
 | ``coupled_accuracy`` | (R - mean R) / std(R + w R_c) | all tokens |
 | ``coupled_calibration`` | w (R_c - mean R_c) / std(R + w R_c) | all tokens |
 | ``dcpo_accuracy`` | A_r | reasoning tokens |
-| ``dcpo_calibration`` | A_c, or the digits' scores with ``confidence_gradient: digits`` | confidence tokens |
+| ``dcpo_calibration`` | A_c | confidence tokens |
 | ``group_baseline`` | R_c - mean of the group's R_c | confidence tokens |
 | ``counterfactual`` | R_c - mean of the others' score on this response's target | confidence tokens |
-| ``all_digits`` | the same on one scale (``batch_std``), with the scores of all digits at the decimals | confidence tokens |
 
 Options of the objective are the configuration's, whatever method it names. The first two are the directions of the paper's
 proposition: one raises the accuracy, the other moves the mean confidence towards it. The next two add up to the coupled
-objective's gradient, the next two to DCPO's. The last three are steps from DCPO's confidence gradient to that of
-``dcpo_proper``; the first two of them have the same expectation, and noise is what differs. The Fisher metric is the mean
-square of the coupled objective's two parts over the batches. Memory: ten fp32 copies of what this rank's optimizer holds, so
-use the distributed optimizer for a large model.
+objective's gradient, the next two to DCPO's. The last two have the same expectation, and noise is what differs. The Fisher
+metric is the mean square of the coupled objective's two parts over the batches. Memory: ten fp32 copies of what this rank's
+optimizer holds, so use the distributed optimizer for a large model.
 """
 
 from __future__ import annotations
@@ -43,7 +41,6 @@ from megatron_dcpo.config import Config
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.objectives import ObjectiveConfig, Scored, as_method, build_objective, resolve
 from megatron_dcpo.objectives.advantages import REWARD_TOLERANCE
-from megatron_dcpo.objectives.expected_digits import DecimalToken
 from megatron_dcpo.policy.gradient_probe import (
     ALL,
     PIECE,
@@ -58,7 +55,7 @@ from megatron_dcpo.policy.optimizer import optimizer_group, zero_gradients
 from megatron_dcpo.runtime.device import current_device
 from megatron_dcpo.runtime.watchdog import Timers
 from megatron_dcpo.training.run import TrainingRun, build_run
-from megatron_dcpo.training.sampling import TrainingSample, decimals_of, sample_step
+from megatron_dcpo.training.sampling import TrainingSample, sample_step
 from megatron_dcpo.training.update import MiniBatch, accumulate, with_scores
 from megatron_dcpo.training.weight_sync import synchronise_engine
 from megatron_dcpo.types import BLOCK_REASONING, Judgement
@@ -74,9 +71,8 @@ PARTS = (
     "dcpo_calibration",
     "group_baseline",
     "counterfactual",
-    "all_digits",
 )
-STEPS = PARTS[-3:]  # from DCPO's confidence gradient to dcpo_proper's
+BASELINES = PARTS[-2:]  # of the confidence reward
 PAIRS = {
     "proposition": ("accuracy", "mean_calibration"),
     "coupled": ("coupled_accuracy", "coupled_calibration"),
@@ -87,10 +83,7 @@ PAIRS = {
 def probe_policy(config: Config, batches: int) -> dict[str, Any]:
     """Sample ``batches`` steps' worth of responses and compare the parts' gradients. Collective; equal on all ranks."""
     if config.frozen:
-        raise UserError(
-            "dcpo probe compares gradients of the policy's own parameters; leave out training.train=adapter and "
-            "model.adapter"
-        )
+        raise UserError("dcpo probe compares gradients of the policy's own parameters; leave out model.adapter")
     config = dataclasses.replace(config, objective=without_regularizers(config.objective))
     run = build_run(config)
     with run.watch:
@@ -109,8 +102,7 @@ def _probe(run: TrainingRun, batches: int) -> dict[str, Any]:
         run.engine.sleep()
         run.offload.reload()
         mini_batch = MiniBatch.of(run, samples)
-        decimals = decimals_of(run, samples)
-        for part, scored in parts_of(mini_batch.judgements, config.objective, decimals).items():
+        for part, scored in parts_of(mini_batch.judgements, config.objective).items():
             batch = with_scores(run, mini_batch, scored)
             _, gradients = part_gradient(run.policy, run.optimizer, partial(accumulate, run, batch), copy=False)
             totals[part].add(gradients)
@@ -133,23 +125,14 @@ def without_regularizers(objective: ObjectiveConfig) -> ObjectiveConfig:
     return as_method(objective, "dcpo", kl_coef=0.0, entropy_coef=0.0)
 
 
-def parts_of(
-    judgements: Sequence[Judgement],
-    objective: ObjectiveConfig,
-    decimals: Sequence[Sequence[DecimalToken]] | None = None,
-) -> dict[str, Scored]:
+def parts_of(judgements: Sequence[Judgement], objective: ObjectiveConfig) -> dict[str, Scored]:
     """The responses with each part's advantages on their tokens; block weights are left to the objective."""
 
     def score(method: str, **options: Any) -> Scored:
-        return build_objective(as_method(objective, method, **options)).score(judgements, decimals=decimals)
+        return build_objective(as_method(objective, method, **options)).score(judgements)
 
-    def confidence(baseline: str, scale: str, gradient: str = "sampled") -> Scored:
-        return score(
-            "dcpo",
-            confidence_baseline=baseline,
-            advantage_normalization_confidence=scale,
-            confidence_gradient=gradient,
-        )
+    def confidence(baseline: str) -> Scored:
+        return score("dcpo", confidence_baseline=baseline, advantage_normalization_confidence="mean")
 
     options = resolve(as_method(objective, "coupled"))
     scored, scalar = score("dcpo"), score("coupled")
@@ -174,21 +157,18 @@ def parts_of(
     columns["dcpo_accuracy"][0], columns["dcpo_calibration"][1] = scored.A_r, scored.A_c
     size = np.array([len(groups[j.prompt_id]) for j in judgements])
     # its own R_c left out of the mean, as the counterfactual one does
-    columns["group_baseline"][1] = confidence("group", "mean").A_c * size / (size - 1)
-    columns["counterfactual"][1] = confidence("counterfactual", "mean").A_c
-    all_digits = confidence("counterfactual", "batch_std", "digits")
-    columns["all_digits"][1] = all_digits.A_c
-    digits = {"dcpo_calibration": scored, "all_digits": all_digits}
-    return {part: _with_advantages(scored, columns[part], digits.get(part)) for part in PARTS}
+    columns["group_baseline"][1] = confidence("group").A_c * size / (size - 1)
+    columns["counterfactual"][1] = confidence("counterfactual").A_c
+    return {part: _with_advantages(scored, columns[part]) for part in PARTS}
 
 
-def _with_advantages(scored: Scored, advantages: np.ndarray, digits: Scored | None) -> Scored:
-    """``scored`` with other advantages [2, N], of the two blocks, and with the scores of all digits that ``digits`` has."""
+def _with_advantages(scored: Scored, advantages: np.ndarray) -> Scored:
+    """Return ``scored`` with other advantages [2, N], of the two blocks."""
     tokens = tuple(
         dataclasses.replace(t, advantages=np.where(t.block_ids == BLOCK_REASONING, a, b))
         for t, a, b in zip(scored.tokens, *advantages, strict=True)
     )
-    return dataclasses.replace(scored, tokens=tokens, digits=digits.digits if digits else ((),) * len(scored))
+    return dataclasses.replace(scored, tokens=tokens)
 
 
 @dataclass
@@ -300,7 +280,7 @@ def summary_lines(found: dict[str, Any]) -> list[str]:
             f"{name:11} accuracy against calibration: cosine {plain['cosine']:+.3f} (Fisher {fisher['cosine']:+.3f}), "
             f"norms {plain['accuracy_norm']:.2e} and {plain['calibration_norm']:.2e}"
         )
-    for part in STEPS:
+    for part in BASELINES:
         ratio = found["gradients"][part]["signal_to_noise"]
         shown = "–" if ratio is None else f"{ratio:.2f}"
         lines.append(f"{part:15} signal to noise of the confidence gradient: {shown}")
@@ -320,6 +300,8 @@ def draw_probe(found: dict[str, Any], path: Path) -> None:
             axes.set(ylim=(-1, 1), title=f"cosine, accuracy against calibration ({metric})")
             axes.set_xticks(np.arange(len(groups)), groups, rotation=45, ha="right")
         plain.legend()
-        noise.bar(range(3), [found["gradients"][part]["signal_to_noise"] or 0.0 for part in STEPS], color=PALETTE[2:5])
-        noise.set_xticks(range(3), ["group baseline", "counterfactual", "all digits"])
+        noise.bar(
+            range(2), [found["gradients"][part]["signal_to_noise"] or 0.0 for part in BASELINES], color=PALETTE[2:4]
+        )
+        noise.set_xticks(range(2), ["group baseline", "counterfactual"])
         noise.set_title("signal to noise of the confidence gradient")

@@ -19,14 +19,11 @@ from megatron_dcpo.evaluation.heldout import HeldOut, load_held_out
 from megatron_dcpo.judging.answers import BOXED, FENCED, AnswerForm
 from megatron_dcpo.judging.judge import Verifier, judge_many
 from megatron_dcpo.judging.math.pool import verify_answers
-from megatron_dcpo.judging.statement import NUM_FEATURES, StatementForm
 from megatron_dcpo.judging.token_bytes import token_bytes
 from megatron_dcpo.objectives import Objective, build_objective
-from megatron_dcpo.objectives.expected_digits import DigitVocabulary
 from megatron_dcpo.policy.adapter import Adapter, AdapterOptimizer, MergedPolicy
 from megatron_dcpo.policy.model import Policy, build_policy
 from megatron_dcpo.policy.optimizer import Offload, build_optimizer, on_host
-from megatron_dcpo.policy.statements import adapt
 from megatron_dcpo.rollout import Engine, build_local_engine, load_tokenizer
 from megatron_dcpo.rollout.vllm_engine import VllmOptions
 from megatron_dcpo.runtime import distributed
@@ -60,8 +57,7 @@ class RunState:
 @dataclass(frozen=True)
 class TrainingRun:
     """The parts of a training run on this rank. ``optimizer``, ``scheduler``: none where the policy is frozen, and only the
-    ``adapter`` is trained. ``reference`` opens the starting policy, where a KL loss asks for it. ``statement_form``: how
-    an adapter of the confidence states it."""
+    ``adapter`` is trained. ``reference`` opens the starting policy, where a KL loss asks for it."""
 
     config: Config
     directory: Path
@@ -79,8 +75,6 @@ class TrainingRun:
     watch: Watchdog
     saver: Saver
     progress: RunState
-    digits: DigitVocabulary
-    statement_form: StatementForm | None
     adapter: AdapterOptimizer | None
     held_out: HeldOut | None
     judge: Callable[[Sequence[Response], Mapping[str, Prompt]], list[Judgement]]
@@ -91,8 +85,8 @@ class TrainingRun:
 
     @property
     def exported(self) -> Policy:
-        """The policy as engines and ``policy/`` have it: with an adapter of the whole policy merged."""
-        return MergedPolicy.of(self.adapter.adapter) if self.adapter and self.adapter.adapter.always else self.policy
+        """Return the policy as engines and ``policy/`` have it: with its adapter merged."""
+        return MergedPolicy.of(self.adapter.adapter) if self.adapter else self.policy
 
 
 def build_run(config: Config) -> TrainingRun:
@@ -124,13 +118,12 @@ def build_run(config: Config) -> TrainingRun:
     policy = build_policy(config.model, parallel, topology, training=not config.frozen)
     ledger.put("weights", sum(p.nbytes for gpt in policy.gpt for p in gpt.parameters()))
     optimizer, scheduler = (None, None) if config.frozen else build_optimizer(config, policy)
-    adapter = build_adapter(config, objective, policy)
+    adapter = build_adapter(config, policy)
     reference = build_reference(config, topology, adapter) if any(objective.options.blocks("kl_coef")) else None
     # The engine measures what is left of the device: what a rollout does without leaves before it starts.
     offload = Offload(policy, optimizer, config.training.offload_optimizer_during_rollout)
     offload.offload()
     engine = build_engine(config, topology, held_out)
-    digits = DigitVocabulary.of(vocabulary.table, engine.eos_token_ids)
     return TrainingRun(
         config=config,
         directory=Path(config.run_dir),
@@ -154,8 +147,6 @@ def build_run(config: Config) -> TrainingRun:
             topology.replica_group,
         ),
         progress=RunState(),
-        digits=digits,
-        statement_form=build_statement_form(config, tokenizer, digits),
         adapter=adapter,
         held_out=held_out,
         judge=partial(
@@ -169,23 +160,11 @@ def build_run(config: Config) -> TrainingRun:
     )
 
 
-def build_statement_form(config: Config, tokenizer: Any, digits: DigitVocabulary) -> StatementForm | None:
-    """How the adapter of ``model.adapter`` states the confidence."""
-    adapter, judging = config.confidence_adapter, config.judging
-    if adapter is None:
-        return None
-    return StatementForm.of(tokenizer, digits.token_ids, judging.marker, adapter.activated, judging.confidence_tokens)
-
-
-def build_adapter(config: Config, objective: Objective, policy: Policy) -> AdapterOptimizer | None:
-    """The adapter of ``model.adapter`` on ``policy``, with its optimizer."""
+def build_adapter(config: Config, policy: Policy) -> AdapterOptimizer | None:
+    """Return the adapter of ``model.adapter`` on ``policy``, with its optimizer; None without one."""
     if config.model.adapter is None:
         return None
-    if config.policy_adapter:
-        adapter = Adapter(policy, config.policy_adapter, always=True)
-    else:
-        seen = NUM_FEATURES if objective.options.confidence_sees == "logprobs" else 0
-        adapter = adapt(policy, config.model.adapter, seen, config.judging.confidence_tokens)
+    adapter = Adapter(policy, config.model.adapter)
     steps = config.training.steps * config.training.updates_per_rollout
     optimizer = AdapterOptimizer(adapter, config.optimizer, steps)
     ledger.put("adapter", optimizer.nbytes)
@@ -196,7 +175,7 @@ def build_reference(
     config: Config, topology: Topology, adapter: AdapterOptimizer | None
 ) -> Callable[[], AbstractContextManager[Policy]]:
     """The starting policy: a frozen one without its adapter, or else a second one whose parameters wait on the host."""
-    if adapter is not None and config.frozen:
+    if adapter is not None:
         return partial(_opened, adapter.adapter.policy, adapter.adapter.inactive)
     policy = build_policy(config.model, config.parallel, topology, training=False)
     return partial(_opened, policy, on_host(policy).on_device)

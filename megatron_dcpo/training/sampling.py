@@ -19,8 +19,6 @@ import numpy as np
 from megatron_dcpo.data.datasets import draw_prompts
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.judge import JUDGES
-from megatron_dcpo.objectives.expected_digits import DecimalToken, DigitScores
-from megatron_dcpo.objectives.stated import StatementTarget
 from megatron_dcpo.rollout import EngineError, SamplingConfig
 from megatron_dcpo.rollout.engine import Partial, Samples, SlotSteps
 from megatron_dcpo.runtime.distributed import all_gather_objects
@@ -43,7 +41,7 @@ class TrainingSample:
 
     By the policy (``update.py``): ``old_logprobs`` and ``ref_logprobs``, float32 [T]. By the objective: the rewards ``R``
     and ``R_c``, ``tokens`` (advantage and block of each token), ``weights`` float64 [T] (each token's share of the
-    loss), ``digits``, the positions trained on all digits at once, and the ``statement`` of an adapter.
+    loss).
     """
 
     prompt: Prompt
@@ -55,8 +53,6 @@ class TrainingSample:
     R_c: float = math.nan
     tokens: TokenAdvantages | None = None
     weights: np.ndarray | None = None
-    digits: tuple[DigitScores, ...] = ()
-    statement: StatementTarget | None = None
 
     @property
     def prompt_ids(self) -> np.ndarray:
@@ -176,14 +172,7 @@ def _sample_groups(run: TrainingRun, groups: Sequence[Group], wanted: int, step:
 
 
 def _trains(run: TrainingRun, group: Group) -> bool:
-    samples = _samples(group)
-    decimals = decimals_of(run, samples) if run.objective.trains_all_digits else None
-    return run.objective.trains([sample.judgement for sample in samples], decimals)
-
-
-def decimals_of(run: TrainingRun, samples: Sequence[TrainingSample]) -> list[tuple[DecimalToken, ...]]:
-    """The exchangeable digits of every stated confidence."""
-    return [run.digits.decimals(sample.response.token_ids, sample.judgement) for sample in samples]
+    return run.objective.trains([sample.judgement for sample in _samples(group)])
 
 
 def roll_out(run: TrainingRun, groups: Sequence[Group], wanted: int, step: int, rollout: Rollout) -> None:

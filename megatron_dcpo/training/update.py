@@ -21,12 +21,8 @@ import torch
 from torch import Tensor
 
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.judging.statement import StatementForm
 from megatron_dcpo.objectives import Objective, Scored, TokenBatch
-from megatron_dcpo.objectives.expected_digits import DigitBatch, DigitVocabulary
 from megatron_dcpo.policy.batching import (
-    Candidates,
-    LossInputs,
     MicroBatch,
     assign_to_ranks,
     sequence_length,
@@ -40,8 +36,7 @@ from megatron_dcpo.policy.schedule import accumulate_gradients, compute_logprobs
 from megatron_dcpo.runtime.device import current_device
 from megatron_dcpo.runtime.distributed import all_gather_objects, max_over_ranks
 from megatron_dcpo.training.run import TrainingRun
-from megatron_dcpo.training.sampling import Sample, TrainingSample, decimals_of
-from megatron_dcpo.training.stating import statement_inputs, statement_loss, statement_targets, with_confidences
+from megatron_dcpo.training.sampling import TrainingSample
 from megatron_dcpo.types import BLOCKS, Judgement, replaced
 from megatron_dcpo.weights.architecture import Architecture
 
@@ -53,8 +48,7 @@ ROUTED_OTHERWISE = {"fp32": 1e-3, "bf16": 0.1}  # the edge that no token of a mo
 
 @dataclass
 class UpdateStatistics:
-    """What the updates of one rollout measured. ``sums`` add up over tokens and ranks, ``maxima`` do not. ``stated``: by an
-    adapter."""
+    """What the updates of one rollout measured. ``sums`` add up over tokens and ranks, ``maxima`` do not."""
 
     sums: dict[str, float] = field(default_factory=dict)
     maxima: dict[str, float] = field(default_factory=dict)
@@ -62,7 +56,6 @@ class UpdateStatistics:
     losses: list[float] = field(default_factory=list)
     block_gradients: dict[str, float] = field(default_factory=dict)
     samples: list[TrainingSample] = field(default_factory=list)
-    stated: dict[Sample, float] = field(default_factory=dict)
     learning_rate: float = 0.0
     skipped: int = 0
 
@@ -86,7 +79,6 @@ def update_policy(run: TrainingRun, samples: Sequence[TrainingSample], step: int
         statistics.samples.extend(scored.samples)
         update_once(run, scored, statistics, probe=number == 0 and _probe_due(run, step), step=step)
     gather_parameters(run.policy)
-    statistics.samples = with_confidences(statistics.samples, statistics.stated)
     return statistics
 
 
@@ -156,16 +148,14 @@ def with_ref_logprobs(run: TrainingRun, mini_batch: MiniBatch, reference: Policy
 def score(run: TrainingRun, mini_batch: MiniBatch) -> MiniBatch:
     """Rewards, token advantages and token weights of every sample. No communication: all ranks have all samples."""
     old = [s.old_logprobs for s in mini_batch.samples if s.old_logprobs is not None]
-    decimals = decimals_of(run, mini_batch.samples) if run.objective.trains_all_digits else None
-    return with_scores(run, mini_batch, run.objective.score(mini_batch.judgements, old or None, decimals))
+    return with_scores(run, mini_batch, run.objective.score(mini_batch.judgements, old or None))
 
 
 def with_scores(run: TrainingRun, mini_batch: MiniBatch, scored: Scored) -> MiniBatch:
     """``mini_batch`` with what an objective made of its judgements, and the run's own token weights."""
     weights = run.objective.token_weights(scored, run.objective.counts(scored))
-    statements = statement_targets(run, mini_batch.samples, scored)
-    columns = zip(scored.R, scored.R_c, scored.tokens, weights, scored.digits, statements, strict=True)
-    names = ("R", "R_c", "tokens", "weights", "digits", "statement")
+    columns = zip(scored.R, scored.R_c, scored.tokens, weights, strict=True)
+    names = ("R", "R_c", "tokens", "weights")
     return mini_batch.with_fields({i: dict(zip(names, row, strict=True)) for i, row in enumerate(columns)})
 
 
@@ -205,7 +195,7 @@ def _lighter_block(run: TrainingRun, mini_batch: MiniBatch) -> tuple[str, MiniBa
     """The block in which fewer responses have a gradient, and those."""
     scored = [(s, s.weights, s.tokens) for s in mini_batch.samples if s.weights is not None and s.tokens is not None]
     bearing = {
-        block: [s for s, weights, t in scored if run.objective.bears_gradient(weights, t, s.digits, index)]
+        block: [s for s, weights, t in scored if run.objective.bears_gradient(weights, t, index)]
         for block, index in BLOCKS.items()
     }
     block = min(bearing, key=lambda name: len(bearing[name]))
@@ -241,9 +231,8 @@ def accumulate(run: TrainingRun, mini_batch: MiniBatch, block: str | None = None
         mini_batch.local_samples,
         mini_batch.micro_batches,
         partial(micro_batch_loss, run.objective, block),
-        inputs=partial(loss_inputs, run.digits, run.statement_form),
+        columns=loss_columns,
         separable=run.objective.separable,
-        statement_loss=partial(statement_loss, run.objective),
         **_forward_options(run),
     )
 
@@ -268,15 +257,11 @@ def micro_batch_loss(
 def token_batch(batch: MicroBatch, outputs: TokenOutputs, with_statistics: bool) -> TokenBatch:
     """The columns of a micro-batch beside the policy's outputs."""
     columns: dict[str, Any] = dict(batch.columns)
-    digits = None
-    if batch.candidates is not None:
-        digits = DigitBatch(batch.candidates.rows, outputs.candidate_logprobs, batch.candidates.values)
     old = columns.pop("old_logprobs")
     return TokenBatch(
         logprobs=outputs.logprobs,
         old_logprobs=outputs.logprobs.detach() if old is None else old,
         sequence_ids=batch.sequence_ids,
-        digits=digits,
         entropy=outputs.entropy,
         correct=None if batch.is_part else _flat([np.array([sample.R]) for sample in batch.samples]),
         with_statistics=with_statistics,
@@ -284,15 +269,12 @@ def token_batch(batch: MicroBatch, outputs: TokenOutputs, with_statistics: bool)
     )
 
 
-def loss_inputs(
-    vocabulary: DigitVocabulary, form: StatementForm | None, samples: Sequence[TrainingSample]
-) -> LossInputs:
-    """The per-token arrays of a micro-batch's samples, in the order of its rows, the digits trained all at once, and the
-    statements of an adapter in ``form``."""
+def loss_columns(samples: Sequence[TrainingSample]) -> dict[str, Tensor | None]:
+    """Return the per-token arrays of a micro-batch's samples, in the order of its rows."""
     tokens = [sample.tokens for sample in samples if sample.tokens is not None]
     if len(tokens) < len(samples):
         raise ValueError("the mini-batch has samples without advantages: score() comes before the update")
-    columns = {
+    return {
         "old_logprobs": _flat([sample.old_logprobs for sample in samples]),
         "advantages": _flat([t.advantages for t in tokens]),
         "block_ids": _flat([t.block_ids for t in tokens], torch.int64),
@@ -300,7 +282,6 @@ def loss_inputs(
         "engine_logprobs": _flat([sample.response.logprobs for sample in samples]),
         "ref_logprobs": _flat([sample.ref_logprobs for sample in samples]),
     }
-    return LossInputs(columns, digit_candidates(vocabulary, samples), statement_inputs(form, samples))
 
 
 def _flat(rows: Sequence[Any], dtype: torch.dtype = torch.float32) -> Any:
@@ -308,15 +289,6 @@ def _flat(rows: Sequence[Any], dtype: torch.dtype = torch.float32) -> Any:
     if any(row is None for row in rows):
         return None
     return torch.as_tensor(np.concatenate([np.zeros(0), *rows]), dtype=dtype, device=current_device())
-
-
-def digit_candidates(vocabulary: DigitVocabulary, samples: Sequence[TrainingSample]) -> Candidates | None:
-    """The digits trained all at once in a micro-batch; None where there are none."""
-    starts = np.cumsum([0, *(len(sample.response_ids) for sample in samples)])
-    digits = [(int(start), d) for start, sample in zip(starts, samples, strict=False) for d in sample.digits]
-    if not digits:
-        return None
-    return Candidates(*(torch.as_tensor(array, device=current_device()) for array in vocabulary.candidates(digits)))
 
 
 def _mismatch(tokens: TokenBatch) -> dict[str, float]:
@@ -384,7 +356,6 @@ def _reduce(run: TrainingRun, collected: Sequence[dict[str, float]], statistics:
     for part in all_gather_objects(list(collected) if run.topology.reports else []):
         for stats in part:
             loss += stats.get("loss", 0.0)
-            statistics.stated |= stats.pop("stated", {})
             for key, value in stats.items():
                 if "_max" in key:
                     statistics.maxima[key] = max(statistics.maxima.get(key, 0.0), value)

@@ -8,31 +8,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
-import torch
 
 from megatron_dcpo.checkpoints.manifest import iterations
 from megatron_dcpo.evaluation.heldout import HeldOut, improves, value_of
 from megatron_dcpo.evaluation.samples import Sample, write_samples
-from megatron_dcpo.judging.statement import StatementForm, reasoning_features
-from megatron_dcpo.objectives.stated import StatementTarget, stated
-from megatron_dcpo.policy.batching import LossInputs
-from megatron_dcpo.policy.schedule import compute_logprobs, compute_statements
 from megatron_dcpo.rollout import SamplingConfig
-from megatron_dcpo.rollout.confidence_adapter import reasoning_of, with_statement
 from megatron_dcpo.runtime import signals
 from megatron_dcpo.runtime.distributed import all_gather_objects, broadcast_object, max_over_ranks
 from megatron_dcpo.runtime.watchdog import Timers
 from megatron_dcpo.training.recorder import logged_rows
 from megatron_dcpo.training.recovery import save_now
 from megatron_dcpo.training.run import TrainingRun
-from megatron_dcpo.training.sampling import Rollout, TrainingSample, engines_of, generate
-from megatron_dcpo.training.stating import statement_inputs
-from megatron_dcpo.training.update import MiniBatch
+from megatron_dcpo.training.sampling import Rollout, engines_of, generate
 from megatron_dcpo.training.weight_sync import synchronise_engine
-from megatron_dcpo.types import Judgement, Response
+from megatron_dcpo.types import Response
 
 logger = logging.getLogger(__name__)
 
@@ -46,9 +37,6 @@ def validate(run: TrainingRun, step: int, timers: Timers) -> dict[str, float]:
         responses = _sample(run, run.held_out, step)
         if max_over_ranks(signals.stop_requested() or 0):
             return {}
-        if run.statement_form is not None:
-            responses = _stated(run, run.held_out, responses)
-            synchronise_engine(run, version=step)
         own = run.held_out.judged(responses, run.engine.eos_token_ids)
         samples = [sample for part in all_gather_objects(own) for sample in part]
         measured = broadcast_object(run.held_out.metrics(samples))
@@ -133,48 +121,6 @@ def _sample(run: TrainingRun, held_out: HeldOut, step: int) -> list[Response]:
     run.engine.forget_prompts()
     share = samples[run.topology.rank % size :: size]
     return [r for p, n in share if (r := rollout.responses.get((p.prompt_id, n))) is not None]
-
-
-def _stated(run: TrainingRun, held_out: HeldOut, responses: Sequence[Response]) -> list[Response]:
-    """Behind each response's reasoning what the adapter states, by the model that trains; the engine sleeps. Collective."""
-    form, config = run.statement_form, run.config
-    assert form is not None
-    run.engine.sleep()
-    prompts, eos = held_out.prompts, run.engine.eos_token_ids
-    own = [reasoning_of(r, prompts[r.prompt_id], held_out.tokens, eos, config.judging.marker) for r in responses]
-    everything = {(r.prompt_id, r.sample_index): r for part in all_gather_objects(own) for r in part}
-    batch = MiniBatch.of(run, [_unjudged(form, held_out, everything[name]) for name in sorted(everything)])
-    packing, local = config.parallel.sequence_packing, batch.local_samples
-    if run.objective.options.confidence_sees == "logprobs":  # of the raw logits, whatever the engine reports
-        logprobs = compute_logprobs(run.policy, local, batch.micro_batches, temperature=1.0, packing=packing)
-        local = [
-            replace(s, statement=replace(s.statement, seen=reasoning_features(row)))
-            for s, row in zip(local, logprobs, strict=True)
-            if s.statement is not None
-        ]
-    logits = compute_statements(
-        run.policy,
-        local,
-        batch.micro_batches,
-        lambda samples: LossInputs(statements=statement_inputs(form, samples)),
-        packing=packing,
-    )
-    values = stated(torch.stack(logits)).tolist() if logits else []
-    names = [(s.response.prompt_id, s.response.sample_index) for s in local]
-    c = {
-        name: value
-        for part in all_gather_objects(dict(zip(names, values, strict=True)))
-        for name, value in part.items()
-    }
-    return [with_statement(r, form, c[r.prompt_id, r.sample_index], held_out.tokens) for r in own]
-
-
-def _unjudged(form: StatementForm, held_out: HeldOut, response: Response) -> TrainingSample:
-    """What the pass over the statements reads of a response."""
-    prompt, length = held_out.prompts[response.prompt_id], len(response.token_ids)
-    judgement = Judgement(response.prompt_id, 0.0, None, "missing", length, length)
-    target = StatementTarget(len(prompt.token_ids) + length, np.zeros(form.values), 0.0, None)
-    return TrainingSample(prompt, response, judgement, statement=target)
 
 
 def _write(run: TrainingRun, step: int, samples: Sequence[Sample]) -> None:

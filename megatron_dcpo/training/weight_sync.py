@@ -19,8 +19,8 @@ from megatron_dcpo.runtime.distributed import all_gather_objects
 from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.runtime.watchdog import LOST_AFTER_SECONDS
 from megatron_dcpo.training.run import TrainingRun
-from megatron_dcpo.weights.hf_checkpoint import HFReader, write_checkpoint
-from megatron_dcpo.weights.peft_adapter import DIRECTORY, FEATURES, POLICY_DIRECTORY, Room, write_adapter
+from megatron_dcpo.weights.hf_checkpoint import write_checkpoint
+from megatron_dcpo.weights.peft_adapter import DIRECTORY, write_adapter
 from megatron_dcpo.weights.reshard import (
     SynchronisationError,
     Traffic,
@@ -170,9 +170,8 @@ def _checked(run: TrainingRun, plan: ReshardPlan, traffic: Traffic) -> dict[str,
 
 
 def export_policy(run: TrainingRun) -> Path:
-    """Write ``run_dir/policy`` (weights of the policy, everything else from ``model.path``; its confidence adapter in a
-    directory of its own). An adapter of the whole policy is merged into the weights, and stands in ``run_dir/adapter``.
-    Collective."""
+    """Write ``run_dir/policy``: weights of the policy, everything else from ``model.path``. An adapter is merged into the
+    weights, and stands in ``run_dir/adapter`` as well. Collective."""
     out = run.directory / "policy"
     write_checkpoint(
         out,
@@ -183,16 +182,8 @@ def export_policy(run: TrainingRun) -> Path:
         writer=run.topology.rank == 0,
     )
     if run.adapter is not None:
-        adapter, tensors = run.adapter.adapter, run.adapter.adapter.whole()
-        form, marker = run.statement_form, run.config.judging.marker
-        where = out / DIRECTORY if form else run.directory / POLICY_DIRECTORY
+        tensors, lora = run.adapter.adapter.whole(), run.adapter.adapter.config
         if run.topology.rank == 0:
-            statement, room = (form.lead, marker) if form else None, None
-            if (
-                form
-                and form.own_tokens
-                and not (form.activated or FEATURES in tensors or run.policy.arch.tied_embeddings)
-            ):
-                room = Room.of(run.tokenizer, HFReader(out).tensor("lm_head.weight"), form.values)
-            write_adapter(where, tensors, adapter.config, run.config.model.path, statement, room)
+            where = run.directory / DIRECTORY
+            write_adapter(where, tensors, lora.rank, lora.alpha, lora.targets, run.config.model.path)
     return out
