@@ -22,13 +22,13 @@ def measurements() -> Iterator[Measurement]:
 
     from megatron_dcpo.config import TrainingConfig, load_config
     from megatron_dcpo.training.run import build_run
-    from megatron_dcpo.training.weight_sync import synchronise_engine
+    from megatron_dcpo.training.weight_sync import synchronize_engine
 
     seconds: tuple[list[float], list[float]] = ([], [])  # of plain and of probed steps
     with tempfile.TemporaryDirectory() as folder:
         options = [f"run_dir={folder}/run", f"training.steps={STEPS}", "training.gradient_probe_interval=2"]
         run = build_run(load_config(str(Path(policies.QUICKSTART, "dcpo.yaml")), options))
-        synchronise_engine(run, 0)
+        synchronize_engine(run, 0)
         for step in range(1, STEPS + 1):
             before = cpu_seconds()
             policies.training_step(run, step)

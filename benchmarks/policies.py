@@ -67,13 +67,13 @@ def overrides(model: Path, run_dir: Path, prompts: int, group: int, tokens: int,
 
 
 def training_run(options: list[str]) -> Any:
-    """All parts of a training in this process, its engine synchronised."""
+    """All parts of a training in this process, its engine synchronized."""
     from megatron_dcpo.config import load_config
     from megatron_dcpo.training.run import build_run
-    from megatron_dcpo.training.weight_sync import synchronise_engine
+    from megatron_dcpo.training.weight_sync import synchronize_engine
 
     run = build_run(load_config(str(QUICKSTART / "grpo.yaml"), options))
-    synchronise_engine(run, 0)
+    synchronize_engine(run, 0)
     return run
 
 
@@ -82,7 +82,7 @@ def training_step(run: Any, step: int) -> dict[str, float]:
     from megatron_dcpo.runtime.watchdog import Timers
     from megatron_dcpo.training.sampling import sample_step
     from megatron_dcpo.training.update import update_policy
-    from megatron_dcpo.training.weight_sync import synchronise_engine
+    from megatron_dcpo.training.weight_sync import synchronize_engine
 
     timers = Timers(run.watch)
     samples = sample_step(run, step, timers)
@@ -94,7 +94,7 @@ def training_step(run: Any, step: int) -> dict[str, float]:
     cpu = cpu_seconds() - cpu
     with timers("reshard"):
         run.offload.offload()
-        synchronise_engine(run, version=step)
+        synchronize_engine(run, version=step)
     tokens = sum(len(sample.response_ids) for sample in samples)
     return {**timers.seconds, "train_cpu": cpu, "tokens": tokens, "grad_norm": statistics.grad_norms[-1]}
 

@@ -1,4 +1,4 @@
-"""A weight synchronisation against a copy of the same bytes: what is received, how long it takes, what planning costs.
+"""A weight synchronization against a copy of the same bytes: what is received, how long it takes, what planning costs.
 
     python benchmarks/run.py reshard
 
@@ -54,7 +54,7 @@ def _compared(name: str, ranks: list[dict[str, Any]]) -> Iterator[Measurement]:
     if most["received"]:
         yield Measurement(f"{name}, time with the wire", seconds[0], wired, unit, other, 2.0, same=same)
     planned, again = (max(rank[key] for rank in ranks) for key in ("planned_s", "planned_again_s"))
-    unit = "s to have the plan of the second synchronisation"
+    unit = "s to have the plan of the second synchronization"
     yield Measurement(f"{name}, planning", again, planned, unit, "the first", 0.1, same=same)
 
 
@@ -87,7 +87,7 @@ def worker(options: dict[str, Any]) -> None:
         planning.append(time.perf_counter() - begin)
     traffic = Traffic()
 
-    def synchronise() -> None:
+    def synchronize() -> None:
         dist.barrier()
         traffic.received = 0
         with closing(export_buckets(policy, plan, traffic)) as buckets:
@@ -102,7 +102,7 @@ def worker(options: dict[str, Any]) -> None:
 
     for tensor in engine.values():
         tensor.zero_()
-    synchronise()
+    synchronize()
     same = all(torch.equal(tensor, source[name]) for name, tensor in engine.items())
     group, rank = topology.model_group, topology.pp_rank * topology.tp_size + topology.tp_rank
     flat = torch.empty(max((m.numel for bucket in plan.buckets for m in bucket.messages), default=0), dtype=dtype)
@@ -120,7 +120,7 @@ def worker(options: dict[str, Any]) -> None:
             elif rank in message.readers:
                 dist.recv(values, group=group, group_src=message.owner)
 
-    turns = in_turns(ROUNDS, ours=synchronise, copy=copy, wire=wire)
+    turns = in_turns(ROUNDS, ours=synchronize, copy=copy, wire=wire)
     result = {"same": same, "received": traffic.received, "least": plan.least[topology.rank]}
     result |= {"bytes": sum(t.nbytes for t in engine.values()), "ours": turns["ours"].wall, "copy": turns["copy"].wall}
     result["copy and wire"] = [a + b for a, b in zip(turns["copy"].wall, turns["wire"].wall, strict=True)]

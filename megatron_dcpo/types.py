@@ -1,4 +1,6 @@
-"""The records that travel between rooms: one small frozen dataclass per arrow of the data flow.
+"""The six records of the data flow, one frozen dataclass per arrow.
+
+    Prompt -> Response -> Judgement -> TrainingSample -> MicroBatch -> TokenOutputs -> loss
 
 Correctness ``R``, confidence ``c`` and the block boundary are separate fields all the way. They are never folded into
 one reward tensor: that is how the public reference code came to train each block with the other's advantage.
@@ -7,13 +9,17 @@ Grouping is by ``prompt_id``, never by position in a batch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 if TYPE_CHECKING:
     import numpy as np
+    from torch import Tensor
 
+ResponseKey = tuple[str, int]  # prompt id and index of a response
 Copied = TypeVar("Copied")
 
 BLOCK_NONE, BLOCK_REASONING, BLOCK_CONFIDENCE = 0, 1, 2
@@ -35,7 +41,7 @@ MALFORMED: tuple[ConfidenceStatus, ...] = tuple(status for status in get_args(Co
 
 @dataclass(frozen=True)
 class Prompt:
-    """One problem, rendered and tokenised. ``prompt_id`` is unique within a rollout and names the group.
+    """One problem, rendered and tokenized. ``prompt_id`` is unique within a rollout and names the group.
 
     A programming problem has packed ``tests`` (``data/code_problems.py``); its ``ground_truth`` is their key.
     """
@@ -49,7 +55,7 @@ class Prompt:
 
     @cached_property
     def ids(self) -> np.ndarray:
-        """``token_ids``, int64 [P]."""
+        """Return ``token_ids``, int64 [P]."""
         import numpy as np
 
         return np.asarray(self.token_ids, np.int64)
@@ -81,8 +87,13 @@ class Response:
     segments: tuple[tuple[int, int], ...] = ()
 
     @property
+    def key(self) -> ResponseKey:
+        """Return prompt id and index."""
+        return self.prompt_id, self.sample_index
+
+    @property
     def oldest_version(self) -> int:
-        """Of the weights that sampled any of its tokens."""
+        """Return the oldest weights version that sampled a token."""
         return self.segments[0][0] if self.segments else self.weights_version
 
 
@@ -113,17 +124,90 @@ class Judgement:
 
 
 @dataclass(frozen=True)
-class TokenAdvantages:
-    """Per response token: its advantage (float64 [T]) and the block it belongs to (int8 [T], ``BLOCK_*``)."""
+class TrainingSample:
+    """One judged response on its way to the loss. Each stage returns a copy with its own fields filled.
 
-    prompt_id: str
-    advantages: np.ndarray
-    block_ids: np.ndarray
+    By the policy: ``old_logprobs`` (where the update is not the rollout's only one) and ``ref_logprobs`` (where there is a
+    KL loss), float32 [T]. By the objective: the rewards ``R`` and ``R_c``, and for each response token its ``advantages``
+    float64 [T], its block ``block_ids`` int8 [T] (``BLOCK_*``), and its share of the loss ``weights`` float64 [T].
+    """
+
+    prompt: Prompt
+    response: Response
+    judgement: Judgement
+    old_logprobs: np.ndarray | None = None
+    ref_logprobs: np.ndarray | None = None
+    R: float = math.nan
+    R_c: float = math.nan
+    advantages: np.ndarray | None = None
+    block_ids: np.ndarray | None = None
+    weights: np.ndarray | None = None
+
+    @property
+    def prompt_ids(self) -> np.ndarray:
+        """Return the prompt's token ids, int64 [P]."""
+        return self.prompt.ids
+
+    @property
+    def response_ids(self) -> np.ndarray:
+        """Return the response's token ids, int64 [T]."""
+        return self.response.token_ids
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one forward pass reads, and what the loss reads beside it.
+
+    ``tokens``, ``position_ids``: int64 [b, s], or [1, t] when packed (``packed_seq_params`` is Megatron's).
+    ``rows``: int64 [N], flat index of the logits that score each response token; ``targets``: int64 [N], those tokens;
+    ``sequence_ids``: int64 [N], 0-based sample of each. ``samples``: in that order; ``R``: [S], their rewards.
+    ``columns``: what the loss reads of each response token, [N] each: ``advantages``, ``block_ids``, ``weights``,
+    ``engine_logprobs``, and where samples have them ``old_logprobs`` and ``ref_logprobs``.
+    ``is_part``: some response tokens of a micro-batch, of which no statistics are taken.
+
+    Under context parallelism ``tokens`` and ``position_ids`` are this rank's, [b, s / CP]. ``here`` int64 [n], ascending:
+    the response tokens whose logits this rank has; ``rows`` of the others is -1.
+    """
+
+    tokens: Tensor
+    position_ids: Tensor
+    packed_seq_params: Any
+    rows: Tensor
+    targets: Tensor
+    sequence_ids: Tensor
+    samples: tuple[TrainingSample, ...]
+    R: Tensor
+    columns: Mapping[str, Tensor]
+    here: Tensor | None = None
+    is_part: bool = False
+
+    def part(self, rows: slice | Tensor) -> MicroBatch:
+        """Return the response tokens ``rows`` alone."""
+        return replace(
+            self,
+            rows=self.rows[rows],
+            targets=self.targets[rows],
+            sequence_ids=self.sequence_ids[rows],
+            columns={name: values[rows] for name, values in self.columns.items()},
+            is_part=True,
+        )
+
+    def local(self) -> MicroBatch:
+        """Return the response tokens that this context-parallel rank has."""
+        return self if self.here is None else self.part(self.here)
+
+
+@dataclass(frozen=True)
+class TokenOutputs:
+    """Log-probs [N] and entropies [N] of the policy at N response tokens, natural log, fp32."""
+
+    logprobs: Tensor
+    entropy: Tensor
 
 
 def replaced(value: Copied, **fields: Any) -> Copied:
-    """``dataclasses.replace`` without a look at each field, of which a step would take thousands; for what has no
-    ``__post_init__``."""
+    """Return ``value`` with other ``fields``: ``dataclasses.replace`` without a look at each field, of which a step would
+    take thousands; for what has no ``__post_init__``."""
     copied = object.__new__(type(value))
     vars(copied).update(vars(value), **fields)
     return copied

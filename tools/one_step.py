@@ -26,7 +26,7 @@ from megatron_dcpo.runtime.watchdog import Timers  # noqa: E402
 from megatron_dcpo.training.run import TrainingRun, build_run  # noqa: E402
 from megatron_dcpo.training.sampling import TrainingSample, sample_step  # noqa: E402
 from megatron_dcpo.training.update import MiniBatch, accumulate, score, with_old_logprobs  # noqa: E402
-from megatron_dcpo.training.weight_sync import synchronise_engine  # noqa: E402
+from megatron_dcpo.training.weight_sync import synchronize_engine  # noqa: E402
 from megatron_dcpo.types import BLOCKS  # noqa: E402
 
 JUDGED_COLUMNS = ("prompt_id", "#", "response", "R", "c", "status", "boundary / tokens")
@@ -53,7 +53,7 @@ def main() -> None:
 
 def page(run: TrainingRun) -> str:
     """The step, function by function, in the order of ``training/loop.py``."""
-    synchronise_engine(run, version=STEP - 1)
+    synchronize_engine(run, version=STEP - 1)
     samples = sample_step(run, STEP, Timers(run.watch))
     prompts = {sample.prompt.prompt_id: sample.prompt for sample in samples}.values()
     mini_batch = with_old_logprobs(run, MiniBatch.of(run, samples))
@@ -62,7 +62,7 @@ def page(run: TrainingRun) -> str:
     parts = accumulate(run, scored)
     norm, before = gradient_norm(run.optimizer), one_weight(run)
     run.optimizer.step()
-    traffic = synchronise_engine(run, version=STEP)
+    traffic = synchronize_engine(run, version=STEP)
     followed = next(s for s in scored.samples if s.judgement.status == "ok" and not s.judgement.correct)
     sections = (
         HEAD,
@@ -103,7 +103,7 @@ TOKENS = """A_r stands on its reasoning tokens, A_c on its confidence tokens; th
 the loss, 1 / (responses x tokens of the response) (`Objective.token_weights`). `token_batch` puts
 these columns beside the log-probs of the forward pass, and `micro_batch_loss` sums weight x clipped
 loss."""
-SYNCED = """The optimizer moves the policy and `synchronise_engine` hands the new weights to the engine, which
+SYNCED = """The optimizer moves the policy and `synchronize_engine` hands the new weights to the engine, which
 from then on samples the next step's responses."""
 
 

@@ -26,6 +26,7 @@ from megatron_dcpo.checkpoints.reader import CHECKED, SharedRead, cause, in_word
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.policy.adapter import AdapterOptimizer
 from megatron_dcpo.policy.model import Policy
+from megatron_dcpo.policy.optimizer import PolicyOptimizer
 from megatron_dcpo.runtime.device import rng_state, set_rng_state
 from megatron_dcpo.runtime.distributed import Topology, all_gather_objects, broadcast_object
 
@@ -41,23 +42,17 @@ _UNREADABLE = (
 )  # fmt: skip
 _WRITER = re.compile(r"__([0-9]{1,9})_")  # the rank in the name of a file
 PARTS = ("optimizer", "opt_param_scheduler", "run")
+Optimizer = PolicyOptimizer | AdapterOptimizer
 RUN_PARTS = ("iteration", "distributed_optimizer", "seed", "rng_state", "data", "reward", "engine")
 
 
-def checkpoint_state(
-    policy: Policy,
-    optimizer: Any,
-    scheduler: Any,
-    iteration: int,
-    run: dict[str, Any],
-    adapter: AdapterOptimizer | None = None,
-) -> dict[str, Any]:
-    """The sharded state to save. ``run``: all of :data:`RUN_PARTS` but iteration and generators. Collective."""
-    state = _sharded_state(policy, optimizer, scheduler, adapter, is_loading=False)
+def checkpoint_state(policy: Policy, optimizer: Optimizer, iteration: int, run: dict[str, Any]) -> dict[str, Any]:
+    """Return the sharded state to save. ``run``: all of :data:`RUN_PARTS` but iteration and generators. Collective."""
+    state = _sharded_state(policy, optimizer, is_loading=False)
     parts = {
         "iteration": iteration,
         "rng_state": gather_rng_states(policy.topology),
-        "distributed_optimizer": optimizer_shards.is_distributed(optimizer),
+        "distributed_optimizer": optimizer_shards.is_distributed(optimizer.megatron),
     } | run
     assert set(RUN_PARTS) <= set(parts)
     # what dist_checkpointing.save(content_metadata=...) adds
@@ -85,14 +80,7 @@ def newest_intact(directory: Path, topology: Topology) -> tuple[int | None, dict
     raise UserError(f"no intact checkpoint to resume from ({listed}); restore one, or start in another run_dir")
 
 
-def load_checkpoint(
-    directory: Path,
-    iteration: int,
-    policy: Policy,
-    optimizer: Any,
-    scheduler: Any,
-    adapter: AdapterOptimizer | None = None,
-) -> dict[str, Any]:
+def load_checkpoint(directory: Path, iteration: int, policy: Policy, optimizer: Optimizer) -> dict[str, Any]:
     """Restore policy, optimizer, schedule and random generators in place; returns the ``run`` part. Collective.
 
     Raises :class:`UserError` naming the checkpoint when a part is missing or unreadable.
@@ -100,9 +88,9 @@ def load_checkpoint(
     path = iteration_dir(directory, iteration)
     logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.ERROR)
     try:
-        _check_parts(path, optimizer, adapter)
+        _check_parts(path, optimizer)
         try:
-            wanted = _sharded_state(policy, optimizer, scheduler, adapter, is_loading=True)
+            wanted = _sharded_state(policy, optimizer, is_loading=True)
             loaded = dist_checkpointing.load(wanted, str(path), SharedRead(policy.topology.replica_group))
         finally:
             metadata_of.cache_clear()
@@ -112,11 +100,11 @@ def load_checkpoint(
             missing = [name for name in result.missing_keys if not name.endswith("_extra_state")]
             if missing:
                 raise CheckpointingException(f"parameter {missing[0]} missing")
-        optimizer_shards.restore(optimizer, loaded["optimizer"])
-        if adapter is not None:
-            adapter.restore(loaded["adapter"])
+        optimizer_shards.restore(optimizer.megatron, loaded["optimizer"])
+        if isinstance(optimizer, AdapterOptimizer):
+            optimizer.restore(loaded["adapter"])
         try:
-            _restore_schedule(optimizer, scheduler, loaded["opt_param_scheduler"])
+            _restore_schedule(optimizer, loaded["opt_param_scheduler"])
             _restore_rng_states(policy.topology, loaded["run"]["rng_state"])
         except RuntimeError as error:  # of torch, for a tensor of another size, or in the place of a number
             raise CheckpointingException(f"opt_param_scheduler or rng_state: {error}") from None
@@ -128,17 +116,15 @@ def load_checkpoint(
         raise UserError(f"checkpoint {path} cannot be read ({in_words(met)})") from None
 
 
-def _restore_schedule(optimizer: Any, scheduler: Any, loaded: dict[str, Any]) -> None:
-    """Its count of steps is the checkpoint's, everything else the configuration's."""
-    if optimizer is None:
-        return
+def _restore_schedule(optimizer: Optimizer, loaded: dict[str, Any]) -> None:
+    """Take the count of steps from the checkpoint, everything else from the configuration."""
     for group in optimizer.param_groups:
-        group["max_lr"], group["min_lr"] = scheduler.max_lr, scheduler.min_lr
-    scheduler.load_state_dict(loaded)
+        group["max_lr"], group["min_lr"] = optimizer.scheduler.max_lr, optimizer.scheduler.min_lr
+    optimizer.scheduler.load_state_dict(loaded)
 
 
-def _check_parts(path: Path, optimizer: Any, adapter: AdapterOptimizer | None) -> None:
-    """Everything that is not a tensor must be there, and readable, before anything is loaded."""
+def _check_parts(path: Path, optimizer: Optimizer) -> None:
+    """Check, before anything is loaded, that everything which is not a tensor is there and readable."""
     metadata_of(path)
     try:
         common = dist_checkpointing.load_common_state_dict(str(path))
@@ -148,19 +134,20 @@ def _check_parts(path: Path, optimizer: Any, adapter: AdapterOptimizer | None) -
     absent += [part for part in RUN_PARTS if "run" not in absent and part not in common["run"]]
     if absent:
         raise CheckpointingException(f"it has no {', '.join(absent)}")
+    adapter = optimizer.adapter if isinstance(optimizer, AdapterOptimizer) else None
     if ("adapter" in common) != (adapter is not None):
         how = "with" if "adapter" in common else "without"
         raise UserError(
             f"checkpoint {path} was saved {how} model.adapter; keep it so to resume, or start another run_dir"
         )
     if adapter is not None and (then := common["adapter"].get("config")) is not None:
-        for key, value in dataclasses.asdict(adapter.adapter.config).items():
+        for key, value in dataclasses.asdict(adapter.config).items():
             if then.get(key) != value:
                 raise UserError(
                     f"checkpoint {path} was saved with model.adapter.{key}={then.get(key)}, not {value}; keep it to "
                     "resume, or start another run_dir"
                 )
-    saved, now = common["run"]["distributed_optimizer"], optimizer_shards.is_distributed(optimizer)
+    saved, now = common["run"]["distributed_optimizer"], optimizer_shards.is_distributed(optimizer.megatron)
     if not isinstance(saved, bool):
         raise CheckpointingException("run.distributed_optimizer is neither true nor false")
     if saved != now:
@@ -229,13 +216,11 @@ def _model_key(policy: Policy, index: int) -> str:
 
 
 @torch.no_grad()
-def _sharded_state(
-    policy: Policy, optimizer: Any, scheduler: Any, adapter: AdapterOptimizer | None, is_loading: bool
-) -> dict[str, Any]:
+def _sharded_state(policy: Policy, optimizer: Optimizer, is_loading: bool) -> dict[str, Any]:
     model = {_model_key(policy, index): gpt.sharded_state_dict() for index, gpt in enumerate(policy.gpt)}
     return {
         **model,
-        "optimizer": optimizer_shards.optimizer_state(optimizer, model, is_loading),
-        "opt_param_scheduler": {} if scheduler is None else scheduler.state_dict(),
-        **({} if adapter is None else {"adapter": adapter.sharded_state()}),
+        "optimizer": optimizer_shards.optimizer_state(optimizer.megatron, model, is_loading),
+        "opt_param_scheduler": optimizer.scheduler.state_dict(),
+        **({"adapter": optimizer.sharded_state()} if isinstance(optimizer, AdapterOptimizer) else {}),
     }

@@ -50,7 +50,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--judges-per-node", type=positive_int, default=16, metavar="N", help="responses judged at a time (default 16)"
     )
-    parser.add_argument("--reshard", action="store_true", help="only the copy plan of a weight synchronisation")
+    parser.add_argument("--reshard", action="store_true", help="only the copy plan of a weight synchronization")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.set_defaults(run=run)
 

@@ -126,7 +126,7 @@ class RolloutConfig:
     server of its own at ``endpoint``, which gets the weights by ``weight_transfer``. ``tensor_model_parallel_size``:
     ranks per engine, whatever the training has. ``max_num_seqs`` responses are sampled at once. Sizes 0 are left to
     vLLM (``max_model_len`` 0: prompt and response). ``bucket_bytes`` bounds the extra memory of a weight
-    synchronisation. ``logprob_diff_alarm``: largest |engine - trainer| log-prob of a step allowed (0: any).
+    synchronization. ``logprob_diff_alarm``: largest |engine - trainer| log-prob of a step allowed (0: any).
     ``filter_groups``: groups that train neither block are replaced by the next prompts, in at most ``max_refills``
     rounds; each draws ``oversample`` times as many as are missing. ``max_staleness``: a rollout ends when the batch is
     full, of ``oversample`` times as many prompts; the next steps go on with what is unfinished, which has tokens at

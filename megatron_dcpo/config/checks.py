@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.objectives import METHODS, resolve
+from megatron_dcpo.objectives import find_method, resolve
 from megatron_dcpo.objectives.options import ObjectiveConfig
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def _check_rollout(rollout: RolloutConfig, objective: ObjectiveConfig, source: s
     ):
         if rollout.max_staleness and refused:
             raise UserError(f"{stale} {why}")
-    if rollout.filter_groups and METHODS[objective.name].needs_old_logprobs:
+    if rollout.filter_groups and find_method(objective.name).needs_old_logprobs:
         raise UserError(
             f"{source}: rollout.filter_groups does not go with objective.name={objective.name}, whose loss trains on every "
             "group; remove it"

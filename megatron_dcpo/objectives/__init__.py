@@ -1,36 +1,26 @@
-"""Methods: one file each, registered here. Judgements in, token advantages and loss contributions out.
+"""Methods: one file each, registered here. Judged samples in, token advantages and loss contributions out.
 
 | file | what it holds |
 |---|---|
 | `options.py` | every option with its default, the presets |
-| `advantages.py` | a group, the hybrid target, proper scores, the calibration reward, the normalised advantage |
+| `advantages.py` | the hybrid target, scoring rules, the calibration reward, the normalized advantage |
 | `policy_loss.py` | clipped loss, KL, entropy, importance weights, per token |
-| `objective.py` | the steps the training loop calls |
+| `method.py` | what a method declares; from its scores to advantages and weights of tokens |
 | the others | one method each |
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from megatron_dcpo.errors import UserError, did_you_mean
 from megatron_dcpo.objectives import ccgspg, coupled, dcpo, grpo, posthoc, rlcr
-from megatron_dcpo.objectives.objective import COUNT_NAMES, Method, Objective, Scored
+from megatron_dcpo.objectives.method import Method
 from megatron_dcpo.objectives.options import PRESETS, ObjectiveConfig, expand_blocks, ignored_options
-from megatron_dcpo.objectives.policy_loss import TokenBatch
+from megatron_dcpo.runtime.plugins import is_import_path, load_object
 
-__all__ = [
-    "COUNT_NAMES",
-    "METHODS",
-    "Method",
-    "Objective",
-    "ObjectiveConfig",
-    "Scored",
-    "TokenBatch",
-    "as_method",
-    "build_objective",
-    "resolve",
-]
+__all__ = ["METHODS", "Method", "ObjectiveConfig", "as_method", "build_method", "find_method", "resolve"]
 
 METHODS: dict[str, Method] = {
     "grpo": grpo.METHOD,
@@ -42,9 +32,24 @@ METHODS: dict[str, Method] = {
 }
 
 
-def build_objective(config: ObjectiveConfig) -> Objective:
-    """The objective a configuration describes, every unset option filled in; raises as :func:`resolve`."""
-    return Objective(resolve(config), METHODS[config.name])
+def find_method(name: str) -> Method:
+    """Return the method ``name``: a key of :data:`METHODS`, or an import path (``my_method.py:METHOD``).
+
+    Raises :class:`UserError` where there is none.
+    """
+    if is_import_path(name):
+        method = load_object(name, "objective.name")
+        if not isinstance(method, Method):
+            raise UserError(f"objective.name={name}: expected a Method of megatron_dcpo.objectives, got {method!r:.60}")
+        return method
+    if name not in METHODS:
+        raise UserError(f"unknown objective {name!r}{did_you_mean(name, METHODS)}")
+    return METHODS[name]
+
+
+def build_method(config: ObjectiveConfig) -> Method:
+    """Return the method that a configuration describes, every unset option filled in; raises as :func:`resolve`."""
+    return replace(find_method(config.name), options=resolve(config))
 
 
 def resolve(config: ObjectiveConfig) -> ObjectiveConfig:
@@ -52,20 +57,23 @@ def resolve(config: ObjectiveConfig) -> ObjectiveConfig:
 
     Raises :class:`UserError` for an unknown method, an option that the method ignores, and options that contradict.
     """
-    if config.name not in METHODS:
-        raise UserError(f"unknown objective {config.name!r}{did_you_mean(config.name, METHODS)}")
-    method = METHODS[config.name]
-    if ignored := ignored_options(config.explicit, method.options):
-        readers = [name for name, other in METHODS.items() if ignored[0] in other.options]
+    method = find_method(config.name)
+    if ignored := ignored_options(config.explicit, {*method.reads, "options"}):
+        readers = [name for name, other in METHODS.items() if ignored[0] in other.reads]
         raise UserError(
             f"objective.{ignored[0]} has no effect with objective.name={config.name}; remove it (or set it to null), or "
             f"choose a method that reads it ({', '.join(readers)})"
         )
+    for name in config.options:
+        if name not in method.own_options:
+            hint = did_you_mean(name, method.own_options) if method.own_options else "; it has no options of its own"
+            raise UserError(f"objective.options.{name} is unknown to objective.name={config.name}{hint}")
     defaults, preset = (expand_blocks(layer) for layer in (method.defaults(config), PRESETS[config.preset]))
-    return ObjectiveConfig(**ObjectiveConfig().model_dump() | preset | defaults | config.explicit)
+    own = {"options": {**method.own_options, **config.options}}
+    return ObjectiveConfig(**ObjectiveConfig().model_dump() | preset | defaults | config.explicit | own)
 
 
 def as_method(config: ObjectiveConfig, name: str, **options: Any) -> ObjectiveConfig:
-    """``config`` for another method: with ``options``, and without those that this method ignores."""
-    ignored = ignored_options(config.explicit, METHODS[name].options)
+    """Return ``config`` for another method: with ``options``, and without those that this method ignores."""
+    ignored = ignored_options(config.explicit, METHODS[name].reads)
     return config.changed(**dict.fromkeys(ignored), **{"name": name} | options)

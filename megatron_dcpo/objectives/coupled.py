@@ -1,20 +1,20 @@
-"""DCPO without decoupling (the paper's ablation "w/o decoupled optimisation"; docs/algorithms.md#2-methods)."""
+"""DCPO without decoupling (the paper's ablation "w/o decoupled optimization"; docs/algorithms.md#2-methods)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from megatron_dcpo.objectives.advantages import (
-    Group,
-    GroupScore,
-    by_group,
+    Scores,
     calibration_reward,
     correctness_reward,
     hybrid_target,
     shared_advantage,
 )
-from megatron_dcpo.objectives.objective import Method
+from megatron_dcpo.objectives.method import Method
 from megatron_dcpo.objectives.options import (
     CALIBRATION_REWARD,
     CLIPPED_LOSS,
@@ -24,17 +24,17 @@ from megatron_dcpo.objectives.options import (
 )
 
 
-def score_group(group: Group, options: ObjectiveConfig) -> GroupScore:
-    """r_i = R_i + w * R_c,i with DCPO's target; one GRPO advantage of r for all tokens."""
-    target = hybrid_target(group.correct, options)
-    R_c = calibration_reward(group, target, options)
-    return shared_advantage(target, correctness_reward(group, options) + options.w * R_c, R_c, options)
+def score_group(R: np.ndarray, c: np.ndarray, logprob: np.ndarray, options: ObjectiveConfig) -> Scores:
+    """Return the scores of r_i = R_i + w * R_c,i with DCPO's target: one GRPO advantage of r for all tokens."""
+    target = hybrid_target(R, options)
+    R_c = calibration_reward(c, target, options)
+    return shared_advantage(target, correctness_reward(R, c, options) + options.w * R_c, R_c, options)
 
 
 def defaults(config: ObjectiveConfig) -> Mapping[str, Any]:
-    """The released code weighs its squared error by 0.5."""
+    """Return the weight of the released code, which weighs its squared error by 0.5."""
     return {"w": 0.5} if config.preset == "verl_compat" else {}
 
 
-OPTIONS = COMMON | CLIPPED_LOSS | CALIBRATION_REWARD | REASONING_ADVANTAGE | {"w"}
-METHOD = Method(by_group(score_group), options=OPTIONS, defaults=defaults)
+READS = COMMON | CLIPPED_LOSS | CALIBRATION_REWARD | REASONING_ADVANTAGE | {"w"}
+METHOD = Method(score_group, reads=READS, defaults=defaults)

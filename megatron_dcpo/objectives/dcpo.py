@@ -1,24 +1,20 @@
-"""DCPO: decoupled calibration policy optimisation (the paper's method; docs/algorithms.md#2-methods).
+"""DCPO: decoupled calibration policy optimization (the paper's method; docs/algorithms.md#2-methods).
 
 DCPO-I is ``lam: 0`` (each response its own label), DCPO-G is ``lam: 1`` (the group accuracy for all).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from megatron_dcpo.objectives.advantages import (
-    Group,
-    GroupScore,
+    Scores,
     calibration_reward,
     correctness_reward,
     hybrid_target,
     normalize,
-    one_scale,
 )
-from megatron_dcpo.objectives.objective import Method
+from megatron_dcpo.objectives.method import Method
 from megatron_dcpo.objectives.options import (
     CALIBRATION_REWARD,
     CLIPPED_LOSS,
@@ -29,32 +25,32 @@ from megatron_dcpo.objectives.options import (
 )
 
 
-def score_group(group: Group, options: ObjectiveConfig) -> GroupScore:
-    """Two rewards, two advantages, each with the statistics of its own.
+def score_group(R: np.ndarray, c: np.ndarray, logprob: np.ndarray, options: ObjectiveConfig) -> Scores:
+    """Return two rewards and two advantages, each with the statistics of its own.
 
     t_i = lam * Rt + (1 - lam) * R_i;  R_c,i = -|c_i - t_i|;
-    A_r = normalised R, on the reasoning tokens;  A_c = normalised R_c, on the confidence tokens.
+    A_r = normalized R, on the reasoning tokens;  A_c = normalized R_c, on the confidence tokens.
     """
-    target = hybrid_target(group.correct, options)
-    R = correctness_reward(group, options)
-    R_c = calibration_reward(group, target, options)
-    A_r = normalize(R, options.advantage_normalization_reasoning, options)
+    target = hybrid_target(R, options)
+    reward = correctness_reward(R, c, options)
+    R_c = calibration_reward(c, target, options)
+    A_r = normalize(reward, options.advantage_normalization_reasoning, options)
     if options.confidence_baseline == "counterfactual":
-        A_c = counterfactual_advantage(group, target, options)
+        A_c = counterfactual_advantage(c, target, options)
     else:
         A_c = normalize(R_c, options.advantage_normalization_confidence, options)
-    return GroupScore(target, R, R_c, A_r, A_c)
+    return target, reward, R_c, A_r, A_c
 
 
-def counterfactual_advantage(group: Group, target: np.ndarray, options: ObjectiveConfig) -> np.ndarray:
-    """A_c,i = S(c_i, t_i) - 1/(G-1) sum_{j != i} S(c_j, t_i), float64 [G].
+def counterfactual_advantage(c: np.ndarray, target: np.ndarray, options: ObjectiveConfig) -> np.ndarray:
+    """Return A_c,i = S(c_i, t_i) - 1/(G-1) sum_{j != i} S(c_j, t_i), float64 [G].
 
     The score is a known function of confidence and target, so what the other responses' confidences would have earned
     on *this* response's target can be computed. They were sampled independently of c_i, so the expected gradient is the
     group baseline's; but the part of R_c that comes from t_i and not from the choice of c_i cancels.
     """
     G = len(target)
-    scores = np.stack([calibration_reward(group, np.full(G, t), options) for t in target])  # [i, j]: c_j on t_i
+    scores = np.stack([calibration_reward(c, np.full(G, t), options) for t in target])  # [i, j]: c_j on t_i
     own = np.diagonal(scores)
     A_c = own - (scores.sum(axis=1) - own) / (G - 1)
     if options.advantage_normalization_confidence == "std":
@@ -62,10 +58,12 @@ def counterfactual_advantage(group: Group, target: np.ndarray, options: Objectiv
     return A_c
 
 
-def score(groups: Sequence[Group], options: ObjectiveConfig) -> list[GroupScore]:
-    """Each group, then one scale for the confidence's advantages of all of them (``batch_std``)."""
-    return one_scale([score_group(group, options) for group in groups], options, "A_c")
-
-
-OPTIONS = COMMON | CLIPPED_LOSS | CALIBRATION_REWARD | REASONING_ADVANTAGE | CONFIDENCE_ADVANTAGE
-METHOD = Method(score, options=OPTIONS | {"confidence_baseline"})
+METHOD = Method(
+    score_group,
+    reads=COMMON
+    | CLIPPED_LOSS
+    | CALIBRATION_REWARD
+    | REASONING_ADVANTAGE
+    | CONFIDENCE_ADVANTAGE
+    | {"confidence_baseline"},
+)

@@ -36,7 +36,8 @@ class ObjectiveConfig(BaseModel):
     """Section ``objective`` of a run's configuration; also, with every preset applied, what the formulas read.
 
     Args (symbols of the paper in brackets):
-        name: the method, a key of ``objectives.METHODS``. preset: overrides of the defaults, see ``PRESETS``.
+        name: the method, a key of ``objectives.METHODS`` or an import path, ``my_method.py:METHOD``; options: its own.
+            preset: overrides of the defaults, see ``PRESETS``.
         lam: share of the group accuracy in the target of the confidence [lambda].
         leave_one_out: the group accuracy of response i leaves R_i out.
         calibration_loss: score of the confidence against its target; all but ``l1`` are proper.
@@ -63,6 +64,7 @@ class ObjectiveConfig(BaseModel):
 
     name: str = "dcpo"
     preset: Preset = "paper"
+    options: dict[str, Any] = Field(default_factory=dict)
     # Rewards
     lam: Unit = 0.5
     leave_one_out: bool = False
@@ -115,19 +117,19 @@ class ObjectiveConfig(BaseModel):
 
     @property
     def explicit(self) -> dict[str, Any]:
-        """The options that were set, by the user or by :func:`megatron_dcpo.objectives.resolve`."""
+        """Return the options that were set, by the user or by :func:`megatron_dcpo.objectives.resolve`."""
         return {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
 
     def changed(self, **options: Any) -> ObjectiveConfig:
-        """This configuration with other ``options``, checked; ``None`` unsets one."""
+        """Return this configuration with other ``options``, checked; ``None`` unsets one."""
         return ObjectiveConfig(**self.explicit | expand_blocks(options, keep_unset=True))
 
     def blocks(self, option: str) -> Blocks:
-        """The two values of a block option."""
+        """Return the two values of a block option."""
         return Blocks(getattr(self, f"{option}_reasoning"), getattr(self, f"{option}_confidence"))
 
     def written(self) -> dict[str, Any]:
-        """Every option as ``config.yaml`` has it: null where it was not set."""
+        """Return every option as ``config.yaml`` has it: null where it was not set."""
         values = self.explicit
         return {"name": self.name, "preset": self.preset} | {
             name: values.get(name) for name in type(self).model_fields if name not in ("name", "preset")
@@ -135,12 +137,12 @@ class ObjectiveConfig(BaseModel):
 
 
 def option_names() -> tuple[str, ...]:
-    """Every name a user may write in the section, the short names of the block options included."""
+    """Return every name a user may write in the section, the short names of the block options included."""
     return (*ObjectiveConfig.model_fields, *BLOCK_OPTIONS)
 
 
 def expand_blocks(values: Mapping[str, Any], keep_unset: bool = False) -> dict[str, Any]:
-    """``X`` -> ``X_reasoning``, ``X_confidence`` where these are not given; ``None`` means not set."""
+    """Replace ``X`` by ``X_reasoning`` and ``X_confidence`` where these are not given; ``None`` means not set."""
     given = {name: value for name, value in values.items() if keep_unset or value is not None}
     for option in BLOCK_OPTIONS:
         if option in given:
@@ -167,7 +169,7 @@ CONFIDENCE_ADVANTAGE = frozenset(("advantage_normalization_confidence", "ddof", 
 
 
 def ignored_options(explicit: Mapping[str, Any], read: Iterable[str]) -> list[str]:
-    """The options of ``explicit`` that are not in ``read``. A short name counts where one of its blocks is read."""
+    """Return the options of ``explicit`` that are not in ``read``. A short name counts where one of its blocks is read."""
     read = set(read)
     ignored = []
     for name, value in explicit.items():

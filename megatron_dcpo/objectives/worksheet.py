@@ -13,10 +13,10 @@ import torch
 from pydantic import ValidationError
 
 from megatron_dcpo.errors import UserError, did_you_mean, validation_message
-from megatron_dcpo.objectives import METHODS, Objective, ObjectiveConfig, Scored, TokenBatch, build_objective
+from megatron_dcpo.objectives import METHODS, Method, ObjectiveConfig, build_method
 from megatron_dcpo.objectives.options import option_names
 from megatron_dcpo.runtime.text import parse_json
-from megatron_dcpo.types import ConfidenceStatus, Judgement
+from megatron_dcpo.types import ConfidenceStatus, Judgement, MicroBatch, Prompt, Response, TokenOutputs, TrainingSample
 
 STATUSES: tuple[str, ...] = get_args(ConfidenceStatus)
 ALIASES = {
@@ -29,6 +29,7 @@ ALIASES = {
 }
 REQUIRED = ("prompt_id", "correct", "status", "n_reasoning", "n_confidence", "old_logprobs", "logprobs")
 PER_TOKEN = ("logprobs", "old_logprobs", "engine_logprobs", "ref_logprobs", "entropy")
+COLUMNS = ("old_logprobs", "engine_logprobs", "ref_logprobs")
 
 
 def evaluate(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -37,41 +38,66 @@ def evaluate(group: Mapping[str, Any]) -> dict[str, Any]:
     Values a method does not have (the target of ``grpo``) are null. Raises :class:`UserError` for bad input.
     """
     _known(group, ("method", "options", "responses"), "input")
-    objective = build_objective(parse_options(group.get("method", "dcpo"), group.get("options") or {}))
+    method = build_method(parse_options(group.get("method", "dcpo"), group.get("options") or {}))
     responses = group.get("responses")
     if not isinstance(responses, list) or not responses or not all(isinstance(r, dict) for r in responses):
         raise UserError("input: responses must be a non-empty list of objects")
-    judgements = [parse_judgement(response, index) for index, response in enumerate(responses)]
-    scored = objective.score(judgements, [np.asarray(r["old_logprobs"], dtype=np.float64) for r in responses])
+    samples = [
+        sample(parse_judgement(response, i), response["old_logprobs"], i) for i, response in enumerate(responses)
+    ]
+    targets, R, R_c, A_r, A_c = map(_list, method.group_scores(samples))
+    scored = method.score(samples)
     return {
-        "targets": _list(scored.targets),
-        "R": _list(scored.R),
-        "R_c": _list(scored.R_c),
-        "advantages": {"reasoning": _list(scored.A_r), "confidence": _list(scored.A_c)},
-        "token_advantages": [tokens.advantages.tolist() for tokens in scored.tokens],
-        "loss": loss(objective, scored, responses),
+        "targets": targets,
+        "R": R,
+        "R_c": R_c,
+        "advantages": {"reasoning": A_r, "confidence": A_c},
+        "token_advantages": [s.advantages.tolist() for s in scored if s.advantages is not None],
+        "loss": loss(method, scored, responses),
     }
 
 
-def loss(objective: Objective, scored: Scored, responses: Sequence[Mapping[str, Any]]) -> float:
-    """The loss of all responses as one micro-batch, float64."""
-    weights = objective.token_weights(scored, objective.counts(scored))
-    optional: dict[str, Any] = {
-        name: _flat(r[name] for r in responses) for name in PER_TOKEN if all(name in r for r in responses)
-    }
-    batch = TokenBatch(
-        advantages=_flat(tokens.advantages for tokens in scored.tokens),
-        block_ids=_flat((tokens.block_ids for tokens in scored.tokens), np.int64),
-        weights=_flat(weights),
-        sequence_ids=_flat((np.full(len(row), i) for i, row in enumerate(weights)), np.int64),
-        correct=torch.tensor([judgement.correct for judgement in scored.judgements], dtype=torch.float64),
-        **optional,
-    )
+def sample(judgement: Judgement, old_logprobs: Any, index: int) -> TrainingSample:
+    """Return a sample of which only the judgement and the old log-probs are known."""
+    ids, old = np.zeros(judgement.length, np.int64), np.asarray(old_logprobs, np.float64)
+    response = Response(judgement.prompt_id, index, ids, old, "stop", 0)
+    return TrainingSample(Prompt(judgement.prompt_id, (), (), "", ""), response, judgement, old_logprobs=old)
+
+
+def loss(method: Method, samples: Sequence[TrainingSample], responses: Sequence[Mapping[str, Any]]) -> float:
+    """Return the loss of all scored responses as one micro-batch, float64. Raises :class:`UserError`."""
+    given = {name: _flat(r[name] for r in responses) for name in PER_TOKEN if all(name in r for r in responses)}
+    if any(method.options.blocks("entropy_coef")) and "entropy" not in given:
+        raise UserError("objective.entropy_coef needs entropy for every response, and the input has none")
+    batch = loss_batch(samples, {name: given[name] for name in COLUMNS if name in given})
+    outputs = TokenOutputs(given["logprobs"], given.get("entropy", torch.zeros_like(given["logprobs"])))
     try:
-        losses, _ = objective.token_loss(batch)
+        losses, _ = method.loss(batch, outputs)
     except ValueError as error:
         raise UserError(str(error)) from None
     return float(losses.sum())
+
+
+def loss_batch(samples: Sequence[TrainingSample], columns: Mapping[str, torch.Tensor]) -> MicroBatch:
+    """Return scored samples as one micro-batch in float64 that a loss can read, with more ``columns``; no model could."""
+    lengths = [len(s.response_ids) for s in samples]
+    nothing = torch.zeros(0, dtype=torch.int64)
+    return MicroBatch(
+        tokens=nothing,
+        position_ids=nothing,
+        packed_seq_params=None,
+        rows=nothing,
+        targets=nothing,
+        sequence_ids=torch.arange(len(samples)).repeat_interleave(torch.tensor(lengths, dtype=torch.int64)),
+        samples=tuple(samples),
+        R=torch.tensor([s.judgement.correct for s in samples], dtype=torch.float64),
+        columns={
+            "advantages": _flat(s.advantages for s in samples),
+            "block_ids": _flat((s.block_ids for s in samples), np.int64),
+            "weights": _flat(s.weights for s in samples),
+            **columns,
+        },
+    )
 
 
 def parse_options(method: Any, options: Any) -> ObjectiveConfig:

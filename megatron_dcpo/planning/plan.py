@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_dcpo.config import Config
 from megatron_dcpo.errors import UserError, check_world_size
-from megatron_dcpo.objectives import build_objective
+from megatron_dcpo.objectives import build_method
 from megatron_dcpo.planning.memory import Activations, State, expert_replicas, stage_activations, stage_state
 from megatron_dcpo.planning.traffic import Rates, Seconds, Traffic, Work, step_seconds, step_traffic
 from megatron_dcpo.runtime.dtypes import dtype_bytes
@@ -135,9 +135,9 @@ def make_plan(config: Config, machine: Machine, rates: Rates | None = None) -> P
     data_parallel = replicas // context
     work, tokens, scored, per_update = _work(config, layout, machine, data_parallel)
     engine = _engine(arch, config, machine)
-    objective = build_objective(config.objective)
-    reference = any(objective.options.blocks("kl_coef"))
-    needs_old = config.training.updates_per_rollout > 1 or objective.method.needs_old_logprobs
+    method = build_method(config.objective)
+    reference = any(method.options.blocks("kl_coef"))
+    needs_old = config.training.updates_per_rollout > 1 or method.needs_old_logprobs
     work = replace(work, forward_passes=int(needs_old) + int(reference))
     batch = tokens // context, math.ceil(scored / context), per_update
     stages = tuple(
@@ -281,7 +281,7 @@ def _engine(arch: Architecture, config: Config, machine: Machine) -> Engine:
 
 
 def _resharding(arch: Architecture, layout: Layout, config: Config, engine: Engine, replicas: int) -> int:
-    """Bytes that the rank receiving most gets in a weight synchronisation: its engine's part less what it holds of it."""
+    """Bytes that the rank receiving most gets in a weight synchronization: its engine's part less what it holds of it."""
     if engine.kind == "server":
         return 0
     itemsize = dtype_bytes(config.model.params_dtype)

@@ -1,6 +1,6 @@
 """A plan, printed as tables.
 
-``dcpo plan --reshard``: what a weight synchronisation moves, computed without a process group or a weight.
+``dcpo plan --reshard``: what a weight synchronization moves, computed without a process group or a weight.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def _gb(nbytes: float) -> str:
 
 
 def reshard_facts(config: Any, gpus: int | None = None) -> dict[str, Any]:
-    """The plan of one synchronisation as plain data; bytes. Raises :class:`UserError` on a layout that does not fit."""
+    """The plan of one synchronization as plain data; bytes. Raises :class:`UserError` on a layout that does not fit."""
     arch, layout = read_architecture(config.model.path), Layout.of(config.model, config.parallel)
     check_layout(arch, layout)
     check_options(arch, layout, config.model, config.parallel)

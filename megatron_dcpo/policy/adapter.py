@@ -22,8 +22,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_dcpo.config import AdapterConfig, OptimizerConfig
+from megatron_dcpo.config import AdapterConfig, Config
 from megatron_dcpo.policy.model import Policy
+from megatron_dcpo.policy.optimizer import build_scheduler
 from megatron_dcpo.runtime.device import current_device
 from megatron_dcpo.runtime.distributed import all_gather_objects
 from megatron_dcpo.weights.architecture import Architecture
@@ -228,33 +229,49 @@ def _by_group(arch: Architecture, rows: Sequence[slice]) -> Tensor:
 
 
 class AdapterOptimizer:
-    """AdamW on an adapter's parameters: gradients summed over the ranks of the stage, clipped by the norm over all stages.
-    The learning rate falls linearly over ``steps`` steps, to a tenth."""
+    """AdamW on an adapter's parameters: gradients summed over the ranks of the stage, clipped by the norm over all stages;
+    the schedule is Megatron's. It has the methods of :class:`megatron_dcpo.policy.optimizer.PolicyOptimizer`."""
 
-    def __init__(self, adapter: Adapter, options: OptimizerConfig, steps: int) -> None:
-        self.adapter, self.clip_grad, self.lr, self.steps = adapter, options.clip_grad, options.lr, steps
+    megatron = None
+
+    def __init__(self, adapter: Adapter, config: Config) -> None:
+        options = config.optimizer
+        self.adapter, self.clip_grad, self.norm = adapter, options.clip_grad, 0.0
+        self.exported: Policy = MergedPolicy.of(adapter)
         self.adam = torch.optim.AdamW(
             list(adapter.parameters.values()),
             lr=options.lr,
             betas=(options.adam_beta1, options.adam_beta2),
             eps=options.adam_eps,
-            weight_decay=0.0,
+            weight_decay=options.weight_decay,
             fused=True,  # one pass over all of these small tensors, on the CPU too
         )
         for parameter in adapter.parameters.values():
             moments = {name: torch.zeros_like(parameter) for name in _MOMENTS}
             self.adam.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
+        self.scheduler = build_scheduler(self.adam, config)
 
     @property
     def nbytes(self) -> int:
-        """Of parameters, gradients and moments."""
+        """Return the bytes of parameters, gradients and moments."""
         return 4 * sum(parameter.nbytes for parameter in self.adapter.parameters.values())
 
-    def zero_grad(self) -> None:
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Return the parameter groups, as torch's optimizers have them."""
+        return self.adam.param_groups
+
+    @property
+    def learning_rate(self) -> float:
+        """Return the learning rate of the next step."""
+        return float(self.param_groups[0]["lr"])
+
+    def zero_gradients(self) -> None:
+        """Set all gradients to zero."""
         self.adam.zero_grad()
 
-    def reduce(self) -> float:
-        """Sum the gradients over the stage's ranks; returns the norm of the whole gradient. Collective."""
+    def gradient_norm(self) -> float:
+        """Sum the gradients over the stage's ranks; return the norm of the whole gradient. Collective."""
         topology = self.adapter.policy.topology
         parameters = list(self.adapter.parameters.values())
         for parameter in parameters:
@@ -268,22 +285,28 @@ class AdapterOptimizer:
         square = flat.double().square().sum()
         if topology.pp_size > 1:
             dist.all_reduce(square, group=topology.pp_group)
-        return float(square.sqrt())
+        self.norm = float(square.sqrt())
+        return self.norm
 
-    def step(self, norm: float) -> float:
-        """One step on gradients of norm ``norm``; returns its learning rate."""
-        if self.clip_grad and norm > self.clip_grad:
+    def step(self) -> None:
+        """Clip by the last :meth:`gradient_norm`, update the parameters and advance the schedule."""
+        if self.clip_grad and self.norm > self.clip_grad:
             for parameter in self.adapter.parameters.values():
                 assert parameter.grad is not None
-                parameter.grad *= self.clip_grad / (norm + 1e-6)
-        (group,) = self.adam.param_groups
-        lr = group["lr"] = self.lr * (1 - 0.9 * min(1.0, self.done / self.steps))
+                parameter.grad *= self.clip_grad / (self.norm + 1e-6)
         self.adam.step()
-        return lr
+        self.scheduler.step(1)
+
+    def gather_parameters(self) -> None:
+        """Do nothing: every rank has the whole adapter of its stage."""
+
+    def not_finite(self) -> list[str]:
+        """Return the names of the adapter's parameters that are not finite."""
+        return self.adapter.not_finite()
 
     @property
     def done(self) -> int:
-        """Steps taken."""
+        """Return the number of steps taken."""
         return int(self.adam.state[next(iter(self.adapter.parameters.values()))]["step"])
 
     # ----------------------------------------------------------------------------------------------- checkpoints

@@ -10,9 +10,8 @@ import dataclasses
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,68 +19,24 @@ from torch import Tensor
 
 from megatron_dcpo.policy.context_parallel import positions_of
 from megatron_dcpo.runtime.device import current_device
+from megatron_dcpo.types import MicroBatch, TrainingSample
 
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
 
 
-class TokenSequence(Protocol):
-    """Anything with a prompt and a response as token ids (int64 [P], [T]): the unit of batching."""
-
-    @property
-    def prompt_ids(self) -> np.ndarray: ...
-
-    @property
-    def response_ids(self) -> np.ndarray: ...
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A bare :class:`TokenSequence`."""
-
-    prompt_ids: np.ndarray
-    response_ids: np.ndarray
+PER_TOKEN = {  # what the loss reads of each response token, by name, and its type
+    "advantages": torch.float32,
+    "block_ids": torch.int64,
+    "weights": torch.float32,
+    "engine_logprobs": torch.float32,
+    "old_logprobs": torch.float32,
+    "ref_logprobs": torch.float32,
+}
 
 
-def sequence_length(sample: TokenSequence) -> int:
-    """Tokens of prompt and response."""
+def sequence_length(sample: TrainingSample) -> int:
+    """Return the number of tokens of prompt and response."""
     return len(sample.prompt_ids) + len(sample.response_ids)
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """``tokens``, ``position_ids``: int64 [b, s], or [1, t] when packed. ``rows``: int64 [N], flat index of the logits
-    that score each response token; ``targets``: int64 [N], those tokens; ``sequence_ids``: int64 [N], 0-based sample of
-    each within the micro-batch; ``samples``: the samples, in that order; ``columns``: what else the loss reads of each
-    response token, [N] each, None where no sample has it. ``part``: a few response tokens of a micro-batch.
-
-    Under context parallelism ``tokens`` and ``position_ids`` are this rank's, [b, s / CP]. ``here`` int64 [n], ascending:
-    the response tokens whose logits this rank has; ``rows`` of the others is -1."""
-
-    tokens: Tensor
-    position_ids: Tensor
-    rows: Tensor
-    targets: Tensor
-    sequence_ids: Tensor
-    samples: tuple[Any, ...]
-    packed_seq_params: PackedSeqParams | None
-    columns: Mapping[str, Tensor | None] = field(default_factory=dict)
-    is_part: bool = False
-    here: Tensor | None = None
-
-    def part(self, rows: slice | Tensor) -> MicroBatch:
-        """Return the response tokens ``rows`` alone."""
-        return dataclasses.replace(
-            self,
-            rows=self.rows[rows],
-            targets=self.targets[rows],
-            sequence_ids=self.sequence_ids[rows],
-            columns={name: None if values is None else values[rows] for name, values in self.columns.items()},
-            is_part=True,
-        )
-
-    def local(self) -> MicroBatch:
-        """Return the response tokens that this context-parallel rank has."""
-        return self if self.here is None else self.part(self.here)
 
 
 def assign_to_ranks(lengths: Sequence[int], ranks: int) -> list[list[int]]:
@@ -103,7 +58,7 @@ def split_micro_batches(
     packing: bool,
     multiple_of: int = 1,
 ) -> list[list[int]]:
-    """Micro-batches (lists of indices into this rank's samples); their number is the same on every rank.
+    """Return micro-batches (lists of indices into this rank's samples); their number is the same on every rank.
 
     Computed from the lengths of all ranks, so that no collective can disagree inside the schedule. Without packing a
     micro-batch has ``micro_batch_size`` samples of similar length, with packing at most ``max_tokens`` tokens, as equal
@@ -147,7 +102,7 @@ def _pack(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 def _spread(lengths: Sequence[int], count: int, max_tokens: int) -> list[list[int]] | None:
-    """``count`` packs of nearly equal size, longest sample first into the emptiest; ``None`` if one would be too large.
+    """Return ``count`` packs of nearly equal size, longest sample first into the emptiest; None if one would be too large.
 
     First fit leaves a nearly empty last pack, which costs most where all packs must have one shape.
     """
@@ -162,59 +117,67 @@ def _spread(lengths: Sequence[int], count: int, max_tokens: int) -> list[list[in
 
 
 def collate(
-    samples: Sequence[TokenSequence],
+    samples: Sequence[TrainingSample],
     splits: Sequence[Sequence[int]],
     *,
     packing: bool,
     multiple_of: int = 1,
     uniform: bool = False,
-    columns: Callable[[Sequence[Any]], Mapping[str, Tensor | None]] | None = None,
+    for_loss: bool = True,
     context_parallel: tuple[int, int] = (0, 1),
 ) -> Iterator[MicroBatch]:
     """Build the micro-batches one at a time. ``multiple_of``: row length multiple (TP size under sequence parallel).
     ``context_parallel``: rank and size; every sequence is then a multiple of 2 x size long.
 
-    ``uniform`` gives all of them one shape: Megatron's interleaved schedule mixes up shapes that differ. ``columns``: from
-    the samples of a micro-batch, what its loss reads of them.
+    ``uniform`` gives all of them one shape: Megatron's interleaved schedule mixes up shapes that differ. A micro-batch
+    without samples has one token, of which nothing is asked. ``for_loss``: with the columns that the loss reads.
     """
-    nothing = Sample(np.zeros(1, np.int64), np.zeros(0, np.int64))
-    members = [tuple(samples[i] for i in split) for split in splits]
-    chosen: list[Sequence[TokenSequence]] = [batch or (nothing,) for batch in members]
+    chosen = [tuple(samples[i] for i in split) for split in splits]
     cp = context_parallel[1]
     chunks = 2 * cp if cp > 1 else 1
     multiple_of = math.lcm(chunks, cp * multiple_of)
     sizes = [_packed_size(batch, chunks) if packing else _padded_size(batch) for batch in chosen]
     largest = tuple(max(column) for column in zip(*sizes, strict=True))
-    for batch, size, own in zip(chosen, sizes, members, strict=True):
+    for batch, size in zip(chosen, sizes, strict=True):
         rows, width = largest if uniform else size
         width = -(-width // multiple_of) * multiple_of
         offsets = _offsets(batch, None if packing else width, chunks)
         micro_batch = _packed(batch, offsets, width, chunks) if packing else _padded(batch, offsets, rows, width)
         if cp > 1:
-            micro_batch = _cut(micro_batch, context_parallel)
-        yield dataclasses.replace(micro_batch, samples=own, columns=columns(own) if columns is not None else {})
+            micro_batch = _slice_for_cp_rank(micro_batch, context_parallel)
+        yield dataclasses.replace(micro_batch, columns=_columns(batch)) if for_loss else micro_batch
 
 
-def _offsets(samples: Sequence[TokenSequence], width: int | None, chunks: int) -> list[int]:
-    """Where each sample begins: every ``width`` tokens, or with no more padding between them than ``chunks`` ask for."""
+def _columns(samples: Sequence[TrainingSample]) -> dict[str, Tensor]:
+    """Return the per-token arrays of a micro-batch's samples, in the order of its rows; those that all samples have."""
+    columns = {}
+    for name, dtype in PER_TOKEN.items():
+        rows = [s.response.logprobs if name == "engine_logprobs" else getattr(s, name) for s in samples]
+        if not any(row is None for row in rows):
+            columns[name] = torch.as_tensor(np.concatenate([np.zeros(0), *rows]), dtype=dtype, device=current_device())
+    return columns
+
+
+def _offsets(samples: Sequence[TrainingSample], width: int | None, chunks: int) -> list[int]:
+    """Return where each sample begins: every ``width`` tokens, or with the padding between them that ``chunks`` ask for."""
     if width is not None:
         return [row * width for row in range(len(samples))]
     return [0, *itertools.accumulate(_padded_length(sample, chunks) for sample in samples)][:-1]
 
 
-def _padded_length(sample: TokenSequence, chunks: int) -> int:
+def _padded_length(sample: TrainingSample, chunks: int) -> int:
     return -(-sequence_length(sample) // chunks) * chunks
 
 
-def _padded_size(samples: Sequence[TokenSequence]) -> tuple[int, int]:
-    return len(samples), max(map(sequence_length, samples))
+def _padded_size(samples: Sequence[TrainingSample]) -> tuple[int, int]:
+    return max(1, len(samples)), max(map(sequence_length, samples), default=1)
 
 
-def _packed_size(samples: Sequence[TokenSequence], chunks: int) -> tuple[int, int]:
-    return 1, sum(_padded_length(sample, chunks) for sample in samples)
+def _packed_size(samples: Sequence[TrainingSample], chunks: int) -> tuple[int, int]:
+    return 1, max(chunks, sum(_padded_length(sample, chunks) for sample in samples))
 
 
-def _padded(samples: Sequence[TokenSequence], offsets: Sequence[int], rows: int, width: int) -> MicroBatch:
+def _padded(samples: Sequence[TrainingSample], offsets: Sequence[int], rows: int, width: int) -> MicroBatch:
     tokens = np.zeros((rows, width), np.int64)
     for row, sample in enumerate(samples):
         tokens[row, : sequence_length(sample)] = np.concatenate([sample.prompt_ids, sample.response_ids])
@@ -222,8 +185,8 @@ def _padded(samples: Sequence[TokenSequence], offsets: Sequence[int], rows: int,
     return _micro_batch(samples, tokens, positions, offsets, None)
 
 
-def _packed(samples: Sequence[TokenSequence], offsets: Sequence[int], total: int, chunks: int) -> MicroBatch:
-    bounds = [*offsets, offsets[-1] + _padded_length(samples[-1], chunks)]
+def _packed(samples: Sequence[TrainingSample], offsets: Sequence[int], total: int, chunks: int) -> MicroBatch:
+    bounds = [*offsets, offsets[-1] + _padded_length(samples[-1], chunks)] if samples else [0]
     tokens = np.zeros((1, total), np.int64)
     positions = np.zeros((1, total), np.int64)
     for sample, (start, stop) in zip(samples, itertools.pairwise(bounds), strict=True):
@@ -237,8 +200,8 @@ def _packed(samples: Sequence[TokenSequence], offsets: Sequence[int], total: int
     return _micro_batch(samples, tokens, positions, offsets, params)
 
 
-def _cut(batch: MicroBatch, context_parallel: tuple[int, int]) -> MicroBatch:
-    """This context-parallel rank's tokens of a micro-batch."""
+def _slice_for_cp_rank(batch: MicroBatch, context_parallel: tuple[int, int]) -> MicroBatch:
+    """Return a micro-batch with the tokens of this context-parallel rank alone."""
     count, width = batch.tokens.shape
     ends = [row * width for row in range(count + 1)]
     if batch.packed_seq_params is not None:
@@ -258,16 +221,26 @@ def _cut(batch: MicroBatch, context_parallel: tuple[int, int]) -> MicroBatch:
 
 
 def _micro_batch(
-    samples: Sequence[TokenSequence],
+    samples: Sequence[TrainingSample],
     tokens: np.ndarray,
     positions: np.ndarray,
     offsets: Sequence[int],
     packed: PackedSeqParams | None,
 ) -> MicroBatch:
-    lengths = np.array([len(sample.response_ids) for sample in samples])
-    first = np.array([offset + len(s.prompt_ids) - 1 for s, offset in zip(samples, offsets, strict=True)])
+    lengths = np.array([len(sample.response_ids) for sample in samples], np.int64)
+    first = np.array([offset + len(s.prompt_ids) - 1 for s, offset in zip(samples, offsets, strict=True)], np.int64)
     rows = np.arange(lengths.sum()) + np.repeat(first + lengths - np.cumsum(lengths), lengths)
     owners = np.repeat(np.arange(len(samples)), lengths)
-    on = lambda array: torch.tensor(array, device=current_device())  # noqa: E731
-    targets = on(np.concatenate([sample.response_ids for sample in samples]))
-    return MicroBatch(on(tokens), on(positions), on(rows), targets, on(owners), tuple(samples), packed)
+    targets = np.concatenate([np.zeros(0, np.int64), *(sample.response_ids for sample in samples)])
+    on_device: Any = lambda array: torch.tensor(array, device=current_device())  # noqa: E731
+    return MicroBatch(
+        tokens=on_device(tokens),
+        position_ids=on_device(positions),
+        packed_seq_params=packed,
+        rows=on_device(rows),
+        targets=on_device(targets),
+        sequence_ids=on_device(owners),
+        samples=tuple(samples),
+        R=torch.tensor([sample.R for sample in samples], dtype=torch.float32, device=current_device()),
+        columns={},
+    )

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dcpo.policy.output_layer import TokenOutputs
+from megatron_dcpo.types import TokenOutputs
 
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region  # isort: skip
 

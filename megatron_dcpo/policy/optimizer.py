@@ -26,8 +26,53 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 logger = logging.getLogger(__name__)
 
 
-def build_optimizer(config: Config, policy: Policy) -> tuple[Any, OptimizerParamScheduler]:
-    """AdamW on this rank's parameters (sharded over data-parallel ranks with the distributed optimizer)."""
+class PolicyOptimizer:
+    """Megatron's optimizer on a policy's own parameters, with its learning-rate schedule.
+
+    ``megatron``, ``scheduler``: their state stands in checkpoints. :class:`megatron_dcpo.policy.adapter.AdapterOptimizer`
+    has the same methods for the parameters of an adapter.
+    """
+
+    def __init__(self, policy: Policy, config: Config) -> None:
+        self.policy = policy
+        self.megatron = build_optimizer(config, policy)
+        self.scheduler = build_scheduler(self.megatron, config)
+        self.exported: Policy = policy  # what engines and exports get
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Return the parameter groups, as torch's optimizers have them."""
+        return list(self.megatron.param_groups)
+
+    @property
+    def learning_rate(self) -> float:
+        """Return the learning rate of the next step."""
+        return float(self.param_groups[0]["lr"])
+
+    def zero_gradients(self) -> None:
+        """Set all gradients to zero."""
+        zero_gradients(self.policy, self.megatron)
+
+    def gradient_norm(self) -> float:
+        """Return the norm of the whole gradient. Collective."""
+        return gradient_norm(self.megatron)
+
+    def step(self) -> None:
+        """Update the parameters and advance the schedule. Collective."""
+        self.megatron.step()
+        self.scheduler.step(1)
+
+    def gather_parameters(self) -> None:
+        """Gather the parameters where the next forward pass would do it. Collective."""
+        gather_parameters(self.policy)
+
+    def not_finite(self) -> list[str]:
+        """Return the names of an adapter's parameters that are not finite: there is none."""
+        return []
+
+
+def build_optimizer(config: Config, policy: Policy) -> Any:
+    """Return Megatron's AdamW on this rank's parameters (with the distributed optimizer, its shard of them)."""
     options = config.optimizer
     dtype = torch_dtype(config.model.params_dtype)
     optimizer = get_megatron_optimizer(
@@ -48,8 +93,13 @@ def build_optimizer(config: Config, policy: Policy) -> tuple[Any, OptimizerParam
         list(policy.chunks),
     )
     policy.config.grad_scale_func = optimizer.scale_loss
-    updates = config.training.updates_per_rollout
-    scheduler = OptimizerParamScheduler(
+    return optimizer
+
+
+def build_scheduler(optimizer: Any, config: Config) -> OptimizerParamScheduler:
+    """Return Megatron's schedule of the learning rate, in optimizer steps."""
+    options, updates = config.optimizer, config.training.updates_per_rollout
+    return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=options.lr,
@@ -65,39 +115,37 @@ def build_optimizer(config: Config, policy: Policy) -> tuple[Any, OptimizerParam
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )
-    return optimizer, scheduler
 
 
 def zero_gradients(policy: Policy, optimizer: Any) -> None:
-    if policy.frozen:
-        return
+    """Set the gradients in Megatron's buffers to zero."""
     for chunk in policy.chunks:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
 
 
 def gather_parameters(policy: Policy) -> None:
-    """After an optimizer step that leaves the gathering of parameters to the next forward pass: do it now, for whoever
-    reads the parameters without one. Collective; nothing to do without ``parallel.overlap_param_gather``."""
+    """Gather the parameters after an optimizer step that leaves it to the next forward pass, for whoever reads them without
+    one. Collective; nothing to do without ``parallel.overlap_param_gather``."""
     for chunk in policy.chunks:
-        if not policy.frozen and chunk.ddp_config.overlap_param_gather:
+        if chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)
 
 
 def gradient_norm(optimizer: Any) -> float:
-    """The norm of the whole gradient, as every rank agrees on it; not a number when any element is not finite."""
+    """Return the norm of the whole gradient, as every rank agrees on it; not a number when any element is not finite."""
     optimizer.prepare_grads()
     return float(optimizer.get_grad_norm())
 
 
 def optimizer_group(optimizer: Any) -> dist.ProcessGroup:
-    """The ranks over which gradient statistics are summed: model parallel, or all with the distributed optimizer, which
-    experts on several ranks need: the parts of its chain share that group."""
+    """Return the ranks over which gradient statistics are summed: model parallel, or all with the distributed optimizer,
+    which experts on several ranks need: the parts of its chain share that group."""
     return optimizer.get_grad_stats_parallel_group()
 
 
 def optimizer_parts(optimizer: Any) -> list[Any]:
-    """The optimizers of a chain, or the one there is; none of a frozen policy."""
+    """Return the optimizers of a chain, or the one there is; none of a frozen policy."""
     if optimizer is None:
         return []
     return list(getattr(optimizer, "chained_optimizers", None) or [optimizer])
@@ -122,12 +170,12 @@ class Offload:
             for chunk in self.policy.chunks:
                 chunk.offload_grad_buffers()
             ledger.drop("gradients")
-            self.state.leave()
+            self.state.offload()
 
     def reload(self) -> None:
         """Before training, while the engine sleeps; harmless when nothing was offloaded."""
         if self.state.away:
-            self.state.come_back()
+            self.state.reload()
             for chunk in self.policy.chunks:
                 chunk.restore_grad_buffers()
             self._gradients_are_here()
@@ -157,7 +205,7 @@ class Offload:
 
 
 def on_host(reference: Policy) -> Movable:
-    """The parameters of a frozen policy, on the host between its uses."""
+    """Return the parameters of a frozen policy, on the host between its uses."""
     parked = Movable("reference", lambda: (p for gpt in reference.gpt for p in gpt.parameters()), constant=True)
-    parked.leave()
+    parked.offload()
     return parked

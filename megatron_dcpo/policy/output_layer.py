@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dcpo.runtime.device import capabilities
+from megatron_dcpo.types import TokenOutputs
 
 LOGITS_AT_ONCE = 1 << 26  # of a chunk on a GPU; fewer, and the weight's gradient is read and written too often
 CHUNK_ROWS = 112  # at least, on a CPU, for the same reason; more where the vocabulary is small
@@ -73,14 +74,6 @@ class OutputLayer:
     def all_reduce(self, x: Tensor, op: Any) -> None:
         if self.group is not None and self.group.size() > 1:
             dist.all_reduce(x, op=op, group=self.group)
-
-
-@dataclass(frozen=True)
-class TokenOutputs:
-    """Log-probs [N] and entropies [N] of the policy at N response tokens, natural log, fp32."""
-
-    logprobs: Tensor
-    entropy: Tensor
 
 
 @dataclass(frozen=True)

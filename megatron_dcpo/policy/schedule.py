@@ -8,7 +8,7 @@ by the number of micro-batches, and DDP averages over data- and context-parallel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dcpo.policy.batching import MicroBatch, TokenSequence, collate, sequence_length
+from megatron_dcpo.policy.batching import collate, sequence_length
 from megatron_dcpo.policy.context_parallel import gather_over_context_parallel
 from megatron_dcpo.policy.model import Policy
-from megatron_dcpo.policy.output_layer import OutputLayer, TokenOutputs, fused_loss, token_outputs
+from megatron_dcpo.policy.output_layer import OutputLayer, fused_loss, token_outputs
+from megatron_dcpo.types import MicroBatch, TokenOutputs, TrainingSample
 
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
 from megatron.core.tensor_parallel.mappings import (
@@ -28,29 +29,25 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 
-# -> (sum of weighted token losses, statistics that add up; of a part of a micro-batch nobody reads them)
-LossFunction = Callable[[MicroBatch, TokenOutputs], tuple[Tensor, dict[str, float]]]
-Columns = Callable[
-    [Sequence[Any]], Mapping[str, Tensor | None]
-]  # samples of a micro-batch -> what its loss reads of them
+# -> (contributions of the tokens [n], sums over them; of a part of a micro-batch nobody reads the sums)
+Loss = Callable[[MicroBatch, TokenOutputs], tuple[Tensor, dict[str, Tensor]]]
 
 
 def accumulate_gradients(
     policy: Policy,
-    samples: Sequence[TokenSequence],
+    samples: Sequence[TrainingSample],
     splits: Sequence[Sequence[int]],
-    loss_function: LossFunction,
+    loss: Loss,
     *,
     temperature: float,
     packing: bool,
-    columns: Columns | None = None,
     separable: bool = False,
-) -> list[dict[str, Any]]:
-    """One forward-backward over all micro-batches: gradients are left in the DDP buffers, reduced over ranks.
+) -> list[dict[str, float]]:
+    """Run one forward-backward over all micro-batches: gradients are left in the DDP buffers, reduced over ranks.
 
-    ``columns``: as :func:`collate` takes it. ``separable``: the loss is a sum over tokens, each read with its own outputs
-    alone; it is then called on parts of a micro-batch as well, and the output layer is passed once, not twice.
-    Returns the statistics of each micro-batch on the last pipeline stage, nothing on the others.
+    ``separable``: a token's contribution depends on its own outputs alone; the loss is then called on parts of a micro-batch
+    as well, and the output layer is passed once, not twice. Returns the statistics of each micro-batch, ``loss`` (the sum of
+    its contributions) among them, on the last pipeline stage, nothing on the others.
     """
     # What is left of the factor below when the schedule has divided; gradients of a frozen policy's adapter are sums.
     upstream = 1 if policy.frozen else policy.topology.dp_size * policy.topology.cp_size
@@ -60,29 +57,33 @@ def accumulate_gradients(
         local = batch.local()
         layer, hidden = _output_layer(policy, local, output, temperature)
         if separable and hidden.requires_grad:
-            part = lambda rows, outputs: loss_function(local.part(rows), outputs)[0]  # noqa: E731
-            loss, outputs = fused_loss(layer, hidden, local.targets, part, upstream)
+            part = lambda rows, outputs: loss(local.part(rows), outputs)[0].sum()  # noqa: E731
+            total, outputs = fused_loss(layer, hidden, local.targets, part, upstream)
             outputs = _of_all_ranks(policy, batch, outputs)
             with torch.no_grad():
-                _, stats = loss_function(batch, outputs)
+                contributions, statistics = loss(batch, outputs)
         else:
             outputs = _of_all_ranks(policy, batch, token_outputs(layer, hidden, local.targets))
-            loss, stats = loss_function(batch, outputs)
-        return loss * scale, torch.ones((), dtype=torch.int, device=hidden.device), stats
+            contributions, statistics = loss(batch, outputs)
+            total = contributions.sum()
+        statistics = {"loss": contributions.detach().sum(), **statistics}
+        values = torch.stack([value.double() for value in statistics.values()]).tolist()  # one wait for the device
+        one = torch.ones((), dtype=torch.int, device=hidden.device)
+        return total * scale, one, dict(zip(statistics, values, strict=True))
 
-    return _run(policy, samples, splits, loss_closure, packing, forward_only=False, columns=columns)
+    return _run(policy, samples, splits, loss_closure, packing, forward_only=False)
 
 
 @torch.no_grad()
 def compute_logprobs(
     policy: Policy,
-    samples: Sequence[TokenSequence],
+    samples: Sequence[TrainingSample],
     splits: Sequence[Sequence[int]],
     *,
     temperature: float,
     packing: bool,
 ) -> list[np.ndarray]:
-    """Log-probs float32 [T_i] of every sample's response tokens, on every rank of the replica."""
+    """Return log-probs float32 [T_i] of every sample's response tokens, on every rank of the replica."""
 
     def collect(batch: MicroBatch, output: Tensor, non_loss_data: bool = True) -> list[np.ndarray]:
         local = batch.local()
@@ -95,14 +96,14 @@ def compute_logprobs(
 
 
 def _in_order(policy: Policy, splits: Sequence[Sequence[int]], parts: list[list[Any]]) -> list[Any]:
-    """Of every sample what the last stage made of it, on every stage. ``parts``: by micro-batch, as ``splits``."""
+    """Return on every stage what the last stage made of every sample. ``parts``: by micro-batch, as ``splits``."""
     pairs = zip(splits, broadcast_from_last_stage(policy, parts), strict=True)
     found = {index: piece for rows, part in pairs for index, piece in zip(rows, part, strict=True)}
     return [found[index] for index in range(len(found))]
 
 
 def broadcast_from_last_stage(policy: Policy, value: Any) -> Any:
-    """``value`` of the last pipeline stage, on every stage."""
+    """Return ``value`` of the last pipeline stage on every stage."""
     if policy.topology.pp_size == 1:
         return value
     box = [value]
@@ -112,18 +113,22 @@ def broadcast_from_last_stage(policy: Policy, value: Any) -> Any:
 
 def _run(
     policy: Policy,
-    samples: Sequence[TokenSequence],
+    samples: Sequence[TrainingSample],
     splits: Sequence[Sequence[int]],
     closure: Callable[..., Any],
     packing: bool,
     forward_only: bool,
-    columns: Columns | None = None,
 ) -> list[Any]:
     multiple = policy.topology.tp_size if policy.config.sequence_parallel else 1
     place = policy.topology.cp_rank, policy.topology.cp_size
     uniform = len(policy.chunks) > 1
     shapes = partial(
-        collate, packing=packing, multiple_of=multiple, uniform=uniform, columns=columns, context_parallel=place
+        collate,
+        packing=packing,
+        multiple_of=multiple,
+        uniform=uniform,
+        for_loss=not forward_only,
+        context_parallel=place,
     )
     batches = [shapes(samples, splits) for _ in policy.chunks]
     longest = max(map(sequence_length, samples), default=1)
@@ -148,14 +153,14 @@ def _forward_step(
 
 
 def _of_all_ranks(policy: Policy, batch: MicroBatch, outputs: TokenOutputs) -> TokenOutputs:
-    """From this context-parallel rank's outputs those of all response tokens."""
+    """Return the outputs of all response tokens from those of this context-parallel rank."""
     if batch.here is None:
         return outputs
     return gather_over_context_parallel(outputs, batch.here, len(batch.targets), policy.topology.cp_group)
 
 
 def _output_layer(policy: Policy, batch: MicroBatch, output: Tensor, temperature: float) -> tuple[OutputLayer, Tensor]:
-    """The output layer, and for it the hidden states [N, h] that score the response tokens.
+    """Return the output layer, and for it the hidden states [N, h] that score the response tokens.
 
     ``output``: the last stage's hidden states [b, s, h], [b, s / tp, h] under sequence parallelism. Each tensor-parallel
     rank has the gradient of its own part of the vocabulary; their sum is taken on the way back.

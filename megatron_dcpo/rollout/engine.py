@@ -17,7 +17,7 @@ import numpy as np
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.runtime.text import read_json_object
-from megatron_dcpo.types import Prompt, Response
+from megatron_dcpo.types import Prompt, Response, ResponseKey
 from megatron_dcpo.weights.architecture import Architecture, read_architecture
 from megatron_dcpo.weights.planner import WeightSlice
 
@@ -45,15 +45,15 @@ Samples = Sequence[tuple[Prompt, int]]  # prompt and index of each response
 
 
 @dataclass(frozen=True)
-class Partial:
-    """A rollout that ends before its last response. ``full``: asked between two steps of the engine whether it does now.
-    ``begun``: what an earlier one left unfinished, by prompt id and index: continued behind its tokens."""
+class PartialRollout:
+    """A rollout that ends before its last response. ``should_stop``: asked between two steps of the engine whether it does
+    now. ``unfinished``: what an earlier one left, by prompt id and index: continued behind its tokens."""
 
-    full: Callable[[], bool]
-    begun: Mapping[tuple[str, int], Response]
+    should_stop: Callable[[], bool]
+    unfinished: Mapping[ResponseKey, Response]
 
     def so_far(self, prompt: Prompt, index: int) -> Response | None:
-        return self.begun.get((prompt.prompt_id, index))
+        return self.unfinished.get((prompt.prompt_id, index))
 
 
 @dataclass
@@ -82,7 +82,7 @@ class Engine(Protocol):
     slot_steps: SlotSteps | None = None  # where the engine knows them
 
     def stream(
-        self, samples: Samples, sampling: SamplingConfig, step: int = 0, partial: Partial | None = None
+        self, samples: Samples, sampling: SamplingConfig, step: int = 0, partial: PartialRollout | None = None
     ) -> Generator[list[Response], None, None]:
         """The response of every (prompt, sample index), handed over when it is finished, with those that finish together.
 
@@ -181,8 +181,8 @@ def unsupported(arch: Architecture) -> str:
     return ""
 
 
-def joined(begun: Response | None, new: Response) -> Response:
-    """``new`` behind the tokens that were there before."""
+def append_segment(begun: Response | None, new: Response) -> Response:
+    """Return ``new`` behind the tokens that were there before."""
     if begun is None:
         return new
     before = begun.segments or ((begun.weights_version, len(begun.token_ids)),)

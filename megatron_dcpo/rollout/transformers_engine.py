@@ -22,12 +22,12 @@ from torch import Tensor
 from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.rollout.engine import (
     Engine,
-    Partial,
+    PartialRollout,
     Samples,
     SamplingConfig,
     SlotSteps,
+    append_segment,
     check_model_dir,
-    joined,
     read_eos_token_ids,
     uniforms,
 )
@@ -110,7 +110,7 @@ class TransformersEngine(Engine):
         """Nothing to start: the model is an object of this process."""
 
     def stream(
-        self, samples: Samples, sampling: SamplingConfig, step: int = 0, partial: Partial | None = None
+        self, samples: Samples, sampling: SamplingConfig, step: int = 0, partial: PartialRollout | None = None
     ) -> Generator[list[Response], None, None]:
         """See :class:`megatron_dcpo.rollout.engine.Engine`. ``max_num_seqs`` at a time to their end; with ``partial`` the
         next sample takes the place of one that is finished, in the order given."""
@@ -124,7 +124,7 @@ class TransformersEngine(Engine):
 
     @torch.no_grad()
     def _generate(
-        self, samples: Samples, sampling: SamplingConfig, step: int, partial: Partial | None = None
+        self, samples: Samples, sampling: SamplingConfig, step: int, partial: PartialRollout | None = None
     ) -> Iterator[list[Response]]:
         width = min(sampling.top_logprobs, self.model.config.get_text_config().vocab_size)
         batch = _Batch(samples, sampling, step, self.weights_version, partial, width)
@@ -148,7 +148,7 @@ class TransformersEngine(Engine):
             over = batch.record(rows, token, logprob, torch.isin(token, eos))
             if over.any():
                 yield batch.responses(rows[over])
-            if partial is not None and partial.full():
+            if partial is not None and partial.should_stop():
                 yield batch.responses((~batch.over).nonzero().squeeze(-1))
                 return
             live &= ~over
@@ -168,7 +168,7 @@ class TransformersEngine(Engine):
         places = [waiting.popleft() for _ in range(min(len(waiting), slots - len(running.rows)))]
         for continued in (True, False):
             if part := [place for place in places if (batch.begun[place] is not None) is continued]:
-                running = running.joined(self._prefill(part, batch))
+                running = running.concatenated(self._prefill(part, batch))
         return running
 
     def _prefill(self, places: Sequence[int], batch: _Batch) -> _Running:
@@ -207,7 +207,13 @@ class _Batch:
     """The samples of one rollout [N], running or not: their random numbers, tokens and log-probs [N, max_tokens]."""
 
     def __init__(
-        self, samples: Samples, sampling: SamplingConfig, step: int, version: int, partial: Partial | None, tops: int
+        self,
+        samples: Samples,
+        sampling: SamplingConfig,
+        step: int,
+        version: int,
+        partial: PartialRollout | None,
+        tops: int,
     ) -> None:
         device, longest, total = current_device(), sampling.max_tokens, len(samples)
         self.samples, self.sampling, self.step, self.version = samples, sampling, step, version
@@ -269,7 +275,7 @@ class _Batch:
                 top_logprobs=tops[place, part] if self.sampling.top_logprobs else None,
                 step=self.step,
             )
-            found.append(joined(self.begun[row], response))
+            found.append(append_segment(self.begun[row], response))
         return found
 
 
@@ -313,7 +319,7 @@ class _Running:
         )
         self.logits = out.logits[:, -1]
 
-    def joined(self, other: _Running) -> _Running:
+    def concatenated(self, other: _Running) -> _Running:
         """The rows of both, padded on the left to one width."""
         if not len(self.rows):
             return other

@@ -27,12 +27,12 @@ from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.rollout.engine import (
     Engine,
     EngineError,
-    Partial,
+    PartialRollout,
     Samples,
     SamplingConfig,
     SlotSteps,
+    append_segment,
     choose_engine,
-    joined,
     read_eos_token_ids,
     request_seed,
 )
@@ -101,7 +101,7 @@ class VllmEngine(Engine):
 
     # ------------------------------------------------------------------------------------------------- sampling
     def stream(
-        self, samples: Samples, sampling: SamplingConfig, step: int = 0, partial: Partial | None = None
+        self, samples: Samples, sampling: SamplingConfig, step: int = 0, partial: PartialRollout | None = None
     ) -> Generator[list[Response], None, None]:
         """See :class:`megatron_dcpo.rollout.engine.Engine`. Every sample is a request of its own with its own seed; one
         that is continued has another seed than before, so that its tokens are not those that it would have had. The
@@ -119,7 +119,7 @@ class VllmEngine(Engine):
                     responses = []
                     for number, completion in outputs:
                         new = self._response(*samples[number], completion, sampling.top_logprobs, step)
-                        responses.append(joined(partial.so_far(*samples[number]) if partial else None, new))
+                        responses.append(append_segment(partial.so_far(*samples[number]) if partial else None, new))
                         digests[number] = hashlib.sha256(responses[-1].token_ids.tobytes()).digest()
                     yield responses
         except (RolloutAbandoned, EngineError):
@@ -131,7 +131,7 @@ class VllmEngine(Engine):
         self._check_ranks_agree(b"".join(digests))
 
     def _steps(
-        self, samples: Samples, sampling: SamplingConfig, step: int, partial: Partial | None
+        self, samples: Samples, sampling: SamplingConfig, step: int, partial: PartialRollout | None
     ) -> Iterator[list[tuple[int, Any]]]:
         """What each step of the engine finishes: the number of the sample, its completion (None: no token yet). A signal
         ends it early, but not between the ranks of one engine: they would no longer step together."""
@@ -153,7 +153,7 @@ class VllmEngine(Engine):
                 self.slot_steps.used += len(outputs) if partial else sum(len(c.token_ids) for _, c in completions)
                 if completions:
                     yield completions
-                if partial is not None and partial.full():
+                if partial is not None and partial.should_stop():
                     engine.abort_request([str(number) for number in unfinished])
                     yield list(unfinished.items())
                     return

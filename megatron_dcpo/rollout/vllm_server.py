@@ -31,7 +31,7 @@ from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.rollout.engine import (
     Engine,
     EngineError,
-    Partial,
+    PartialRollout,
     Samples,
     SamplingConfig,
     read_eos_token_ids,
@@ -78,7 +78,7 @@ class ServerEngine(Engine):
         self.model = self._check()
 
     def stream(
-        self, samples: Samples, sampling: SamplingConfig, step: int = 0, partial: Partial | None = None
+        self, samples: Samples, sampling: SamplingConfig, step: int = 0, partial: PartialRollout | None = None
     ) -> Generator[list[Response], None, None]:
         """See :class:`megatron_dcpo.rollout.engine.Engine`. One request per sample, ``concurrency`` at a time. Not
         ``partial``: a request that is taken back gives no tokens, and taking back one rank's takes all ranks'."""

@@ -91,7 +91,7 @@ class Movable:
         self._moved: list[tuple[Tensor, int, HostCopy]] = []
         ledger.put(name, sum(t.nbytes for t in self._own()))
 
-    def leave(self) -> None:
+    def offload(self) -> None:
         """Off the device, where that makes room; harmless when they are away."""
         if self.away or not capabilities().separate_memory:
             return
@@ -109,7 +109,7 @@ class Movable:
         self.away = True
         ledger.drop(self.name)
 
-    def come_back(self) -> None:
+    def reload(self) -> None:
         """On the device, as they were; harmless when they are there."""
         if not self.away:
             return
@@ -124,12 +124,12 @@ class Movable:
     def on_device(self) -> Iterator[None]:
         """There inside the block, and afterwards where they were before."""
         was_away = self.away
-        self.come_back()
+        self.reload()
         try:
             yield
         finally:
             if was_away:
-                self.leave()
+                self.offload()
 
     def _own(self) -> list[Tensor]:
         """Each storage once: tied weights are one."""

@@ -2,7 +2,7 @@
 
 What is covered, and why nothing more is needed:
 
-1. ``torch.cuda`` queries (current device, streams, synchronisation, RNG state) answer for the CPU.
+1. ``torch.cuda`` queries (current device, streams, synchronization, RNG state) answer for the CPU.
 2. Factory calls with a literal ``device="cuda"`` sit in a handful of Megatron modules. Those modules get a ``torch`` whose
    factories put "cuda" tensors on the CPU. (A ``TorchFunctionMode`` would do it too, at a cost on *every* torch call.)
 3. The optimizers compare ``Tensor.type()`` with ``torch.cuda.*Tensor``; within those calls, and only there, the CPU types

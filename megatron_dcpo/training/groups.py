@@ -14,7 +14,7 @@ from megatron_dcpo.types import Judgement, Prompt, Response
 
 
 @dataclass(frozen=True)
-class Group:
+class PromptGroup:
     """The prompt at ``position`` of the run, drawn in ``step``, and its ``size`` responses by sample index: with their
     judgements, or with none while they are unfinished."""
 
@@ -28,11 +28,11 @@ class Group:
     def unfinished(self) -> list[int]:
         return [index for index in range(self.size) if self.responses.get(index, (None, None))[1] is None]
 
-    def with_responses(self, more: Mapping[int, tuple[Response, Judgement | None]]) -> Group:
+    def with_responses(self, more: Mapping[int, tuple[Response, Judgement | None]]) -> PromptGroup:
         return dataclasses.replace(self, responses={**self.responses, **more})
 
 
-def saved_groups(groups: Sequence[Group]) -> list[dict[str, Any]]:
+def saved_groups(groups: Sequence[PromptGroup]) -> list[dict[str, Any]]:
     """Tensors and plain values, all that a checkpoint's reader takes."""
     return [
         {
@@ -59,7 +59,7 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def restored_groups(saved: Sequence[Any], draw: Callable[[int], Prompt], size: int) -> list[Group]:
+def restored_groups(saved: Sequence[Any], draw: Callable[[int], Prompt], size: int) -> list[PromptGroup]:
     """The groups that :func:`saved_groups` made; ``draw`` gives the prompt at a position. Raises what odd values raise."""
     groups = []
     for entry in saved:
@@ -70,5 +70,5 @@ def restored_groups(saved: Sequence[Any], draw: Callable[[int], Prompt], size: i
                 raise ValueError(f"{len(ids)} tokens of {prompt.prompt_id} with {logprobs.shape} log-probs")
             response = Response(prompt.prompt_id, index, **(values | {"token_ids": ids, "logprobs": logprobs}))
             responses[index] = response, None if judgement is None else Judgement(**judgement)
-        groups.append(Group(prompt, int(entry["position"]), int(entry["step"]), size, responses))
+        groups.append(PromptGroup(prompt, int(entry["position"]), int(entry["step"]), size, responses))
     return groups

@@ -61,9 +61,9 @@ def check_model(config: Config) -> Architecture:
 
 def describe(config: Config) -> dict[str, Any]:
     """The facts of a run. Model and data may be absent on the machine that checks (``(not here)``), never wrong."""
-    from megatron_dcpo.objectives import build_objective
+    from megatron_dcpo.objectives import build_method
 
-    objective = build_objective(config.objective)
+    method = build_method(config.objective)
     check_processes(config, int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None)
     check_wandb(config)
     parallel, training, evaluation = config.parallel, config.training, config.evaluation
@@ -82,7 +82,7 @@ def describe(config: Config) -> dict[str, Any]:
     data = config.data.path if Path(config.data.path).exists() else f"{config.data.path} (not here)"
     return {
         "objective": f"{config.objective.name}, preset {config.objective.preset}",
-        "objective options": str(objective.options),
+        "objective options": str(method.options),
         "model": model,
         "data": data,
         "processes": f"a multiple of {math.prod(sizes)}",

@@ -39,8 +39,9 @@ from torch import Tensor
 
 from megatron_dcpo.config import Config
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.objectives import ObjectiveConfig, Scored, as_method, build_objective, resolve
+from megatron_dcpo.objectives import ObjectiveConfig, as_method, build_method, resolve
 from megatron_dcpo.objectives.advantages import REWARD_TOLERANCE
+from megatron_dcpo.objectives.method import SCORES
 from megatron_dcpo.policy.gradient_probe import (
     ALL,
     PIECE,
@@ -53,12 +54,8 @@ from megatron_dcpo.policy.gradient_probe import (
 )
 from megatron_dcpo.policy.optimizer import optimizer_group, zero_gradients
 from megatron_dcpo.runtime.device import current_device
-from megatron_dcpo.runtime.watchdog import Timers
-from megatron_dcpo.training.run import TrainingRun, build_run
-from megatron_dcpo.training.sampling import TrainingSample, sample_step
-from megatron_dcpo.training.update import MiniBatch, accumulate, with_scores
-from megatron_dcpo.training.weight_sync import synchronise_engine
-from megatron_dcpo.types import BLOCK_REASONING, Judgement
+from megatron_dcpo.training.run import Run, build
+from megatron_dcpo.types import BLOCK_REASONING, TrainingSample, replaced
 
 logger = logging.getLogger(__name__)
 
@@ -85,26 +82,23 @@ def probe_policy(config: Config, batches: int) -> dict[str, Any]:
     if config.frozen:
         raise UserError("dcpo probe compares gradients of the policy's own parameters; leave out model.adapter")
     config = dataclasses.replace(config, objective=without_regularizers(config.objective))
-    run = build_run(config)
-    with run.watch:
+    with build(config) as run:
         return _probe(run, batches)
 
 
-def _probe(run: TrainingRun, batches: int) -> dict[str, Any]:
-    config, timers = run.config, Timers(run.watch)
+def _probe(run: Run, batches: int) -> dict[str, Any]:
+    policy, optimizer = run.policy, run.optimizer.megatron
     totals: dict[str, Moments] = {part: Moments() for part in PARTS}
     squares: list[Tensor] = []
     seen: list[TrainingSample] = []
     for step in range(1, batches + 1):
         run.offload.offload()
-        synchronise_engine(run, version=step - 1)  # the same weights each time, counted as training counts
-        samples = sample_step(run, step, timers)
+        run.weight_sync.push(version=step - 1)  # the same weights each time, counted as training counts
+        samples = run.sampler.sample(step)
         run.engine.sleep()
         run.offload.reload()
-        mini_batch = MiniBatch.of(run, samples)
-        for part, scored in parts_of(mini_batch.judgements, config.objective).items():
-            batch = with_scores(run, mini_batch, scored)
-            _, gradients = part_gradient(run.policy, run.optimizer, partial(accumulate, run, batch), copy=False)
+        for part, scored in parts_of(samples, run.config.objective).items():
+            _, gradients = part_gradient(policy, optimizer, partial(run.updater.accumulate, scored), copy=False)
             totals[part].add(gradients)
             if part.startswith("coupled"):
                 squares = squares or [torch.zeros_like(g.gradient) for g in gradients]
@@ -112,7 +106,7 @@ def _probe(run: TrainingRun, batches: int) -> dict[str, Any]:
                     square.addcmul_(one.gradient, one.gradient)
         seen += samples
         logger.info("batch %d of %d", step, batches)
-    zero_gradients(run.policy, run.optimizer)
+    zero_gradients(policy, optimizer)
     return {
         "batches": batches,
         "policy": _facts(seen),
@@ -121,54 +115,56 @@ def _probe(run: TrainingRun, batches: int) -> dict[str, Any]:
 
 
 def without_regularizers(objective: ObjectiveConfig) -> ObjectiveConfig:
-    """DCPO with these options, but for KL and entropy terms: they would be part of every gradient alike."""
+    """Return DCPO with these options, but for KL and entropy terms: they would be part of every gradient alike."""
     return as_method(objective, "dcpo", kl_coef=0.0, entropy_coef=0.0)
 
 
-def parts_of(judgements: Sequence[Judgement], objective: ObjectiveConfig) -> dict[str, Scored]:
-    """The responses with each part's advantages on their tokens; block weights are left to the objective."""
+def parts_of(samples: Sequence[TrainingSample], objective: ObjectiveConfig) -> dict[str, list[TrainingSample]]:
+    """Return the samples with each part's advantages on their tokens; block weights are left to the method."""
 
-    def score(method: str, **options: Any) -> Scored:
-        return build_objective(as_method(objective, method, **options)).score(judgements)
+    def scores(method: str, **options: Any) -> dict[str, np.ndarray]:
+        found = build_method(as_method(objective, method, **options)).group_scores(samples)
+        return dict(zip(SCORES, found, strict=True))
 
-    def confidence(baseline: str) -> Scored:
-        return score("dcpo", confidence_baseline=baseline, advantage_normalization_confidence="mean")
+    def confidence(baseline: str) -> np.ndarray:
+        return scores("dcpo", confidence_baseline=baseline, advantage_normalization_confidence="mean")["A_c"]
 
     options = resolve(as_method(objective, "coupled"))
-    scored, scalar = score("dcpo"), score("coupled")
+    scored = build_method(as_method(objective, "dcpo")).score(samples)
+    dcpo, coupled = scores("dcpo"), scores("coupled")
+    judgements = [sample.judgement for sample in samples]
     groups: dict[str, list[int]] = {}
     for row, judgement in enumerate(judgements):
         groups.setdefault(judgement.prompt_id, []).append(row)
     c = np.array([np.nan if j.confidence is None else j.confidence for j in judgements], float)
     well_formed = ~np.isnan(c)
-    slope = 2 * (c[well_formed].mean() - scored.R.mean()) if well_formed.any() else 0.0
+    slope = 2 * (c[well_formed].mean() - dcpo["R"].mean()) if well_formed.any() else 0.0
 
-    columns = {part: np.zeros((2, len(scored))) for part in PARTS}  # on reasoning tokens, on confidence tokens
+    columns = {part: np.zeros((2, len(samples))) for part in PARTS}  # on reasoning tokens, on confidence tokens
     for rows in groups.values():
         stated = np.array(rows)[well_formed[rows]]
         if len(stated):
             columns["mean_calibration"][:, stated] = -slope * (c[stated] - c[stated].mean())
-        R, total = scored.R[rows] - scored.R[rows].mean(), scalar.R[rows] - scalar.R[rows].mean()
+        R, total = (x["R"][rows] - x["R"][rows].mean() for x in (dcpo, coupled))
         columns["accuracy"][:, rows] = R
         if np.ptp(total) >= REWARD_TOLERANCE:
             std = total.std(ddof=options.ddof) + options.eps
             columns["coupled_accuracy"][:, rows] = R / std
             columns["coupled_calibration"][:, rows] = (total - R) / std
-    columns["dcpo_accuracy"][0], columns["dcpo_calibration"][1] = scored.A_r, scored.A_c
+    columns["dcpo_accuracy"][0], columns["dcpo_calibration"][1] = dcpo["A_r"], dcpo["A_c"]
     size = np.array([len(groups[j.prompt_id]) for j in judgements])
     # its own R_c left out of the mean, as the counterfactual one does
-    columns["group_baseline"][1] = confidence("group").A_c * size / (size - 1)
-    columns["counterfactual"][1] = confidence("counterfactual").A_c
+    columns["group_baseline"][1] = confidence("group") * size / (size - 1)
+    columns["counterfactual"][1] = confidence("counterfactual")
     return {part: _with_advantages(scored, columns[part]) for part in PARTS}
 
 
-def _with_advantages(scored: Scored, advantages: np.ndarray) -> Scored:
-    """Return ``scored`` with other advantages [2, N], of the two blocks."""
-    tokens = tuple(
-        dataclasses.replace(t, advantages=np.where(t.block_ids == BLOCK_REASONING, a, b))
-        for t, a, b in zip(scored.tokens, *advantages, strict=True)
-    )
-    return dataclasses.replace(scored, tokens=tokens)
+def _with_advantages(samples: Sequence[TrainingSample], advantages: np.ndarray) -> list[TrainingSample]:
+    """Return scored samples with other advantages [2, N], of the two blocks."""
+    return [
+        replaced(sample, advantages=np.where(sample.block_ids == BLOCK_REASONING, reasoning, confidence))
+        for sample, reasoning, confidence in zip(samples, *advantages, strict=True)
+    ]
 
 
 @dataclass
@@ -197,10 +193,10 @@ def _squared_norm(x: Tensor) -> float:
     return float(sum(piece.double().square().sum() for piece in x.reshape(-1).split(PIECE)))
 
 
-def _measure(run: TrainingRun, totals: dict[str, Moments], fisher: list[Tensor]) -> dict[str, Any]:
+def _measure(run: Run, totals: dict[str, Moments], fisher: list[Tensor]) -> dict[str, Any]:
     groups = layer_groups(run.policy)
     conflicts = {
-        name: compare(run.policy, run.optimizer, totals[a].mean(fisher), totals[b].mean(fisher))
+        name: compare(run.policy, run.optimizer.megatron, totals[a].mean(fisher), totals[b].mean(fisher))
         for name, (a, b) in PAIRS.items()
     }
     noise = {part: _noise(run, totals[part]) for part in PARTS}
@@ -227,7 +223,7 @@ def _as_json(found: PairComparison) -> dict[str, Any]:
     }
 
 
-def _noise(run: TrainingRun, moments: Moments) -> dict[str, float | None]:
+def _noise(run: Run, moments: Moments) -> dict[str, float | None]:
     """Squared norm of the mean gradient and variance of a batch's gradient (trace of the covariance), unbiased.
 
     ``signal_to_noise`` = |E g|^2 / tr Cov g of one batch. One batch has no variance.
@@ -235,7 +231,7 @@ def _noise(run: TrainingRun, moments: Moments) -> dict[str, float | None]:
     n = len(moments.norms)
     values = torch.tensor([sum(moments.norms), sum(map(_squared_norm, moments.sums)) / n**2], dtype=torch.float64)
     values = values.to(current_device())
-    dist.all_reduce(values, group=optimizer_group(run.optimizer))
+    dist.all_reduce(values, group=optimizer_group(run.optimizer.megatron))
     squared, mean_squared = values.tolist()
     if n < 2:
         return {"mean_norm": mean_squared**0.5, "variance": None, "signal_to_noise": None}

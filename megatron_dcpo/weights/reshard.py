@@ -43,7 +43,7 @@ class Shards(Protocol):
     def parameters(self, chunk: int) -> dict[str, Tensor]: ...
 
 
-class SynchronisationError(RuntimeError):
+class SynchronizationError(RuntimeError):
     """A rank did not take a bucket: it ended, or its engine refused. Every rank of the replica raises it."""
 
 
@@ -85,7 +85,7 @@ def export_buckets(
     Collective over the replica.
 
     A bucket's values are valid until the next one is asked for. Close the generator when a bucket cannot be taken (as
-    ``contextlib.closing`` does): the other ranks then stop as well. Raises :class:`SynchronisationError` when another
+    ``contextlib.closing`` does): the other ranks then stop as well. Raises :class:`SynchronizationError` when another
     rank did, or does not answer.
     """
     local, traffic = _Local(policy), traffic if traffic is not None else Traffic()
@@ -102,13 +102,13 @@ def _export(
 ) -> Generator[list[WeightSlice], None, None]:
     progress = BucketBarrier("reshard", policy.topology.model_group)
     for number, bucket in enumerate(plan.buckets, 1):
-        where = f"weight synchronisation, bucket {number} of {len(plan.buckets)}"
+        where = f"weight synchronization, bucket {number} of {len(plan.buckets)}"
         try:
             targets = local.targets(bucket.entries, assembly_buffer)
             for message in bucket.messages:
                 traffic.received += _exchange(policy, local, message, targets, recv_buffer)
         except RuntimeError as error:
-            raise SynchronisationError(f"{where}: {progress.who_is_behind(number)} ({one_line(error, 200)})") from error
+            raise SynchronizationError(f"{where}: {progress.who_is_behind(number)} ({one_line(error, 200)})") from error
         accepted = False
         try:
             yield [targets[entry.hf] for entry in bucket.entries]
@@ -116,7 +116,7 @@ def _export(
         finally:
             refused = progress.acknowledge(number, accepted)
         if refused:
-            raise SynchronisationError(f"{where}: {refused}")
+            raise SynchronizationError(f"{where}: {refused}")
         traffic.buckets += 1
 
 

@@ -1,4 +1,4 @@
-"""The plan of a weight synchronisation: which bytes go from which trainer rank to which, bucket by bucket. Pure.
+"""The plan of a weight synchronization: which bytes go from which trainer rank to which, bucket by bucket. Pure.
 
 Every engine rank gets, of every Hugging Face tensor, the slice it keeps by vLLM's rule for dense models (the whole tensor
 with an engine of one rank). What it holds already as a trainer rank is not sent; the rest is sent once, by its owner,
@@ -88,7 +88,7 @@ _Planned = tuple[BucketEntry, list[TransferOp]]
 
 @dataclass(frozen=True)
 class ReshardPlan:
-    """What one synchronisation moves within a replica. Bytes; tuples are indexed by the rank within the replica.
+    """What one synchronization moves within a replica. Bytes; tuples are indexed by the rank within the replica.
 
     ``received``: by the messages; ``least``: what a rank needs less what it holds, computed apart from them;
     ``least_whole``: the same if every rank were given whole tensors. ``assembled``: the largest buffer in which a rank
@@ -108,7 +108,7 @@ class ReshardPlan:
 
     @property
     def peak_bytes(self) -> int:
-        """Extra memory of a rank during the synchronisation; at most ``bucket_bytes``."""
+        """Extra memory of a rank during the synchronization; at most ``bucket_bytes``."""
         return self.assembled + self.message
 
     @functools.cached_property
@@ -129,10 +129,10 @@ def reshard_plan(
     replica: int = 0,
     merged: tuple[str, ...] = (),
 ) -> ReshardPlan:
-    """Plan the synchronisation of ``arch`` from ``layout`` into engines on the same ranks. Deterministic; cached.
+    """Plan the synchronization of ``arch`` from ``layout`` into engines on the same ranks. Deterministic; cached.
 
     Args:
-        replicas, replica: data-parallel replicas of the trainer and the one in question; each synchronises within
+        replicas, replica: data-parallel replicas of the trainer and the one in question; each synchronizes within
             itself. Engines are blocks of consecutive ranks, whatever replica these belong to.
         bucket_bytes: bound of the extra memory of a rank, the message on its way included.
         itemsize: bytes per number of the trainer's parameters.
@@ -173,7 +173,7 @@ def reshard_plan(
 def most_received(
     arch: Architecture, layout: Layout, engine_tensor_model_parallel_size: int, replicas: int, itemsize: int
 ) -> int:
-    """Bytes that the rank receiving most gets in a synchronisation, over all replicas; without planning the messages."""
+    """Bytes that the rank receiving most gets in a synchronization, over all replicas; without planning the messages."""
     engine_tp = engine_tensor_model_parallel_size
     check_engine(arch, engine_tp)
     held_ops = _held(arch, layout, list(hf_shapes(arch)))

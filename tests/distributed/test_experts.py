@@ -1,5 +1,5 @@
 """Mixtures of experts: every layout of them gives the losses, gradient norms, log-probs and weights of one process, which
-is compared with transformers. ``cases/policy.py`` asserts besides that a synchronisation moves the least bytes."""
+is compared with transformers. ``cases/policy.py`` asserts besides that a synchronization moves the least bytes."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The transport of a weight synchronisation on its own, over gloo: right, counted, and named when it is disturbed."""
+"""The transport of a weight synchronization on its own, over gloo: right, counted, and named when it is disturbed."""
 
 import pytest
 
@@ -45,7 +45,7 @@ def test_a_reader_that_dies_is_named(tiny_models, tmp_path):
     ranks = without_launcher("reshard", 2, tmp_path, options(tiny_models, "dead") | LEAVE)
     assert [rank.wait(timeout=300) for rank in ranks] == [0, 17]
     error = results_of(tmp_path, 0)[0]["error"]
-    assert error.startswith("SynchronisationError: weight synchronisation, bucket ")
+    assert error.startswith("SynchronizationError: weight synchronization, bucket ")
     assert "rank 1 stopped after step 2" in error
 
 

@@ -1,4 +1,4 @@
-"""Engine = trainer after every weight synchronisation, in every layout. Needs vLLM (``make setup-engine``).
+"""Engine = trainer after every weight synchronization, in every layout. Needs vLLM (``make setup-engine``).
 
 Without ``DCPO_TEST_ENGINE`` one small case runs (``make test``); with it (``make test-engine``) all.
 """
@@ -111,7 +111,7 @@ def test_experts(tiny_models: Any, tmp_path: Path, tp: int, pp: int, etp: int, e
 
 @at_length
 @pytest.mark.parametrize(("tp", "pp", "engine_tp"), [(2, 1, 1), (1, 2, 1), (1, 1, 1), (2, 1, 2)])
-def test_memory_of_a_synchronisation(tmp_path: Path, tp: int, pp: int, engine_tp: int) -> None:
+def test_memory_of_a_synchronization(tmp_path: Path, tp: int, pp: int, engine_tp: int) -> None:
     """Measured, not counted: one embedding of 200 MiB, a bucket of 16 MiB; the peak rises by a bucket and 5 % at most.
 
     The first update makes the trainer's and the engine's memory resident; what its pages are is not the update's.

@@ -155,7 +155,7 @@ def test_too_old_or_too_new_responses_are_refused() -> None:
     response = Response("p", 0, np.arange(3), np.zeros(3, np.float32), "stop", 5, segments=((3, 2), (5, 1)))
     sampling._check_versions([response], 5, 2)
     for version, bound in ((5, 1), (6, 3), (4, 2)):
-        with pytest.raises(UserError, match=f"the policy is at {version}: the engine was not synchronised"):
+        with pytest.raises(UserError, match=f"the policy is at {version}: the engine was not synchronized"):
             sampling._check_versions([response], version, bound)
     with pytest.raises(UserError, match="weights version 3, the policy is at 5"):
         sampling._check_versions([response], 5, 1)

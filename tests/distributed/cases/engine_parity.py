@@ -1,6 +1,6 @@
 """One rank: a policy in some layout and a vLLM engine beside it; after every update the engine must be the trainer.
 
-For each model: move the weights, synchronise, sample with the engine, score with the trainer. Written per model: the largest
+For each model: move the weights, synchronize, sample with the engine, score with the trainer. Written per model: the largest
 difference of log-probs, the greedy tokens, the traffic against the plan.
 """
 

@@ -1,4 +1,4 @@
-"""One rank of a weight synchronisation that is disturbed: a slow reader, a dead one, an engine that refuses, a NaN."""
+"""One rank of a weight synchronization that is disturbed: a slow reader, a dead one, an engine that refuses, a NaN."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron_dcpo.config import ModelConfig, ParallelConfig
 from megatron_dcpo.policy.model import build_policy
 from megatron_dcpo.weights.hf_checkpoint import HFReader
-from megatron_dcpo.weights.reshard import SynchronisationError, Traffic, export_buckets, not_finite, plan_for
+from megatron_dcpo.weights.reshard import SynchronizationError, Traffic, export_buckets, not_finite, plan_for
 from megatron_dcpo.weights.reshard_plan import engine_slice
 from tests.distributed.cases.common import initialize_layout
 
@@ -54,7 +54,7 @@ def run(options: dict[str, Any]) -> Any:
     started = time.monotonic()
     try:
         result["same"] = receive(policy, plan, traffic, mode, options["engine_tp"])
-    except (SynchronisationError, ValueError) as error:
+    except (SynchronizationError, ValueError) as error:
         result["error"] = f"{type(error).__name__}: {error}"
     result |= {"seconds": time.monotonic() - started, "received": traffic.received, "peak": traffic.peak}
     result |= {"planned": plan.received[topology.rank], "planned_peak": plan.peak_bytes}

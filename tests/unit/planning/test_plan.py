@@ -75,7 +75,7 @@ def test_optimizer_state_shrinks_with_data_parallelism_and_activations_with_reco
         (8, (f"{TP}=1", "parallel.sequence_parallel=false"), 4, 8),  # every rank has all
     ],
 )
-def test_resharding_is_what_the_synchronisation_moves(plan, gpus, arguments, engine, replicas):
+def test_resharding_is_what_the_synchronization_moves(plan, gpus, arguments, engine, replicas):
     shape = ("rollout.engine=vllm", f"rollout.tensor_model_parallel_size={engine}", "model.params_dtype=bf16")
     status, facts, err = plan(gpus, *arguments, *shape)
     assert status == 0, err

@@ -8,7 +8,7 @@ from megatron_dcpo.runtime.device import device_failed
 
 def caused_by(error):
     try:
-        raise RuntimeError("weight synchronisation, bucket 3 of 9") from error
+        raise RuntimeError("weight synchronization, bucket 3 of 9") from error
     except RuntimeError as outer:
         return outer
 

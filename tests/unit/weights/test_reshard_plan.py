@@ -1,4 +1,4 @@
-"""The plan of a weight synchronisation: every byte an engine rank lacks, once, and nothing else."""
+"""The plan of a weight synchronization: every byte an engine rank lacks, once, and nothing else."""
 
 import itertools
 import math

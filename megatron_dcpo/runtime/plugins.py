@@ -1,0 +1,79 @@
+"""Load what a user names by import path: ``file.py:name`` or ``package.module:name``."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from megatron_dcpo.errors import UserError, did_you_mean, one_line
+
+
+def is_import_path(text: str) -> bool:
+    """Return whether ``text`` names an object by import path; names of the package's own parts have no colon."""
+    return ":" in text
+
+
+def load_object(path: str, option: str) -> Any:
+    """Return the object that ``path`` names, for the configuration's ``option``.
+
+    A file is looked up in the working directory; its own directory is not put on ``sys.path``. Raises :class:`UserError`
+    when there is no such file, module or name, or when importing it fails.
+    """
+    place, _, name = path.rpartition(":")
+    if not place or not name.isidentifier():
+        raise UserError(f"{option}={path}: expected file.py:name or package.module:name")
+    try:
+        module = _load_file(Path(place), path, option) if place.endswith(".py") else importlib.import_module(place)
+    except UserError:
+        raise
+    except ModuleNotFoundError as error:
+        raise UserError(f"{option}={path}: no module named {error.name!r}; install it or set PYTHONPATH") from None
+    except Exception as error:
+        raise UserError(
+            f"{option}={path}: importing it failed with {type(error).__name__}: {one_line(error, 200)}"
+        ) from error
+    if not hasattr(module, name):
+        known = [known for known in vars(module) if not known.startswith("_")]
+        raise UserError(f"{option}={path}: {place} has no {name!r}{did_you_mean(name, known)}")
+    return getattr(module, name)
+
+
+def check_signature(function: Any, path: str, option: str, *arguments: str) -> None:
+    """Raise :class:`UserError` unless ``function`` can be called with that many positional ``arguments``."""
+    expected = f"expected a function ({', '.join(arguments)})"
+    if not callable(function):
+        raise UserError(f"{option}={path}: {expected}, got {type(function).__name__}")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of a builtin, which has none
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        raise UserError(f"{option}={path}: {expected}, got {signature}") from None
+
+
+def _load_file(file: Path, path: str, option: str) -> ModuleType:
+    if not file.is_file():
+        raise UserError(f"{option}={path}: no such file {file} (looked up in {Path.cwd()})")
+    # the same file is one module, under a name that no other file has
+    name = f"megatron_dcpo_user_{file.stem}_{hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

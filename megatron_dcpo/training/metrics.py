@@ -1,0 +1,89 @@
+"""The record of one step, under the names of the field."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron_dcpo.calibration import summarize
+from megatron_dcpo.planning.traffic import sequence_flops
+from megatron_dcpo.policy.model import Policy
+from megatron_dcpo.runtime.device import peak_tflops
+from megatron_dcpo.runtime.watchdog import Timers
+from megatron_dcpo.training.mismatch import mismatch_metrics
+from megatron_dcpo.training.updater import UpdateStatistics
+from megatron_dcpo.types import BLOCKS, MALFORMED, TrainingSample
+
+COSINES = ("grad_cosine/reasoning_confidence", "grad_cosine_fisher/reasoning_confidence")
+LOSS_METRICS = {"clipped": "loss/clip_fraction", "ratio": "loss/ratio", "entropy": "entropy", "kl": "loss/kl"}
+
+
+def step_metrics(samples: Sequence[TrainingSample], statistics: UpdateStatistics, timers: Timers) -> dict[str, Any]:
+    """Return the record of one step. Undefined values are NaN here and null in the file."""
+    judgements = [sample.judgement for sample in samples]
+    summary = summarize(
+        [j.confidence for j in judgements], [j.correct for j in judgements], statuses=[j.status for j in judgements]
+    )
+    lengths = [len(sample.response_ids) for sample in samples]
+    r_c = np.array([sample.R_c for sample in samples])
+    unmeasured = dict.fromkeys(("grad_norm/reasoning", "grad_norm/confidence", *COSINES), math.nan)
+    seconds = timers.seconds
+    return {
+        "reward/accuracy": summary["accuracy"],
+        "reward/calibration": float(np.nanmean(r_c)) if np.isfinite(r_c).any() else math.nan,
+        "confidence/mean": summary["mean_confidence"],
+        "confidence/std": summary["std_confidence"],
+        "format/violation_rate": summary["violation_rate"],
+        **{f"format/{kind}": summary["violations"][kind] for kind in MALFORMED},
+        "format/no_answer": float(np.mean([not j.answered for j in judgements])),
+        "calibration/ece": summary["ece"],
+        "calibration/pce": summary["pce"],
+        "calibration/brier": summary["brier"],
+        "calibration/auroc": summary["auroc"],
+        "length/mean": float(np.mean(lengths)),
+        "length/max": int(max(lengths)),
+        "length/truncated": float(np.mean([s.response.finish_reason == "length" for s in samples])),
+        "loss/policy": _mean_of_updates(statistics["losses"]),
+        **loss_metrics(statistics["sums"]),
+        "grad_norm/total": _mean_of_updates(statistics["grad_norms"]),
+        **(unmeasured | statistics["block_gradients"]),
+        **mismatch_metrics(statistics["sums"]),
+        **statistics["maxima"],
+        "learning_rate": statistics["learning_rate"],
+        "updates/skipped": statistics["skipped"],
+        **{f"tokens/s/{phase}": sum(lengths) / seconds[phase] for phase in ("rollout", "train") if seconds.get(phase)},
+        **{f"time/{phase}": value for phase, value in seconds.items()},
+        **{f"memory/{name}": value for name, value in timers.memory.items()},
+    }
+
+
+def loss_metrics(sums: dict[str, float]) -> dict[str, float]:
+    """Return the means of the loss's statistics over all tokens and per block."""
+    tokens = {block: max(sums.get(f"tokens/{block}", 0.0), 1.0) for block in BLOCKS}
+
+    def mean(name: str) -> dict[str, float]:
+        total = sum(sums.get(f"{name}/{block}", 0.0) for block in tokens) / sum(tokens.values())
+        return {"": total} | {f"_{block}": sums.get(f"{name}/{block}", 0.0) / count for block, count in tokens.items()}
+
+    present = [name for name in (*LOSS_METRICS, "tis_weight") if any(f"{name}/{block}" in sums for block in tokens)]
+    return {LOSS_METRICS.get(name, name) + suffix: value for name in present for suffix, value in mean(name).items()}
+
+
+def utilization(policy: Policy, samples: Sequence[TrainingSample], timers: Timers) -> dict[str, float]:
+    """Return the MFU of the training phase on a GPU of known speed: ``mfu/train``, model arithmetic (forward and backward of
+    every token once, without recomputation) per second and GPU over the card's dense bf16 peak, and ``tflops/train``."""
+    peak, seconds = peak_tflops(), timers.seconds.get("train")
+    if peak is None or not seconds:
+        return {}
+    lengths = [len(sample.prompt_ids) + len(sample.response_ids) for sample in samples]
+    forward = sum(sequence_flops(policy.arch, policy.layout, length, length) for length in lengths)
+    reached = 3 * forward / seconds / policy.topology.world_size / 1e12
+    return {"tflops/train": reached, "mfu/train": reached / peak}
+
+
+def _mean_of_updates(values: list[float]) -> float:
+    """Average over the applied updates; undefined when all were skipped."""
+    return float(np.mean(values)) if values else math.nan

@@ -1,0 +1,71 @@
+"""Engine against trainer: how much the log-probs of the sampled tokens differ, in statistics that add up over ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_dcpo.objectives.policy_loss import old_logprobs
+from megatron_dcpo.types import BLOCKS, MicroBatch, TokenOutputs
+from megatron_dcpo.weights.architecture import Architecture
+
+MISMATCH_EDGES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.03, 0.1, 0.3, 1.0)  # of |engine - trainer| log-probs
+# the edge that no token of a model without experts reaches
+ROUTING_MISMATCH_THRESHOLD = {"fp32": 1e-3, "bf16": 0.1}
+LARGEST = "engine/logprob_diff_max"
+REDUCED_BY_MAX = frozenset({LARGEST, *(f"{LARGEST}_{block}" for block in BLOCKS)})  # all others add up
+
+
+@torch.no_grad()
+def mismatch_statistics(batch: MicroBatch, outputs: TokenOutputs) -> dict[str, Tensor]:
+    """Return absolute differences of the log-probs, all and per block, their histogram, and the k3 estimate of the
+    divergence."""
+    blocks = batch.columns["block_ids"]
+    difference = old_logprobs(batch, outputs) - batch.columns["engine_logprobs"]
+    magnitude = difference.abs()
+    bins = torch.bucketize(magnitude, magnitude.new_tensor(MISMATCH_EDGES), right=True)
+    statistics = {
+        "engine/tokens": magnitude.new_tensor(float(len(difference))),
+        "engine/kl": (torch.expm1(difference) - difference).sum(),
+        "engine/abs": magnitude.sum(),
+        LARGEST: _largest(magnitude),
+    }
+    for block, index in BLOCKS.items():
+        inside = blocks == index
+        counts = torch.bincount(bins[inside], minlength=len(MISMATCH_EDGES) + 1)
+        statistics |= {f"engine/histogram/{block}/{number}": count for number, count in enumerate(counts)}
+        statistics[f"engine/tokens/{block}"] = inside.sum()
+        statistics[f"engine/abs/{block}"] = magnitude[inside].sum()
+        statistics[f"{LARGEST}_{block}"] = _largest(magnitude[inside])
+    return statistics
+
+
+def _largest(magnitude: Tensor) -> Tensor:
+    return magnitude.max() if magnitude.numel() else magnitude.new_zeros(())
+
+
+def mismatch_histogram(sums: dict[str, float]) -> dict[str, list[int]]:
+    """Return the tokens of each block below the first edge, between two edges, above the last."""
+    bins = range(len(MISMATCH_EDGES) + 1)
+    return {block: [int(sums.get(f"engine/histogram/{block}/{n}", 0)) for n in bins] for block in BLOCKS}
+
+
+def mismatch_metrics(sums: dict[str, float]) -> dict[str, float]:
+    """Return ``engine/kl`` and ``engine/logprob_diff_mean`` of all sampled tokens, and the latter of each block."""
+
+    def mean(name: str, block: str = "") -> float:
+        return sums.get(f"engine/{name}{block}", 0.0) / max(sums.get(f"engine/tokens{block}", 0.0), 1.0)
+
+    of_blocks = {f"engine/logprob_diff_mean_{block}": mean("abs", f"/{block}") for block in BLOCKS}
+    return {"engine/kl": mean("kl"), "engine/logprob_diff_mean": mean("abs"), **of_blocks}
+
+
+def routing_mismatch(arch: Architecture, params_dtype: str, sums: dict[str, float]) -> dict[str, float]:
+    """Return ``engine/routing_mismatch``, of a model with experts: the share of the sampled tokens whose log-probs in engine
+    and trainer differ by more than rounding alone makes them (docs/rollout.md#engine-against-trainer)."""
+    if not arch.num_experts:
+        return {}
+    first = MISMATCH_EDGES.index(ROUTING_MISMATCH_THRESHOLD[params_dtype]) + 1
+    counts = np.sum(list(mismatch_histogram(sums).values()), axis=0)
+    return {"engine/routing_mismatch": float(counts[first:].sum() / max(counts.sum(), 1))}

@@ -1,0 +1,265 @@
+"""Updating: score the rollout, fix the global denominators, run the mini-batches through Megatron's schedule.
+
+A response is one :class:`TrainingSample` all the way: ``with_old_logprobs`` and ``Method.score`` fill its fields, a
+micro-batch holds its tokens, the loss sums their contributions (docs/one_step.md shows one with its numbers). Every rank
+scores the whole mini-batch, which costs nothing next to a forward pass, so that groups are never cut by the split over
+data-parallel ranks and the denominators are global.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, TypedDict
+
+import numpy as np
+import torch
+
+from megatron_dcpo.config import ParallelConfig, RolloutConfig, TrainingConfig
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.objectives import Method
+from megatron_dcpo.policy.adapter import AdapterOptimizer
+from megatron_dcpo.policy.batching import assign_to_ranks, sequence_length, split_micro_batches
+from megatron_dcpo.policy.gradient_probe import probe_block_gradients
+from megatron_dcpo.policy.model import Policy
+from megatron_dcpo.policy.optimizer import PolicyOptimizer
+from megatron_dcpo.policy.schedule import accumulate_gradients, compute_logprobs
+from megatron_dcpo.runtime.distributed import all_gather_objects, max_over_ranks
+from megatron_dcpo.training.mismatch import LARGEST, REDUCED_BY_MAX, mismatch_statistics
+from megatron_dcpo.types import BLOCKS, MicroBatch, TokenOutputs, TrainingSample, replaced
+
+logger = logging.getLogger(__name__)
+
+Reference = Callable[[], AbstractContextManager[Policy]]
+
+
+class UpdateStatistics(TypedDict):
+    """What the updates of one rollout measured. ``sums`` add up over tokens and ranks, ``maxima`` do not."""
+
+    sums: dict[str, float]
+    maxima: dict[str, float]
+    losses: list[float]
+    grad_norms: list[float]
+    block_gradients: dict[str, float]
+    learning_rate: float
+    skipped: int
+
+
+class Updater:
+    """Takes optimizer steps on the ``policy``. ``reference`` opens the starting policy, where a KL loss asks for it."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        optimizer: PolicyOptimizer | AdapterOptimizer,
+        method: Method,
+        reference: Reference | None,
+        parallel: ParallelConfig,
+        rollout: RolloutConfig,
+        training: TrainingConfig,
+    ) -> None:
+        self.policy, self.optimizer, self.method, self.reference = policy, optimizer, method, reference
+        self.topology = policy.topology
+        self.parallel, self.rollout, self.training = parallel, rollout, training
+        self.forward_options: dict[str, Any] = {
+            "temperature": rollout.temperature,
+            "packing": parallel.sequence_packing,
+        }
+        self.nonfinite_in_a_row = 0
+
+    def update(self, samples: Sequence[TrainingSample], step: int) -> tuple[list[TrainingSample], UpdateStatistics]:
+        """Take ``updates_per_rollout`` optimizer steps on the rollout's mini-batches; return the scored samples. Collective.
+
+        An update whose loss or gradient is not finite is skipped; raises :class:`UserError` after too many in a row.
+        """
+        statistics: UpdateStatistics = {
+            "sums": {},
+            "maxima": {},
+            "losses": [],
+            "grad_norms": [],
+            "block_gradients": {},
+            "learning_rate": 0.0,
+            "skipped": 0,
+        }
+        mini_batches = split_groups(samples, self.training.updates_per_rollout)
+        # Log-probs of the policy that sampled, needed as soon as a second update leaves it. On the only update of a rollout
+        # the old policy is the current one, and its log-probs are those of the forward pass itself.
+        if len(mini_batches) > 1 or self.method.needs_old_logprobs:
+            mini_batches = [self.with_old_logprobs(mini_batch) for mini_batch in mini_batches]
+        if self.reference is not None:
+            with self.reference() as reference:
+                mini_batches = [self.with_ref_logprobs(mini_batch, reference) for mini_batch in mini_batches]
+        scored_samples: list[TrainingSample] = []
+        for number, mini_batch in enumerate(mini_batches):
+            scored = self.method.score(mini_batch)
+            scored_samples += scored
+            self.update_once(scored, statistics, probe=number == 0 and self._probe_is_due(step), step=step)
+        self.optimizer.gather_parameters()
+        return scored_samples, statistics
+
+    def update_once(
+        self, samples: Sequence[TrainingSample], statistics: UpdateStatistics, probe: bool, step: int
+    ) -> None:
+        """Take one optimizer step on a scored mini-batch. Collective."""
+        if probe:
+            parts = self._probe(samples, statistics)
+        else:
+            self.optimizer.zero_gradients()
+            parts = self.accumulate(samples)
+        self._check_logprob_diff(parts, step)
+        loss = self._reduce(parts, statistics)
+        grad_norm = self.optimizer.gradient_norm()
+        statistics["learning_rate"] = self.optimizer.learning_rate
+        if self._skip_nonfinite(loss, grad_norm, statistics, step):
+            return
+        self.optimizer.step()
+        statistics["grad_norms"].append(grad_norm)
+        statistics["losses"].append(loss)
+
+    def accumulate(self, samples: Sequence[TrainingSample]) -> list[dict[str, float]]:
+        """Add the gradient of a scored mini-batch's loss to the buffers; return the statistics of each micro-batch on the
+        last pipeline stage. Collective."""
+        local, micro_batches = self.deal(samples)
+        return accumulate_gradients(
+            self.policy,
+            [samples[i] for i in local],
+            micro_batches,
+            self._loss,
+            separable=self.method.loss_is_separable,
+            **self.forward_options,
+        )
+
+    def _loss(self, batch: MicroBatch, outputs: TokenOutputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        contributions, statistics = self.method.loss(batch, outputs)
+        return contributions, statistics if batch.is_part else statistics | mismatch_statistics(batch, outputs)
+
+    def deal(self, samples: Sequence[TrainingSample]) -> tuple[list[int], list[list[int]]]:
+        """Deal a mini-batch, equal on all ranks, over the data-parallel ranks: return the indices of this rank's samples,
+        and its micro-batches as lists of indices into these."""
+        lengths = [sequence_length(sample) for sample in samples]
+        shares = assign_to_ranks(lengths, self.topology.dp_size)
+        micro_batches = split_micro_batches(
+            [[lengths[i] for i in share] for share in shares],
+            self.topology.dp_rank,
+            micro_batch_size=self.training.micro_batch_size,
+            max_tokens=self.training.max_tokens_per_micro_batch,
+            packing=self.parallel.sequence_packing,
+            multiple_of=self.topology.pp_size if self.parallel.virtual_pipeline_model_parallel_size > 1 else 1,
+        )
+        return shares[self.topology.dp_rank], micro_batches
+
+    def with_old_logprobs(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
+        """Fill ``old_logprobs`` of every sample, by the policy as it is. Collective."""
+        local, rows = self._logprobs(self.policy, samples)
+        of_all = {i: row for part in all_gather_objects(dict(zip(local, rows, strict=True))) for i, row in part.items()}
+        return [replaced(sample, old_logprobs=of_all[i]) for i, sample in enumerate(samples)]
+
+    def with_ref_logprobs(self, samples: Sequence[TrainingSample], reference: Policy) -> list[TrainingSample]:
+        """Fill ``ref_logprobs`` of this rank's samples, by the frozen reference policy. Collective."""
+        local, rows = self._logprobs(reference, samples)
+        own = dict(zip(local, rows, strict=True))
+        return [replaced(sample, ref_logprobs=own.get(i)) for i, sample in enumerate(samples)]
+
+    def _logprobs(self, policy: Policy, samples: Sequence[TrainingSample]) -> tuple[list[int], list[np.ndarray]]:
+        local, micro_batches = self.deal(samples)
+        return local, compute_logprobs(policy, [samples[i] for i in local], micro_batches, **self.forward_options)
+
+    def state(self) -> dict[str, Any]:
+        """Return what continues the updates, for a checkpoint."""
+        return {"reward": {"nonfinite_in_a_row": self.nonfinite_in_a_row}}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Continue from what :meth:`state` gave."""
+        self.nonfinite_in_a_row = int(saved["reward"]["nonfinite_in_a_row"])
+
+    # --------------------------------------------------------------------------------------------------- helpers
+    def _probe_is_due(self, step: int) -> bool:
+        interval = self.training.gradient_probe_interval
+        due = interval > 0 and (step == 1 or step % interval == 0)
+        return due and isinstance(self.optimizer, PolicyOptimizer)
+
+    def _probe(self, samples: Sequence[TrainingSample], statistics: UpdateStatistics) -> list[dict[str, float]]:
+        """Accumulate the gradient, and measure that of the reasoning tokens against that of the confidence tokens."""
+        block, part = self._block_with_fewer_gradients(samples)
+        parts, comparison = probe_block_gradients(
+            self.policy, self.optimizer.megatron, partial(self.accumulate, part), partial(self.accumulate, samples)
+        )
+        statistics["block_gradients"] = (comparison if block == "reasoning" else comparison.swapped()).metrics()
+        return parts
+
+    def _block_with_fewer_gradients(self, samples: Sequence[TrainingSample]) -> tuple[str, list[TrainingSample]]:
+        """Return the block in which fewer responses have a gradient, and those, with no weight on the other block."""
+        with_gradient = {
+            block: [sample for sample in samples if self.method.has_gradient(sample, index)]
+            for block, index in BLOCKS.items()
+        }
+        block = min(with_gradient, key=lambda name: len(with_gradient[name]))
+        return block, [
+            replaced(sample, weights=np.where(sample.block_ids == BLOCKS[block], sample.weights, 0.0))
+            for sample in with_gradient[block]
+            if sample.weights is not None
+        ]
+
+    def _check_logprob_diff(self, parts: Sequence[dict[str, float]], step: int) -> None:
+        """Compare the largest difference of this mini-batch, on any rank, with the threshold, before the policy moves."""
+        threshold = self.rollout.logprob_diff_alarm
+        if not threshold:
+            return
+        largest = max(all_gather_objects(max((part.get(LARGEST, 0.0) for part in parts), default=0.0)))
+        if largest <= threshold:  # False for NaN
+            return
+        text = (
+            f"step {step}: engine and trainer differ by up to {largest:.3g} in the log-prob of a sampled token, more than "
+            f"rollout.logprob_diff_alarm={threshold:g}; see mismatch.jsonl"
+        )
+        if self.rollout.logprob_diff_action == "stop":
+            raise UserError(f"{text}; nothing was updated in this step, the last checkpoint stands")
+        if self.topology.rank == 0:
+            logger.warning(text)
+
+    def _reduce(self, parts: Sequence[dict[str, float]], statistics: UpdateStatistics) -> float:
+        """Add up all micro-batches of all replicas, each counted once; return the loss of the update. Collective."""
+        loss, sums, maxima = 0.0, statistics["sums"], statistics["maxima"]
+        for rank_parts in all_gather_objects(list(parts) if self.topology.reports else []):
+            for part in rank_parts:
+                for key, value in part.items():
+                    if key == "loss":
+                        loss += value
+                    elif key in REDUCED_BY_MAX:
+                        maxima[key] = max(maxima.get(key, 0.0), value)
+                    else:
+                        sums[key] = sums.get(key, 0.0) + value
+        return loss
+
+    def _skip_nonfinite(self, loss: float, grad_norm: float, statistics: UpdateStatistics, step: int) -> bool:
+        """Return whether loss or gradient is infinite or not a number on any rank: then parameters, optimizer and schedule
+        stay as they are. Collective. Raises :class:`UserError` after ``training.max_nonfinite_steps`` such updates in a
+        row."""
+        most = self.training.max_nonfinite_steps
+        if not max_over_ranks(int(not (math.isfinite(loss) and math.isfinite(grad_norm)))):
+            self.nonfinite_in_a_row = 0
+            return False
+        self.optimizer.zero_gradients()
+        statistics["skipped"] += 1
+        self.nonfinite_in_a_row += 1
+        values = f"loss {loss}, gradient norm {grad_norm}"
+        if self.topology.rank == 0:
+            logger.warning("step %d: update skipped (%s), %d in a row", step, values, self.nonfinite_in_a_row)
+        if self.nonfinite_in_a_row >= most:
+            raise UserError(
+                f"{most} updates in a row without a finite loss and gradient (training.max_nonfinite_steps), the last in "
+                f"step {step}: {values}; continue from the last checkpoint with --resume auto and a lower optimizer.lr"
+            )
+        return True
+
+
+def split_groups(samples: Sequence[TrainingSample], parts: int) -> list[list[TrainingSample]]:
+    """Return ``parts`` mini-batches of whole groups, in the order in which the prompts first occur."""
+    groups: dict[str, list[TrainingSample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.prompt.prompt_id, []).append(sample)
+    prompts, size = list(groups), len(groups) // parts
+    return [[s for p in prompts[n * size : (n + 1) * size] for s in groups[p]] for n in range(parts)]
