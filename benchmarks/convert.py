@@ -34,7 +34,8 @@ from measurement import DATA, Measurement
 from megatron_dcpo.conversion.convert import PeakMemory, export_checkpoint, import_checkpoint
 from megatron_dcpo.weights.architecture import parse_architecture, read_architecture
 from megatron_dcpo.weights.hf_checkpoint import HFReader, assign_files, plan_shards, write_index
-from megatron_dcpo.weights.planner import Coordinates, Layout, plan
+from megatron_dcpo.weights.layout import Coordinates, Layout
+from megatron_dcpo.weights.planner import (plan)
 from megatron_dcpo.weights.table import hf_shapes
 
 _COMMON = {

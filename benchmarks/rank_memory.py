@@ -31,7 +31,7 @@ from megatron_dcpo.policy.optimizer import build_optimizer, zero_gradients
 from megatron_dcpo.policy.schedule import accumulate_gradients
 from megatron_dcpo.runtime.distributed import destroy, initialize
 from megatron_dcpo.weights.architecture import Architecture
-from megatron_dcpo.weights.planner import Layout
+from megatron_dcpo.weights.layout import Layout
 
 
 def measured_state(policy, optimizer) -> dict[str, int]:

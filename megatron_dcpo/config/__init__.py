@@ -16,26 +16,14 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 from yaml import YAMLError
 
-from megatron_dcpo.config.checks import check_together
+from megatron_dcpo.config.checks import check_compatible
+from megatron_dcpo.config.renamed import move_renamed, removed
 from megatron_dcpo.errors import UserError, nearest, one_line, validation_message
 from megatron_dcpo.objectives.options import ObjectiveConfig, option_names
 from megatron_dcpo.sandbox.local import CodeLimits
 from megatron_dcpo.types import CONFIDENCE_TAG
 
 _STRICT = ConfigDict(extra="forbid")
-_ADAPTER = "the confidence adapter was removed (its code is in commit 80ba0e8); see dcpo calibrate --kind logistic"
-_DIGITS = "the gradient over all digits was removed (its code is in commit 80ba0e8)"
-_REMOVED = {
-    "training.train": "model.adapter alone says that an adapter is trained",
-    "optimizer.adapter_lr": "optimizer.lr is the adapter's where model.adapter is set",
-    "model.adapter.activated": _ADAPTER,
-    "judging.confidence_tokens": _ADAPTER,
-    "objective.confidence_parameters": _ADAPTER,
-    "objective.confidence_sees": _ADAPTER,
-    "objective.confidence_gradient": _DIGITS,
-    "objective.digit_damping": _DIGITS,
-    "rollout.chunks": "each response is judged as soon as it is there; rollout.max_num_seqs bounds how many come at once",
-}
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
 
@@ -60,7 +48,6 @@ class ModelConfig:
     path: str
     adapter: AdapterConfig | None = None
     params_dtype: Literal["fp32", "bf16"] = "bf16"
-    make_vocab_size_divisible_by: Positive = 128
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
 
 
@@ -68,40 +55,63 @@ class ModelConfig:
 class ParallelConfig:
     """Megatron's parallelism options. Data parallelism is what is left of the world size.
 
-    ``recompute_granularity`` ``full``: whole layers, each unit of ``recompute_num_layers`` (``uniform``) or that many of a
-    stage (``block``); ``selective``: ``recompute_modules`` of every layer. Layers are divided equally over the pipeline but
-    for ``num_layers_in_{first,last}_pipeline_stage``; ``account_for_{embedding,loss}_in_pipeline_split``: the embedding, the
-    output layer counts as one; ``pipeline_model_parallel_layout``: all stages written out, ``Et*5|(t*6|)*2t*3L``.
-    Experts are divided over ``expert_model_parallel_size`` ranks, one over ``expert_tensor_parallel_size`` (default: TP)."""
+    Experts are divided over ``expert_model_parallel_size`` ranks, one over ``expert_tensor_parallel_size`` (default:
+    TP). ``megatron``: whatever else Megatron's TransformerConfig, DistributedDataParallelConfig and OptimizerConfig
+    know, by their names (docs/scaling.md#options-of-megatron). Those of :data:`PLANNED` are read by the planner as
+    well, and are attributes of this section."""
 
     tensor_model_parallel_size: Positive = 1
     pipeline_model_parallel_size: Positive = 1
-    virtual_pipeline_model_parallel_size: Positive = 1
-    num_layers_in_first_pipeline_stage: Positive | None = None
-    num_layers_in_last_pipeline_stage: Positive | None = None
-    account_for_embedding_in_pipeline_split: bool = False
-    account_for_loss_in_pipeline_split: bool = False
-    pipeline_model_parallel_layout: str | None = None
     expert_model_parallel_size: Positive = 1
     expert_tensor_parallel_size: Positive | None = None
     context_parallel_size: Positive = 1
-    cp_comm_type: Literal["p2p", "all_gather"] = "p2p"
     sequence_parallel: bool = False
     use_distributed_optimizer: bool = False
-    overlap_grad_reduce: bool = False
-    overlap_param_gather: bool = False
     recompute_granularity: Literal["none", "full", "selective"] = "none"
-    recompute_method: Literal["uniform", "block"] = "uniform"
-    recompute_num_layers: Positive = 1
-    recompute_modules: tuple[Literal["core_attn", "mlp"], ...] = ("core_attn",)
     sequence_packing: bool = False
     distributed_timeout_minutes: Positive = 30
+    megatron: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, value in self.megatron.items():
+            if name in PLANNED:
+                self.megatron[name] = _checked(f"parallel.megatron.{name}", PLANNED[name][0], value)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an option of :data:`PLANNED`: as ``megatron`` has it, else Megatron's default."""
+        if name not in PLANNED:
+            raise AttributeError(name)
+        return self.megatron.get(name, PLANNED[name][1])
 
     @property
     def sizes(self) -> tuple[Any, ...]:
-        """As ``runtime.distributed.initialize`` takes them."""
+        """Return the sizes as ``runtime.distributed.initialize`` takes them."""
         names = "tensor_model pipeline_model virtual_pipeline_model context expert_model expert_tensor"
         return tuple(getattr(self, f"{name}_parallel_size") for name in names.split())
+
+
+# Options of Megatron that decide which rank holds what, or how much memory it takes: their types and defaults.
+PLANNED: dict[str, tuple[Any, Any]] = {
+    "virtual_pipeline_model_parallel_size": (Positive, 1),
+    "num_layers_in_first_pipeline_stage": (Positive, None),
+    "num_layers_in_last_pipeline_stage": (Positive, None),
+    "account_for_embedding_in_pipeline_split": (bool, False),
+    "account_for_loss_in_pipeline_split": (bool, False),
+    "pipeline_model_parallel_layout": (str, None),
+    "cp_comm_type": (Literal["p2p", "all_gather"], "p2p"),
+    "overlap_grad_reduce": (bool, False),
+    "overlap_param_gather": (bool, False),
+    "recompute_method": (Literal["uniform", "block"], "uniform"),
+    "recompute_num_layers": (Positive, 1),
+    "recompute_modules": (tuple[Literal["core_attn", "mlp"], ...], ("core_attn",)),
+}
+
+
+def _checked(name: str, kind: Any, value: Any) -> Any:
+    try:
+        return TypeAdapter(kind).validate_python(value)
+    except ValidationError as error:
+        raise ValueError(f"{name}: {one_line(error.errors()[0]['msg'])} (found {value!r})") from None
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -124,22 +134,18 @@ class RolloutConfig:
 
     ``engine``: ``auto`` takes vLLM where it is installed and can run the model, else transformers; ``server`` is a vLLM
     server of its own at ``endpoint``, which gets the weights by ``weight_transfer``. ``tensor_model_parallel_size``:
-    ranks per engine, whatever the training has. ``max_num_seqs`` responses are sampled at once. Sizes 0 are left to
-    vLLM (``max_model_len`` 0: prompt and response). ``bucket_bytes`` bounds the extra memory of a weight
-    synchronization. ``logprob_diff_alarm``: largest |engine - trainer| log-prob of a step allowed (0: any).
-    ``filter_groups``: groups that train neither block are replaced by the next prompts, in at most ``max_refills``
-    rounds; each draws ``oversample`` times as many as are missing. ``max_staleness``: a rollout ends when the batch is
-    full, of ``oversample`` times as many prompts; the next steps go on with what is unfinished, which has tokens at
-    most that many steps old in the end.
+    ranks per engine, whatever the training has. ``max_num_seqs`` responses are sampled at once. ``vllm``: whatever else
+    vLLM's engine arguments know, by their names (docs/rollout.md#options-of-vllm). ``bucket_bytes`` bounds the extra
+    memory of a weight synchronization. ``logprob_diff_alarm``: largest |engine - trainer| log-prob of a step allowed
+    (0: any). ``filter_groups``: groups that train neither block are replaced by the next prompts, in at most
+    ``max_refills`` rounds; each draws ``oversample`` times as many as are missing. ``max_staleness``: a rollout ends
+    when the batch is full, of ``oversample`` times as many prompts; the next steps go on with what is unfinished, which
+    has tokens at most that many steps old in the end.
     """
 
     engine: Literal["auto", "vllm", "transformers", "server"] = "auto"
     tensor_model_parallel_size: Positive = 1
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.6
-    max_model_len: NonNegative = 0
-    enforce_eager: bool = False
-    kv_cache_memory_bytes: NonNegative = 0
-    sleep: bool = True
     bucket_bytes: Annotated[int, Field(ge=1024)] = 512 * 2**20
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: NonNegative = 0
@@ -151,7 +157,7 @@ class RolloutConfig:
     temperature: Annotated[float, Field(gt=0)] = 1.0
     max_response_length: Positive = 3000
     max_num_seqs: Positive = 512
-    dtype: Literal["fp32", "bf16", "same"] = "same"
+    vllm: dict[str, Any] = dataclasses.field(default_factory=dict)
     filter_groups: bool = False
     oversample: Annotated[float, Field(ge=1, le=16)] = 1.0
     max_refills: NonNegative = 4
@@ -188,36 +194,24 @@ class OptimizerConfig:
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
     lr_warmup_iters: NonNegative = 0
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
-    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
-    adam_eps: Annotated[float, Field(gt=0)] = 1e-8
     clip_grad: Annotated[float, Field(ge=0)] = 1.0
 
 
 @dataclass(frozen=True, config=_STRICT)
 class ValidationConfig:
-    """Validation every ``interval`` steps (0: off), before the first (``at_start``) and after the last one, by the run's own
-    engine. ``benchmarks``: as ``dcpo evaluate --benchmarks``, or a list; the first ``limit`` problems of each (0: all),
-    ``samples`` responses to each. Sampling: the paper's evaluation. ``max_tokens`` 0: ``rollout.max_response_length``."""
+    """Validation every ``interval`` steps (0: off), before the first and after the last one, by the run's own engine.
+    ``benchmarks``: as ``dcpo evaluate --benchmarks``, or a list; the first ``limit`` problems of each (0: all),
+    ``samples`` responses to each. Sampling: the paper's evaluation. ``max_tokens`` 0:
+    ``rollout.max_response_length``."""
 
     interval: NonNegative = 0
     benchmarks: str | tuple[str, ...] = ""
     samples: Positive = 1
     limit: NonNegative = 0
-    at_start: bool = True
     temperature: Annotated[float, Field(gt=0)] = 0.7
     top_p: Annotated[float, Field(gt=0, le=1)] = 0.8
     top_k: NonNegative = 20
     max_tokens: NonNegative = 0
-    seed: int = 0
-
-
-@dataclass(frozen=True, config=_STRICT)
-class EarlyStop:
-    """The run ends when ``patience`` validations in a row have not improved on the best ``metric`` before them."""
-
-    metric: str
-    patience: Positive = 3
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -225,9 +219,10 @@ class TrainingConfig:
     """``updates_per_rollout``: optimizer steps on one rollout (mini-batches). ``save_interval`` 0: only at the end.
 
     ``async_save`` writes checkpoints beside the training (``auto``: on a GPU); ``max_nonfinite_steps`` skipped updates
-    in a row end the run; a phase longer than ``phase_warning_seconds`` is reported with the place where every rank
-    waits. ``profile_steps``: steps of which the first rank leaves a trace in ``profile/``. ``keep_best``: BENCHMARK/METRIC
-    or METRIC of the validation, whose best checkpoint is kept beside the newest ``keep_checkpoints``."""
+    in a row end the run. ``profile_steps``: steps of which the first rank leaves a trace in ``profile/``.
+    ``keep_best``: BENCHMARK/METRIC or METRIC of the validation, whose best checkpoint is kept beside the newest
+    ``keep_checkpoints``; ``early_stop``: the run ends when that many validations in a row have not improved on it (0:
+    never)."""
 
     steps: Positive = 120
     updates_per_rollout: Positive = 1
@@ -236,11 +231,10 @@ class TrainingConfig:
     save_interval: NonNegative = 20
     keep_checkpoints: Positive = 2
     keep_best: str = ""
-    early_stop: EarlyStop | None = None
+    early_stop: NonNegative = 0
     resume: Literal["none", "auto"] = "none"
     export_hf: bool = True
     gradient_probe_interval: NonNegative = 10
-    phase_warning_seconds: Positive = 900
     async_save: bool | Literal["auto"] = "auto"
     max_nonfinite_steps: Positive = 3
     profile_steps: tuple[Positive, ...] = ()
@@ -249,14 +243,13 @@ class TrainingConfig:
 
 @dataclass(frozen=True, config=_STRICT)
 class LoggingConfig:
-    """``samples_interval``: dump judged responses every that many steps (0: never), ``samples_per_step`` at most.
+    """``samples_interval``: dump judged responses every that many steps (0: never).
 
     ``wandb_project``: also log to Weights & Biases, under the name of the run directory (empty: never imported)."""
 
     tensorboard: bool = True
     wandb_project: str = ""
     samples_interval: NonNegative = 10
-    samples_per_step: Positive = 32
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -322,6 +315,7 @@ def validate(values: Any, source: str = "config") -> Config:
     """Turn plain dictionaries into a :class:`Config`. Raises :class:`UserError` for the first thing wrong."""
     if not isinstance(values, dict):
         raise UserError(f"{source}: expected a mapping of sections, found {type(values).__name__}")
+    values = move_renamed(values)
     _check_keys(values, Config, source, ())
     try:
         config = TypeAdapter(Config).validate_python(values)
@@ -333,7 +327,7 @@ def validate(values: Any, source: str = "config") -> Config:
         raise UserError(f"{source}: {validation_message(error)}") from None
     except ValueError as error:
         raise UserError(f"{source}: {one_line(error)}") from None
-    check_together(config, source)
+    check_compatible(config, source)
     return config
 
 
@@ -353,8 +347,8 @@ def _check_keys(values: dict[Any, Any], kind: type, source: str, prefix: tuple[s
     for key, value in values.items():
         name = ".".join((*prefix, str(key)))
         if key not in known:
-            if name in _REMOVED:
-                raise UserError(f"{source}: {name} was removed, take it out: {_REMOVED[name]}")
+            if why := removed(name):
+                raise UserError(f"{source}: {name} was removed, take it out: {why}")
             near = nearest(key, known)
             place = ".".join((*prefix, near)) if near else _elsewhere(str(key))
             hint = f"did you mean {place}?" if place else f"valid keys: {', '.join(sorted(known))}"

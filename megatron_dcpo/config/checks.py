@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from megatron_dcpo.config import Config, RolloutConfig
 
 
-def check_together(config: Config, source: str) -> None:
+def check_compatible(config: Config, source: str) -> None:
     """Raise :class:`UserError` for the first options that do not go together."""
     parallel, training = config.parallel, config.training
     ends = parallel.num_layers_in_first_pipeline_stage or parallel.num_layers_in_last_pipeline_stage
@@ -62,6 +62,10 @@ def check_together(config: Config, source: str) -> None:
         (
             not config.evaluation.interval and bool(training.keep_best or training.early_stop),
             "training.keep_best and training.early_stop need evaluation.interval: every how many steps to validate",
+        ),
+        (
+            training.early_stop > 0 and not training.keep_best,
+            f"training.early_stop={training.early_stop} needs training.keep_best: the metric that it watches",
         ),
         (
             config.evaluation.interval > 0 and not config.evaluation.benchmarks,

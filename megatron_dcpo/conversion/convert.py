@@ -64,7 +64,8 @@ from megatron_dcpo.weights.hf_checkpoint import (
     read_weight_map,
     write_index,
 )
-from megatron_dcpo.weights.planner import Coordinates, Copy, Layout, interleavings, padded_vocab_size
+from megatron_dcpo.weights.layout import Coordinates, Layout
+from megatron_dcpo.weights.planner import Copy, interleavings, padded_vocab_size
 from megatron_dcpo.weights.table import Interleaving, hf_shapes
 
 # What the model is besides its weights (config, tokenizer, the split into files), kept in an imported checkpoint.

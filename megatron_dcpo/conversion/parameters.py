@@ -15,8 +15,9 @@ from megatron_dcpo.conversion.megatron_checkpoint import MegatronCheckpoint, Sto
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.weights.architecture import Architecture
+from megatron_dcpo.weights.layout import Coordinates, Layout
 from megatron_dcpo.weights.peft_adapter import KEPT, SCALE, LowRank
-from megatron_dcpo.weights.planner import Coordinates, Copy, Layout, interleavings, plan
+from megatron_dcpo.weights.planner import Copy, interleavings, plan
 from megatron_dcpo.weights.table import LOCAL_NAMES, hf_shapes
 
 WHOLE_MODEL = Layout(make_vocab_size_divisible_by=1, transformer_engine=True)  # one rank, Transformer Engine's names

@@ -161,19 +161,17 @@ def benchmark_names(options: ValidationConfig) -> list[str]:
 def check_validation(config: Config) -> None:
     """Raise :class:`UserError` for a benchmark or a metric that does not exist. Reads no data."""
     names, training = benchmark_names(config.evaluation), config.training
-    stop = training.early_stop
-    for option, word in (("keep_best", training.keep_best), ("early_stop.metric", stop.metric if stop else "")):
-        if not word:
-            continue
-        benchmark, _, metric = word.removeprefix("evaluation/").rpartition("/")
-        if metric not in BETTER:
-            hint = did_you_mean(metric, BETTER)
-            raise UserError(f"training.{option}={word}: no benchmark gives a metric {metric!r} with a direction{hint}")
-        if benchmark and benchmark not in names:
-            raise UserError(
-                f"training.{option}={word}: evaluation.benchmarks has no {benchmark!r}; write {names[0]}/{metric}, or "
-                f"{metric} for the mean of {', '.join(names)}"
-            )
+    if not (word := training.keep_best):
+        return
+    benchmark, _, metric = word.removeprefix("evaluation/").rpartition("/")
+    if metric not in BETTER:
+        hint = did_you_mean(metric, BETTER)
+        raise UserError(f"training.keep_best={word}: no benchmark gives a metric {metric!r} with a direction{hint}")
+    if benchmark and benchmark not in names:
+        raise UserError(
+            f"training.keep_best={word}: evaluation.benchmarks has no {benchmark!r}; write {names[0]}/{metric}, or "
+            f"{metric} for the mean of {', '.join(names)}"
+        )
 
 
 def value_of(metrics: Mapping[str, float], word: str) -> float:

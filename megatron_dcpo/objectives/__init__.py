@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -58,22 +59,40 @@ def resolve(config: ObjectiveConfig) -> ObjectiveConfig:
     Raises :class:`UserError` for an unknown method, an option that the method ignores, and options that contradict.
     """
     method = find_method(config.name)
-    if ignored := ignored_options(config.explicit, {*method.reads, "options"}):
-        readers = [name for name, other in METHODS.items() if ignored[0] in other.reads]
+    ignored = ignored_options(config.explicit, {*method.reads, "options"})
+    ignored += [name for name in config.options if name not in method.own_options]
+    if ignored:
+        readers = [name for name, other in METHODS.items() if ignored[0] in {*other.reads, *other.own_options}]
+        hint = f", or choose a method that reads it ({', '.join(readers)})" if readers else ""
         raise UserError(
-            f"objective.{ignored[0]} has no effect with objective.name={config.name}; remove it (or set it to null), or "
-            f"choose a method that reads it ({', '.join(readers)})"
+            f"objective.{ignored[0]} has no effect with objective.name={config.name}; remove it (or set it to null){hint}"
         )
-    for name in config.options:
-        if name not in method.own_options:
-            hint = did_you_mean(name, method.own_options) if method.own_options else "; it has no options of its own"
-            raise UserError(f"objective.options.{name} is unknown to objective.name={config.name}{hint}")
     defaults, preset = (expand_blocks(layer) for layer in (method.defaults(config), PRESETS[config.preset]))
-    own = {"options": {**method.own_options, **config.options}}
-    return ObjectiveConfig(**ObjectiveConfig().model_dump() | preset | defaults | config.explicit | own)
+    own = {name: defaults.pop(name, _first(default)) for name, default in method.own_options.items()} | config.options
+    for name, value in own.items():
+        _check_own_option(name, value, method.own_options[name])
+    return ObjectiveConfig(**ObjectiveConfig().model_dump() | preset | defaults | config.explicit | {"options": own})
+
+
+def _first(default: Any) -> Any:
+    return default[0] if isinstance(default, tuple) else default
+
+
+def _check_own_option(name: str, value: Any, default: Any) -> None:
+    """Raise :class:`UserError` unless ``value`` is of the kind of ``default``: one of a tuple's choices, a finite number, a
+    text, true or false."""
+    if isinstance(default, tuple):
+        if value not in default:
+            raise UserError(f"objective.{name}={value}: expected one of {', '.join(map(str, default))}")
+        return
+    number = isinstance(default, int | float) and not isinstance(default, bool)
+    kind = (int, float) if number else type(default)
+    if not isinstance(value, kind) or (number and (isinstance(value, bool) or not math.isfinite(value))):
+        raise UserError(f"objective.{name}={value!r}: expected a value like its default, {default!r}")
 
 
 def as_method(config: ObjectiveConfig, name: str, **options: Any) -> ObjectiveConfig:
     """Return ``config`` for another method: with ``options``, and without those that this method ignores."""
-    ignored = ignored_options(config.explicit, METHODS[name].reads)
+    ignored = ignored_options(config.explicit, {*METHODS[name].reads, "options"})
+    ignored += [option for option in config.options if option not in METHODS[name].own_options]
     return config.changed(**dict.fromkeys(ignored), **{"name": name} | options)

@@ -14,6 +14,7 @@ from megatron_dcpo.objectives.options import ConfidenceNormalization, ObjectiveC
 
 MIN_BATCH_RMS = 0.01  # of the confidence's advantages: what is smaller is not blown up further
 REWARD_TOLERANCE = 1e-6  # rewards closer than this are the same reward: rounding must not become an advantage
+SCORE_CLAMP = 0.01  # of the confidence in the logarithmic score
 SENTINEL = -1.0  # the released code's confidence of a response that states none
 
 Scores = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # target, R, R_c, A_r, A_c: float64 [G] each
@@ -22,10 +23,7 @@ Scores = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # ta
 def hybrid_target(R: np.ndarray, options: ObjectiveConfig) -> np.ndarray:
     """Return t_i = lam * Rt + (1 - lam) * R_i, float64 [G]; Rt the group accuracy over all responses, malformed ones too
     (docs/algorithms.md#3-rewards)."""
-    accuracy = R.mean()
-    if options.leave_one_out:
-        accuracy = (R.sum() - R) / (len(R) - 1)
-    return options.lam * accuracy + (1 - options.lam) * R
+    return options.lam * R.mean() + (1 - options.lam) * R
 
 
 def normalize(rewards: np.ndarray, how: ConfidenceNormalization, options: ObjectiveConfig) -> np.ndarray:
@@ -59,28 +57,28 @@ def shared_advantage(target: np.ndarray, rewards: np.ndarray, R_c: np.ndarray, o
     return target, rewards, R_c, advantage, advantage
 
 
-def l1(c: np.ndarray, target: np.ndarray, clamp: float = 0.0) -> np.ndarray:
-    """-|c - t| (paper, hybrid reward). Not proper: its optimum is a median of t, so it is honest only at lam = 1."""
+def l1(c: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """Return -|c - t| (paper, hybrid reward). Not proper: its optimum is a median of t, so it is honest only at lam = 1."""
     return -np.abs(c - target)
 
 
-def brier(c: np.ndarray, target: np.ndarray, clamp: float = 0.0) -> np.ndarray:
-    """-(c - t)^2, strictly proper for E[t]."""
+def brier(c: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """Return -(c - t)^2, strictly proper for E[t]."""
     return -np.square(c - target)
 
 
-def log(c: np.ndarray, target: np.ndarray, clamp: float = 0.01) -> np.ndarray:
-    """t log c + (1 - t) log(1 - c) with c in [clamp, 1 - clamp], divided by -log(clamp) so that the worst is -1."""
+def log(c: np.ndarray, target: np.ndarray, clamp: float = SCORE_CLAMP) -> np.ndarray:
+    """Return t log c + (1 - t) log(1 - c) with c in [clamp, 1 - clamp], divided by -log(clamp) so that the worst is -1."""
     c = np.clip(c, clamp, 1 - clamp)
     return (target * np.log(c) + (1 - target) * np.log1p(-c)) / -np.log(clamp)
 
 
-def spherical(c: np.ndarray, target: np.ndarray, clamp: float = 0.0) -> np.ndarray:
-    """(t c + (1 - t)(1 - c)) / sqrt(c^2 + (1 - c)^2) - 1, strictly proper for E[t]."""
+def spherical(c: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """Return (t c + (1 - t)(1 - c)) / sqrt(c^2 + (1 - c)^2) - 1, strictly proper for E[t]."""
     return (target * c + (1 - target) * (1 - c)) / np.hypot(c, 1 - c) - 1
 
 
-SCORING_RULES: dict[str, Callable[[np.ndarray, np.ndarray, float], np.ndarray]] = {
+SCORING_RULES: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "l1": l1,
     "brier": brier,
     "log": log,
@@ -97,7 +95,7 @@ def calibration_reward(c: np.ndarray, target: np.ndarray, options: ObjectiveConf
     """
     well_formed = ~np.isnan(c)
     score = SCORING_RULES[options.calibration_loss]
-    rewards = score(np.where(well_formed, c, 0.5), target, options.score_clamp)
+    rewards = score(np.where(well_formed, c, 0.5), target)
     penalty = options.malformed_penalty
     if options.malformed_placement == "reasoning":
         penalty = float(rewards[well_formed].mean()) if well_formed.any() else 0.0

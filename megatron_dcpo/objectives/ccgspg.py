@@ -19,13 +19,15 @@ from megatron_dcpo.types import BLOCK_NONE, MicroBatch, TokenOutputs
 if TYPE_CHECKING:
     from torch import Tensor
 
+ONE_MINUS_C_CLAMP = 1e-4
+
 
 def score_group(R: np.ndarray, c: np.ndarray, logprob: np.ndarray, options: ObjectiveConfig) -> Scores:
     """Return A_i = (R_i - mean R) / (1 - c_i + eps), c_i = exp(mean_t logp_old) in float64, not divided by a std.
 
-    1 - c_i is held above ``one_minus_c_clamp``: the division would grow without bound as the model grows sure.
+    1 - c_i is held above ``ONE_MINUS_C_CLAMP``: the division would grow without bound as the model grows sure.
     """
-    one_minus_c = np.maximum(-np.expm1(logprob), options.one_minus_c_clamp)
+    one_minus_c = np.maximum(-np.expm1(logprob), ONE_MINUS_C_CLAMP)
     centered = R - R.mean() if np.ptp(R) >= REWARD_TOLERANCE else 0 * R
     A = centered / (one_minus_c + options.eps)
     return R.copy(), R.copy(), np.full_like(A, np.nan), A, A
@@ -40,9 +42,9 @@ def token_loss(batch: MicroBatch, outputs: TokenOutputs, options: ObjectiveConfi
     logprobs = masked(outputs.logprobs, batch)
     lengths = sequence_sums(valid.to(logprobs), batch).clamp(min=1)
     log_c = sequence_sums(logprobs, batch) / lengths
-    log_one_minus_c = (-log_c.expm1()).clamp(min=options.one_minus_c_clamp).log()
+    log_one_minus_c = (-log_c.expm1()).clamp(min=ONE_MINUS_C_CLAMP).log()
     R = batch.R.to(logprobs)
-    regularizer = options.beta * (R * log_c + (1 - R) * log_one_minus_c)
+    regularizer = options.options["beta"] * (R * log_c + (1 - R) * log_one_minus_c)
     extra, stats = regularizers(batch, outputs, options)
     A = masked(batch.columns["advantages"].to(logprobs), batch)
     weights = masked(batch.columns["weights"].to(logprobs), batch)
@@ -58,7 +60,8 @@ def defaults(config: ObjectiveConfig) -> Mapping[str, Any]:
 METHOD = Method(
     score_group,
     token_loss,
-    reads=COMMON | {"beta", "one_minus_c_clamp", "eps"},
+    reads=COMMON | {"eps"},
+    own_options={"beta": 0.01},
     defaults=defaults,
     needs_old_logprobs=True,
     separable=False,

@@ -28,7 +28,7 @@ def score_group(R: np.ndarray, c: np.ndarray, logprob: np.ndarray, options: Obje
     """Return the scores of r_i = R_i + w * R_c,i with DCPO's target: one GRPO advantage of r for all tokens."""
     target = hybrid_target(R, options)
     R_c = calibration_reward(c, target, options)
-    return shared_advantage(target, correctness_reward(R, c, options) + options.w * R_c, R_c, options)
+    return shared_advantage(target, correctness_reward(R, c, options) + options.options["w"] * R_c, R_c, options)
 
 
 def defaults(config: ObjectiveConfig) -> Mapping[str, Any]:
@@ -36,5 +36,6 @@ def defaults(config: ObjectiveConfig) -> Mapping[str, Any]:
     return {"w": 0.5} if config.preset == "verl_compat" else {}
 
 
-READS = COMMON | CLIPPED_LOSS | CALIBRATION_REWARD | REASONING_ADVANTAGE | {"w"}
-METHOD = Method(score_group, reads=READS, defaults=defaults)
+READS = COMMON | CLIPPED_LOSS | CALIBRATION_REWARD | REASONING_ADVANTAGE
+OWN_OPTIONS = {"w": 1.0}  # weight of the calibration reward
+METHOD = Method(score_group, reads=READS, own_options=OWN_OPTIONS, defaults=defaults)

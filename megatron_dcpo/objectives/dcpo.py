@@ -5,6 +5,9 @@ DCPO-I is ``lam: 0`` (each response its own label), DCPO-G is ``lam: 1`` (the gr
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
 from megatron_dcpo.objectives.advantages import (
@@ -35,7 +38,7 @@ def score_group(R: np.ndarray, c: np.ndarray, logprob: np.ndarray, options: Obje
     reward = correctness_reward(R, c, options)
     R_c = calibration_reward(c, target, options)
     A_r = normalize(reward, options.advantage_normalization_reasoning, options)
-    if options.confidence_baseline == "counterfactual":
+    if options.options["confidence_baseline"] == "counterfactual":
         A_c = counterfactual_advantage(c, target, options)
     else:
         A_c = normalize(R_c, options.advantage_normalization_confidence, options)
@@ -58,12 +61,15 @@ def counterfactual_advantage(c: np.ndarray, target: np.ndarray, options: Objecti
     return A_c
 
 
+def defaults(config: ObjectiveConfig) -> Mapping[str, Any]:
+    """Return the baseline with less noise where the score is proper."""
+    return {"confidence_baseline": "counterfactual"} if config.preset == "dcpo_proper" else {}
+
+
 METHOD = Method(
     score_group,
-    reads=COMMON
-    | CLIPPED_LOSS
-    | CALIBRATION_REWARD
-    | REASONING_ADVANTAGE
-    | CONFIDENCE_ADVANTAGE
-    | {"confidence_baseline"},
+    reads=COMMON | CLIPPED_LOSS | CALIBRATION_REWARD | REASONING_ADVANTAGE | CONFIDENCE_ADVANTAGE,
+    # what R_c is compared with: the other responses' R_c, or the score their confidences would have had on its target
+    own_options={"confidence_baseline": ("group", "counterfactual")},
+    defaults=defaults,
 )

@@ -48,12 +48,12 @@ def no_defaults(config: ObjectiveConfig) -> Mapping[str, Any]:
 class Method:
     """What a file of this package (or a user's) declares; ``objectives.build_method`` adds the ``options``. Holds no state.
 
-    ``score_group``: see :data:`ScoreGroup`. ``token_loss``: contributions [n] of a micro-batch's tokens, and sums over them.
-    ``reads``: names of the options that it reads; another one is refused when it is set. ``own_options``: options of its own
-    with their defaults, set under ``objective.options``. ``defaults``: its own values of options, which win over the
-    preset's. ``needs_old_logprobs``: the score reads the mean log-prob of each response under the policy that sampled.
-    ``separable``: a token's loss depends on the policy's outputs at that token alone. ``batch_scaled``: the advantages that
-    ``batch_std`` brings to one scale.
+    ``score_group``: see :data:`ScoreGroup`. ``token_loss``: contributions [n] of a micro-batch's tokens, and sums over
+    them. ``reads``: names of the options that it reads; another one is refused when it is set. ``own_options``: options
+    of its own with their defaults (of a tuple of choices the first), set under ``objective.options``. ``defaults``: its
+    own values of options, which win over the preset's. ``needs_old_logprobs``: the score reads the mean log-prob of
+    each response under the policy that sampled. ``separable``: a token's loss depends on the policy's outputs at that
+    token alone. ``batch_scaled``: the advantages that ``batch_std`` brings to one scale.
     """
 
     score_group: ScoreGroup
@@ -78,8 +78,8 @@ class Method:
     def score(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
         """Return the samples of a mini-batch with rewards, advantages, blocks and token weights.
 
-        Groups are collected by prompt id, in any order; the denominators of the weights are those of all ``samples``. Raises
-        :class:`UserError` for a group of one, ValueError where log-probs are missing.
+        Groups are collected by prompt id, in any order; the denominators of the weights are those of all ``samples``.
+        Raises :class:`UserError` for a group of one, ValueError where log-probs are missing.
         """
         scores = self.group_scores(samples)
         blocks = [block_ids(sample.judgement, self.options) for sample in samples]
@@ -119,8 +119,8 @@ class Method:
     def token_weights(self, samples: Sequence[TrainingSample], blocks: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Return each token's share of the loss, float64 [T_i] per response.
 
-        weight_b / (N_sequences |o_i|), weight_b / N_tokens or weight_b / N_b by ``loss_aggregation``, where N counts what is
-        trained of all ``samples``; 0 on responses that are not (``mask_truncated``).
+        weight_b / (N_sequences |o_i|), weight_b / N_tokens or weight_b / N_b by ``loss_aggregation``, where N counts
+        what is trained of all ``samples``; 0 on responses that are not (``mask_truncated``).
         """
         masked = self.options.mask_truncated
         trained = np.array([not (masked and sample.judgement.status == "truncated") for sample in samples], np.float64)
@@ -138,8 +138,9 @@ class Method:
         return np.split(weights, np.cumsum(lengths)[:-1])[: len(lengths)]
 
     def trains(self, samples: Sequence[TrainingSample]) -> bool:
-        """Return whether a group has a gradient in either block: an advantage other than 0 on a token with a weight. KL and
-        entropy terms do not count: they would be in every group. Raises ValueError where the score needs old log-probs."""
+        """Return whether a group has a gradient in either block: an advantage other than 0 on a token with a weight. KL
+        and entropy terms do not count: they would be in every group. Raises ValueError where the score needs old
+        log-probs."""
         return any(_has_gradient(sample, sample.weights) for sample in self.score(samples))
 
     def has_gradient(self, sample: TrainingSample, block: int) -> bool:

@@ -1,6 +1,6 @@
 """The options of every objective, declared once: :class:`ObjectiveConfig`, whose defaults are the paper's settings.
 
-``PRESETS`` and the methods' own defaults are overrides of these. A block option ``X`` (``weight``, ``clip_low``, ...) is
+``PRESETS`` and the methods' own defaults are overrides of these. A block option ``X`` (``weight``, ``kl_coef``, ...) is
 short for ``X_reasoning`` and ``X_confidence``; a specific name wins over the short one.
 ``docs/algorithms.md`` lists every option with its formula and the test that proves it.
 """
@@ -20,9 +20,12 @@ Unit = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 ClipLow = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
-Clamp = Annotated[float, Field(gt=0, lt=0.5, allow_inf_nan=False)]
 
-BLOCK_OPTIONS = ("advantage_normalization", "weight", "clip_low", "clip_high", "kl_coef", "entropy_coef")
+BLOCK_OPTIONS = ("advantage_normalization", "weight", "kl_coef", "entropy_coef")
+
+
+# Options that one or two of the package's methods declare as their own; they may stand in the section without ``options``.
+OWN_OPTIONS = ("w", "variant", "tokens", "beta", "confidence_baseline")
 
 
 class Blocks(NamedTuple):
@@ -39,18 +42,12 @@ class ObjectiveConfig(BaseModel):
         name: the method, a key of ``objectives.METHODS`` or an import path, ``my_method.py:METHOD``; options: its own.
             preset: overrides of the defaults, see ``PRESETS``.
         lam: share of the group accuracy in the target of the confidence [lambda].
-        leave_one_out: the group accuracy of response i leaves R_i out.
         calibration_loss: score of the confidence against its target; all but ``l1`` are proper.
-        score_clamp: ``log`` scores c clamped to [score_clamp, 1 - score_clamp].
         malformed_penalty, malformed_placement: what a response without a valid confidence gets, and where.
         fallback: confidence block of a response without a confidence tag.
         marker_block: which block the tokens of the confidence tag belong to.
-        w: weight of the calibration reward in the scalar reward of ``coupled`` and ``rlcr``.
-        variant: of ``rlcr``. tokens: of ``posthoc``. beta, one_minus_c_clamp: of ``ccgspg``.
         advantage_normalization, ddof, eps: (x - mean) / (std_ddof + eps), x - mean, or x; of the confidence block also
             ``batch_std``, x - mean over the root mean square of the whole mini-batch (``dcpo`` and ``posthoc``).
-        confidence_baseline: what R_c is compared with, the other responses' R_c or, ``counterfactual``, the score their
-            confidences would have had on this response's target (``dcpo``).
         loss_aggregation: 1/(N_sequences |o_i|), 1/N_tokens, or 1/N_block per token; N are global counts.
         mask_truncated: truncated responses train nothing (they still count in the group statistics).
         weight: multiplies all terms of a block's loss. clip_low, clip_high: the ratio stays in [1-low, 1+high].
@@ -67,22 +64,14 @@ class ObjectiveConfig(BaseModel):
     options: dict[str, Any] = Field(default_factory=dict)
     # Rewards
     lam: Unit = 0.5
-    leave_one_out: bool = False
     calibration_loss: Literal["l1", "brier", "log", "spherical"] = "l1"
-    score_clamp: Clamp = 0.01
     malformed_penalty: Finite = -1.0
     malformed_placement: Literal["confidence", "reasoning", "both", "sentinel"] = "confidence"
     fallback: Literal["eos", "none", "last_two"] = "eos"
     marker_block: Literal["confidence", "reasoning"] = "confidence"
-    w: NonNegative = 1.0
-    variant: Literal["canonical", "original"] = "canonical"
-    tokens: Literal["all", "confidence"] = "all"
-    beta: NonNegative = 0.01
-    one_minus_c_clamp: Clamp = 1e-4
     # Advantages
     advantage_normalization_reasoning: Normalization = "std"
     advantage_normalization_confidence: ConfidenceNormalization = "std"
-    confidence_baseline: Literal["group", "counterfactual"] = "group"
     ddof: Literal[0, 1] = 0
     eps: NonNegative = 1e-6
     # Loss
@@ -90,10 +79,8 @@ class ObjectiveConfig(BaseModel):
     mask_truncated: bool = False
     weight_reasoning: NonNegative = 1.0
     weight_confidence: NonNegative = 1.0
-    clip_low_reasoning: ClipLow = 0.2
-    clip_low_confidence: ClipLow = 0.2
-    clip_high_reasoning: NonNegative = 0.28
-    clip_high_confidence: NonNegative = 0.28
+    clip_low: ClipLow = 0.2
+    clip_high: NonNegative = 0.28
     dual_clip: NonNegative = 0.0
     kl_coef_reasoning: NonNegative = 0.0
     kl_coef_confidence: NonNegative = 0.0
@@ -107,7 +94,11 @@ class ObjectiveConfig(BaseModel):
     @classmethod
     def _expand(cls, values: Any) -> Any:
         defaults = {"name": "dcpo", "preset": "paper"}
-        return defaults | expand_blocks(values) if isinstance(values, Mapping) else values
+        if not isinstance(values, Mapping):
+            return values
+        values = expand_blocks(values)
+        own = {name: values.pop(name) for name in OWN_OPTIONS if name in values}
+        return defaults | values | ({"options": {**(values.get("options") or {}), **own}} if own else {})
 
     @model_validator(mode="after")
     def _check(self) -> ObjectiveConfig:
@@ -122,7 +113,9 @@ class ObjectiveConfig(BaseModel):
 
     def changed(self, **options: Any) -> ObjectiveConfig:
         """Return this configuration with other ``options``, checked; ``None`` unsets one."""
-        return ObjectiveConfig(**self.explicit | expand_blocks(options, keep_unset=True))
+        own = self.options | {name: options.pop(name) for name in OWN_OPTIONS if name in options}
+        own = {name: value for name, value in own.items() if value is not None}
+        return ObjectiveConfig(**self.explicit | expand_blocks(options, keep_unset=True) | {"options": own})
 
     def blocks(self, option: str) -> Blocks:
         """Return the two values of a block option."""
@@ -137,8 +130,9 @@ class ObjectiveConfig(BaseModel):
 
 
 def option_names() -> tuple[str, ...]:
-    """Return every name a user may write in the section, the short names of the block options included."""
-    return (*ObjectiveConfig.model_fields, *BLOCK_OPTIONS)
+    """Return every name a user may write in the section: short names of the block options and own options of the package's
+    methods included."""
+    return (*ObjectiveConfig.model_fields, *BLOCK_OPTIONS, *OWN_OPTIONS)
 
 
 def expand_blocks(values: Mapping[str, Any], keep_unset: bool = False) -> dict[str, Any]:
@@ -160,10 +154,8 @@ COMMON = frozenset(
     {"name", "preset", "fallback", "marker_block", "loss_aggregation", "mask_truncated", "kl_estimator"}
     | _both("weight", "kl_coef", "entropy_coef")
 )
-CLIPPED_LOSS = frozenset({"dual_clip", "tis_level", "tis_cap"} | _both("clip_low", "clip_high"))
-CALIBRATION_REWARD = frozenset(
-    ("lam", "leave_one_out", "calibration_loss", "score_clamp", "malformed_penalty", "malformed_placement")
-)
+CLIPPED_LOSS = frozenset(("clip_low", "clip_high", "dual_clip", "tis_level", "tis_cap"))
+CALIBRATION_REWARD = frozenset(("lam", "calibration_loss", "malformed_penalty", "malformed_placement"))
 REASONING_ADVANTAGE = frozenset(("advantage_normalization_reasoning", "ddof", "eps"))
 CONFIDENCE_ADVANTAGE = frozenset(("advantage_normalization_confidence", "ddof", "eps"))
 
@@ -200,7 +192,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "lam": 0.0,
         "calibration_loss": "brier",
         "advantage_normalization_confidence": "batch_std",
-        "confidence_baseline": "counterfactual",
         "marker_block": "reasoning",
     },
 }

@@ -29,8 +29,7 @@ def clipped_policy_loss(batch: MicroBatch, outputs: TokenOutputs, options: Objec
     log_ratio = masked(outputs.logprobs, batch) - masked(old_logprobs(batch, outputs), batch)
     A = masked(batch.columns["advantages"].to(log_ratio), batch)
     rho = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    low, high = per_block(options.blocks("clip_low"), batch, rho), per_block(options.blocks("clip_high"), batch, rho)
-    unclipped, clipped = -A * rho, -A * rho.clamp(1 - low, 1 + high)
+    unclipped, clipped = -A * rho, -A * rho.clamp(1 - options.clip_low, 1 + options.clip_high)
     losses = unclipped.maximum(clipped)
     if options.dual_clip:
         losses = losses.minimum(options.dual_clip * A.abs())  # binds only where A < 0

@@ -26,7 +26,7 @@ def score_group(R: np.ndarray, c: np.ndarray, logprob: np.ndarray, options: Obje
     target = hybrid_target(R, options)
     R_c = calibration_reward(c, target, options)
     A_c = normalize(R_c, options.advantage_normalization_confidence, options)
-    A_r = A_c if options.tokens == "all" else np.zeros_like(A_c)
+    A_r = A_c if options.options["tokens"] == "all" else np.zeros_like(A_c)
     return target, R_c.copy(), R_c, A_r, A_c
 
 
@@ -37,7 +37,8 @@ def defaults(config: ObjectiveConfig) -> Mapping[str, Any]:
 
 METHOD = Method(
     score_group,
-    reads=COMMON | CLIPPED_LOSS | CALIBRATION_REWARD | CONFIDENCE_ADVANTAGE | {"tokens"},
+    reads=COMMON | CLIPPED_LOSS | CALIBRATION_REWARD | CONFIDENCE_ADVANTAGE,
+    own_options={"tokens": ("all", "confidence")},
     defaults=defaults,
     batch_scaled=("A_r", "A_c"),  # one reward, so all tokens have it
 )

@@ -20,7 +20,11 @@ FORMAT, ACCURACY, BRIER = 0.5, 0.5, 0.5
 def score_group(R: np.ndarray, c: np.ndarray, logprob: np.ndarray, options: ObjectiveConfig) -> Scores:
     """Return the scores of r_i = R_i - w (R_i - c_i)^2, malformed r_i = R_i - w (``canonical``), or of the published code's
     sum (``original``)."""
-    return original(R, c, options) if options.variant == "original" else coupled.score_group(R, c, logprob, options)
+    return (
+        original(R, c, options)
+        if options.options["variant"] == "original"
+        else coupled.score_group(R, c, logprob, options)
+    )
 
 
 def original(R: np.ndarray, c: np.ndarray, options: ObjectiveConfig) -> Scores:
@@ -37,7 +41,8 @@ def original(R: np.ndarray, c: np.ndarray, options: ObjectiveConfig) -> Scores:
 def defaults(config: ObjectiveConfig) -> Mapping[str, Any]:
     """Return the response's own label (lam 0) as target and Brier as score; ``original`` brings its trainer's settings, and
     its reward has no options: raises :class:`UserError` where one is set."""
-    if config.variant == "original" and (unread := sorted((CALIBRATION_REWARD | {"w"}) & set(config.explicit))):
+    is_original = config.options.get("variant") == "original"
+    if is_original and (unread := sorted((CALIBRATION_REWARD & set(config.explicit)) | ({"w"} & set(config.options)))):
         raise UserError(
             f"objective.{unread[0]} has no effect with objective.variant=original, whose reward is fixed; remove it (or "
             "set it to null)"
@@ -45,10 +50,11 @@ def defaults(config: ObjectiveConfig) -> Mapping[str, Any]:
     values: dict[str, Any] = {"lam": 0.0, "calibration_loss": "brier"}
     if config.preset == "verl_compat":
         values["w"] = 0.3
-    if config.variant == "original":
+    if is_original:
         values |= {"advantage_normalization": "mean", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0}
         values |= {"loss_aggregation": "token_mean", "mask_truncated": True, "malformed_placement": "confidence"}
     return values
 
 
-METHOD = Method(score_group, reads=coupled.READS | {"variant"}, defaults=defaults)
+OWN_OPTIONS = {**coupled.OWN_OPTIONS, "variant": ("canonical", "original")}
+METHOD = Method(score_group, reads=coupled.READS, own_options=OWN_OPTIONS, defaults=defaults)

@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from megatron_dcpo.config import Config
 from megatron_dcpo.runtime.dtypes import dtype_bytes
 from megatron_dcpo.weights.architecture import Architecture
+from megatron_dcpo.weights.layout import Coordinates, Layout
 from megatron_dcpo.weights.pipeline import chunk_layers, layers_per_stage
-from megatron_dcpo.weights.planner import Coordinates, Layout, interleavings, padded_vocab_size, plan
+from megatron_dcpo.weights.planner import interleavings, padded_vocab_size, plan
 from megatron_dcpo.weights.table import adapted, hf_shapes
 
 PARAMETER_ALIGNMENT, BUCKET_ALIGNMENT = 64, 128  # numbers; the distributed optimizer's buffers

@@ -13,8 +13,9 @@ from megatron_dcpo.planning.memory import Activations, State, expert_replicas, s
 from megatron_dcpo.planning.traffic import Rates, Seconds, Traffic, Work, step_seconds, step_traffic
 from megatron_dcpo.runtime.dtypes import dtype_bytes
 from megatron_dcpo.weights.architecture import Architecture, read_architecture
+from megatron_dcpo.weights.layout import Layout
 from megatron_dcpo.weights.pipeline import layers_per_stage
-from megatron_dcpo.weights.planner import Layout, check_layout, check_options
+from megatron_dcpo.weights.planner import check_layout, check_options
 from megatron_dcpo.weights.reshard_plan import check_engine, most_received
 from megatron_dcpo.weights.table import kv_bytes_per_token, number_of_parameters
 
@@ -127,7 +128,7 @@ def make_plan(config: Config, machine: Machine, rates: Rates | None = None) -> P
     rates = rates or Rates()
     arch = read_architecture(config.model.path)
     # on GPUs ``auto`` means Transformer Engine, whatever this machine has
-    layout = Layout.of(config.model, config.parallel, config.model.transformer_impl != "local")
+    layout = Layout.of(config.parallel, config.model.transformer_impl != "local")
     check_layout(arch, layout)
     check_options(arch, layout, config.model, config.parallel)
     context = config.parallel.context_parallel_size
@@ -258,7 +259,7 @@ def _engine(arch: Architecture, config: Config, machine: Machine) -> Engine:
     if machine.gpus % size:
         raise UserError(f"rollout.tensor_model_parallel_size={size} does not divide the {machine.gpus} GPUs")
     check_engine(arch, size)
-    itemsize = dtype_bytes(config.model.params_dtype if rollout.dtype == "same" else rollout.dtype)
+    itemsize = dtype_bytes(rollout.vllm.get("dtype", config.model.params_dtype))
     weights = number_of_parameters(arch) * itemsize // size
     kv = kv_bytes_per_token(arch, itemsize, size)
     longest = config.data.max_prompt_length + rollout.max_response_length
@@ -274,10 +275,20 @@ def _engine(arch: Architecture, config: Config, machine: Machine) -> Engine:
         cache = at_once * longest * kv + one_layer
         return Engine(kind, 1, weights, cache, kv, sampling, at_once, responses, weights)
     share = int(rollout.gpu_memory_utilization * machine.gpu_memory_gb * GB)
-    cache = rollout.kv_cache_memory_bytes or max(0, share - weights)
+    cache = rollout.vllm.get("kv_cache_memory_bytes") or max(0, share - weights)
     mean = config.data.max_prompt_length + (machine.response_tokens or rollout.max_response_length)
     concurrent = min(rollout.max_num_seqs, responses, cache // (kv * mean))
-    return Engine(kind, size, weights, cache, kv, 0, concurrent, responses, 0 if rollout.sleep else weights + cache)
+    return Engine(
+        kind,
+        size,
+        weights,
+        cache,
+        kv,
+        0,
+        concurrent,
+        responses,
+        0 if rollout.vllm.get("enable_sleep_mode", True) else weights + cache,
+    )
 
 
 def _resharding(arch: Architecture, layout: Layout, config: Config, engine: Engine, replicas: int) -> int:

@@ -15,8 +15,9 @@ from megatron_dcpo.errors import UserError
 from megatron_dcpo.planning.plan import GB, Plan, advice, less_recomputation
 from megatron_dcpo.runtime.dtypes import dtype_bytes
 from megatron_dcpo.weights.architecture import read_architecture
+from megatron_dcpo.weights.layout import Layout
 from megatron_dcpo.weights.pipeline import layers_per_stage
-from megatron_dcpo.weights.planner import Layout, check_layout, check_options
+from megatron_dcpo.weights.planner import check_layout, check_options
 from megatron_dcpo.weights.reshard_plan import reshard_plan
 from megatron_dcpo.weights.table import adapted, number_of_parameters
 
@@ -146,7 +147,7 @@ def _gb(nbytes: float) -> str:
 
 def reshard_facts(config: Any, gpus: int | None = None) -> dict[str, Any]:
     """The plan of one synchronization as plain data; bytes. Raises :class:`UserError` on a layout that does not fit."""
-    arch, layout = read_architecture(config.model.path), Layout.of(config.model, config.parallel)
+    arch, layout = read_architecture(config.model.path), Layout.of(config.parallel)
     check_layout(arch, layout)
     check_options(arch, layout, config.model, config.parallel)
     model_parallel = layout.width * layout.pipeline_model_parallel_size

@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dcpo.config import Config, ParallelConfig
+from megatron_dcpo.config import Config
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.planning.plan import GB, Machine, Plan, make_plan
 from megatron_dcpo.planning.traffic import Rates, sequence_flops
-from megatron_dcpo.weights.planner import UNEVEN_PIPELINE
+from megatron_dcpo.weights.layout import UNEVEN_PIPELINE
 
 SPREAD = 0.7  # sigma of the default log-normal lengths
 STEPS = 6  # simulated; the first is left out: partial rollouts begin with nothing carried
@@ -260,9 +260,11 @@ def _other_layouts(config: Config, machine: Machine, rates: Rates) -> Iterator[t
     for tp in (1, 2, 4, 8):
         for pp in (1, 2, 4, 8):
             sizes: dict[str, Any] = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
+            dropped: tuple[str, ...] = ("virtual_pipeline_model_parallel_size",)
             if pp != now[1]:  # what divides the layers unevenly is written for so many stages
-                sizes |= {option: getattr(ParallelConfig, option) for option in UNEVEN_PIPELINE}
-            sizes |= {"virtual_pipeline_model_parallel_size": 1, "sequence_parallel": tp > 1}
+                dropped = (*UNEVEN_PIPELINE, "virtual_pipeline_model_parallel_size")
+            sizes["megatron"] = {name: value for name, value in parallel.megatron.items() if name not in dropped}
+            sizes["sequence_parallel"] = tp > 1
             try:
                 other = replace(config, parallel=replace(parallel, **sizes))
                 plan = make_plan(other, machine, rates)

@@ -8,8 +8,9 @@ from megatron_dcpo.config import Config
 from megatron_dcpo.planning.memory import State, expert_replicas, recomputed_share
 from megatron_dcpo.runtime.dtypes import dtype_bytes
 from megatron_dcpo.weights.architecture import Architecture
+from megatron_dcpo.weights.layout import Layout
 from megatron_dcpo.weights.pipeline import layers_per_stage
-from megatron_dcpo.weights.planner import Layout, padded_vocab_size
+from megatron_dcpo.weights.planner import padded_vocab_size
 
 
 @dataclass(frozen=True)

@@ -235,14 +235,14 @@ class AdapterOptimizer:
     megatron = None
 
     def __init__(self, adapter: Adapter, config: Config) -> None:
-        options = config.optimizer
+        options, megatron = config.optimizer, config.parallel.megatron
         self.adapter, self.clip_grad, self.norm = adapter, options.clip_grad, 0.0
         self.exported: Policy = MergedPolicy.of(adapter)
         self.adam = torch.optim.AdamW(
             list(adapter.parameters.values()),
             lr=options.lr,
-            betas=(options.adam_beta1, options.adam_beta2),
-            eps=options.adam_eps,
+            betas=(megatron.get("adam_beta1", 0.9), megatron.get("adam_beta2", 0.999)),
+            eps=megatron.get("adam_eps", 1e-8),
             weight_decay=options.weight_decay,
             fused=True,  # one pass over all of these small tensors, on the CPU too
         )

@@ -12,23 +12,16 @@ import torch
 from torch import Tensor
 
 from megatron_dcpo.config import ModelConfig, ParallelConfig
+from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.policy.layers import block_spec, layer_spec, use_transformer_engine
+from megatron_dcpo.policy.megatron_options import options_of
 from megatron_dcpo.runtime.device import capabilities, current_device
 from megatron_dcpo.runtime.distributed import Topology
 from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.weights.architecture import Architecture, read_architecture
 from megatron_dcpo.weights.hf_checkpoint import HFReader, load_into
-from megatron_dcpo.weights.planner import (
-    UNEVEN_PIPELINE,
-    Coordinates,
-    Copy,
-    Layout,
-    check_layout,
-    check_options,
-    padded_vocab_size,
-    plan,
-    sharded_dimensions,
-)
+from megatron_dcpo.weights.layout import UNEVEN_PIPELINE, Coordinates, Layout
+from megatron_dcpo.weights.planner import Copy, check_layout, check_options, padded_vocab_size, plan, sharded_dimensions
 
 from megatron.core import tensor_parallel  # isort: skip
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -45,7 +38,8 @@ logger = logging.getLogger(__name__)
 class Policy:
     """The model chunks of this rank (one, or several with virtual pipeline stages), wrapped for training.
 
-    ``copies[i]`` maps chunk i to Hugging Face tensors. ``frozen``: it has no gradients, and chunks are not wrapped in DDP.
+    ``copies[i]`` maps chunk i to Hugging Face tensors. ``frozen``: it has no gradients, and chunks are not wrapped in
+    DDP.
     """
 
     arch: Architecture
@@ -82,82 +76,95 @@ class Policy:
 def transformer_config(
     arch: Architecture, parallel: ParallelConfig, dtype: torch.dtype, transformer_engine: bool = False
 ) -> TransformerConfig:
-    """Megatron's configuration of ``arch`` (RMSNorm, SwiGLU, rotary embeddings, grouped queries; no biases but QKV's)."""
+    """Return Megatron's configuration of ``arch`` (RMSNorm, SwiGLU, rotary embeddings, grouped queries; no biases but QKV's),
+    with the options of ``parallel.megatron``. Raises :class:`UserError` where Megatron refuses them."""
     on_cpu = capabilities().cpu_initialization
-    recompute: dict[str, Any] = {}
-    if parallel.recompute_granularity != "none":
-        recompute["recompute_granularity"] = parallel.recompute_granularity
-    if parallel.recompute_granularity == "full":
-        recompute["recompute_method"] = parallel.recompute_method
-        recompute["recompute_num_layers"] = parallel.recompute_num_layers
-    if parallel.recompute_granularity == "selective":
-        recompute["recompute_modules"] = list(parallel.recompute_modules)
-    experts: dict[str, Any] = {}
-    if arch.num_experts:
-        experts = {
-            "num_moe_experts": arch.num_experts,
-            "moe_ffn_hidden_size": arch.ffn_hidden_size,
-            "moe_router_topk": arch.experts_per_token,
-            "moe_router_pre_softmax": not arch.normalized_experts,
-            "moe_router_load_balancing_type": "none",
-            "moe_router_dtype": "fp32",
-            "moe_grouped_gemm": transformer_engine,
-            "expert_model_parallel_size": parallel.expert_model_parallel_size,
-            "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
-        }
     interleaved = parallel.virtual_pipeline_model_parallel_size > 1
-    return TransformerConfig(
-        num_layers=arch.num_layers,
-        hidden_size=arch.hidden_size,
-        ffn_hidden_size=arch.ffn_hidden_size,
-        num_attention_heads=arch.num_attention_heads,
-        num_query_groups=arch.num_query_groups,
-        kv_channels=arch.kv_channels,
-        normalization="RMSNorm",
-        layernorm_epsilon=arch.layernorm_epsilon,
-        qk_layernorm=arch.qk_layernorm,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        add_qkv_bias=arch.qkv_bias,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size if interleaved else None,
-        **_uneven_pipeline(parallel),
+    options: dict[str, Any] = {
+        "num_layers": arch.num_layers,
+        "hidden_size": arch.hidden_size,
+        "ffn_hidden_size": arch.ffn_hidden_size,
+        "num_attention_heads": arch.num_attention_heads,
+        "num_query_groups": arch.num_query_groups,
+        "kv_channels": arch.kv_channels,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": arch.layernorm_epsilon,
+        "qk_layernorm": arch.qk_layernorm,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": arch.qkv_bias,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
         # Of two interleaved stages each is the other's next and previous; only the overlapped transfers keep them apart.
-        overlap_p2p_comm=interleaved,
-        batch_p2p_comm=not interleaved,
-        context_parallel_size=parallel.context_parallel_size,
-        cp_comm_type=parallel.cp_comm_type,
-        sequence_parallel=parallel.sequence_parallel,
-        bf16=dtype == torch.bfloat16,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # required with variable_seq_lengths, also without experts
-        perform_initialization=False,  # the weights come from a checkpoint
-        use_cpu_initialization=on_cpu,
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+        "context_parallel_size": parallel.context_parallel_size,
+        "cp_comm_type": parallel.cp_comm_type,
+        "sequence_parallel": parallel.sequence_parallel,
+        "bf16": dtype == torch.bfloat16,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",  # required with variable_seq_lengths, also without experts
+        "perform_initialization": False,  # the weights come from a checkpoint
+        "use_cpu_initialization": on_cpu,
         # by a kernel of Apex's, also in the output layer of Transformer Engine's models
-        gradient_accumulation_fusion=not on_cpu and find_spec("fused_weight_gradient_mlp_cuda") is not None,
-        bias_activation_fusion=not on_cpu,
-        masked_softmax_fusion=False,
-        bias_dropout_fusion=not on_cpu,
-        apply_rope_fusion=transformer_engine,  # unfused, packed sequences wait for the host four times a layer
-        persist_layer_norm=False,
-        deterministic_mode=on_cpu,
-        **recompute,
-        **experts,
-    )
+        "gradient_accumulation_fusion": not on_cpu and find_spec("fused_weight_gradient_mlp_cuda") is not None,
+        "bias_activation_fusion": not on_cpu,
+        "masked_softmax_fusion": False,
+        "bias_dropout_fusion": not on_cpu,
+        "apply_rope_fusion": transformer_engine,  # unfused, packed sequences wait for the host four times a layer
+        "persist_layer_norm": False,
+        "deterministic_mode": on_cpu,
+        **_recomputation(parallel),
+        **_experts(arch, parallel, transformer_engine),
+        **options_of(TransformerConfig, parallel.megatron),
+        **_pipeline(parallel),
+    }
+    try:
+        return TransformerConfig(**options)
+    except (ValueError, AssertionError, TypeError) as error:
+        raise UserError(f"parallel: Megatron refuses these options ({one_line(error, 300)})") from None
 
 
-def _uneven_pipeline(parallel: ParallelConfig) -> dict[str, Any]:
+def _recomputation(parallel: ParallelConfig) -> dict[str, Any]:
+    if parallel.recompute_granularity == "full":
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": parallel.recompute_method,
+            "recompute_num_layers": parallel.recompute_num_layers,
+        }
+    if parallel.recompute_granularity == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": list(parallel.recompute_modules)}
+    return {}
+
+
+def _experts(arch: Architecture, parallel: ParallelConfig, transformer_engine: bool) -> dict[str, Any]:
+    if not arch.num_experts:
+        return {}
+    return {
+        "num_moe_experts": arch.num_experts,
+        "moe_ffn_hidden_size": arch.ffn_hidden_size,
+        "moe_router_topk": arch.experts_per_token,
+        "moe_router_pre_softmax": not arch.normalized_experts,
+        "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": "fp32",
+        "moe_grouped_gemm": transformer_engine,
+        "expert_model_parallel_size": parallel.expert_model_parallel_size,
+        "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
+    }
+
+
+def _pipeline(parallel: ParallelConfig) -> dict[str, Any]:
     options = {option: getattr(parallel, option) for option in UNEVEN_PIPELINE}
     if parallel.pipeline_model_parallel_size == 2 and options["num_layers_in_first_pipeline_stage"]:
         # The last stage has the rest anyway; told of both, Megatron divides by its number of stages in between.
         options["num_layers_in_last_pipeline_stage"] = None
-    return options
+    virtual = parallel.virtual_pipeline_model_parallel_size
+    return {**options, "virtual_pipeline_model_parallel_size": virtual if virtual > 1 else None}
 
 
 def build_policy(model: ModelConfig, parallel: ParallelConfig, topology: Topology, training: bool = True) -> Policy:
@@ -170,7 +177,7 @@ def build_policy(model: ModelConfig, parallel: ParallelConfig, topology: Topolog
     engine = use_transformer_engine(model.transformer_impl)
     if training and topology.rank == 0 and capabilities().transformer_engine:
         logger.info("layers: %s", "Transformer Engine" if engine else "local (model.transformer_impl=local)")
-    layout = Layout.of(model, parallel, engine)
+    layout = Layout.of(parallel, engine)
     check_layout(arch, layout)
     check_options(arch, layout, model, parallel)
     reader = HFReader(model.path)
@@ -257,8 +264,7 @@ def _wrap(gpt: GPTModel, config: TransformerConfig, parallel: ParallelConfig, in
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=parallel.use_distributed_optimizer,
-        overlap_grad_reduce=parallel.overlap_grad_reduce,
-        overlap_param_gather=parallel.overlap_param_gather,
+        **options_of(DistributedDataParallelConfig, parallel.megatron),
     )
     config.finalize_model_grads_func = finalize_model_grads
     ddp = DistributedDataParallel(config, ddp_config, module, disable_bucketing=index > 0)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dcpo.config import Config
+from megatron_dcpo.policy.megatron_options import options_of
 from megatron_dcpo.policy.model import Policy
 from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.runtime.dtypes import torch_dtype
@@ -81,14 +82,11 @@ def build_optimizer(config: Config, policy: Policy) -> Any:
             lr=options.lr,
             min_lr=options.min_lr,
             weight_decay=options.weight_decay,
-            adam_beta1=options.adam_beta1,
-            adam_beta2=options.adam_beta2,
-            adam_eps=options.adam_eps,
             clip_grad=options.clip_grad,
             bf16=dtype == torch.bfloat16,
             params_dtype=dtype,
             use_distributed_optimizer=config.parallel.use_distributed_optimizer,
-            overlap_param_gather=config.parallel.overlap_param_gather,
+            **options_of(OptimizerConfig, config.parallel.megatron),
         ),
         list(policy.chunks),
     )

@@ -14,8 +14,9 @@ import hashlib
 import logging
 import os
 import random
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_dcpo.errors import UserError, one_line
+from megatron_dcpo.errors import UserError, did_you_mean, one_line
 from megatron_dcpo.rollout.engine import (
     Engine,
     EngineError,
@@ -62,9 +63,9 @@ _BLOCK = 128  # tokens; vLLM's largest block on the CPU
 
 @dataclass(frozen=True)
 class VllmOptions:
-    """Sizes 0 are left to vLLM. ``dummy_weights``: start with random weights, the first update brings the real ones.
-
-    ``raw_logprobs``: the engine reports log-probs of the raw logits (fixed for its life; see :class:`SamplingConfig`).
+    """``max_model_len`` 0 is left to vLLM. ``dummy_weights``: start with random weights, the first update brings the real
+    ones. ``raw_logprobs``: the engine reports log-probs of the raw logits (fixed for its life; see
+    :class:`SamplingConfig`). ``arguments``: more of vLLM's engine arguments, by their names.
     """
 
     dtype: str = "bf16"
@@ -72,12 +73,11 @@ class VllmOptions:
     gpu_memory_utilization: float = 0.6
     max_model_len: int = 0
     max_num_seqs: int = 512
-    enforce_eager: bool = False
-    kv_cache_memory_bytes: int = 0
     sleep: bool = True
     raw_logprobs: bool = False
     dummy_weights: bool = False
     seed: int = 0
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 class VllmEngine(Engine):
@@ -259,7 +259,7 @@ class VllmEngine(Engine):
         options = self.options
         weights = number_of_parameters(self.arch) * dtype_bytes(options.dtype) // options.tensor_model_parallel_size
         share = int(options.gpu_memory_utilization * total_memory())
-        cache = options.kv_cache_memory_bytes or max(0, share - weights)
+        cache = options.arguments.get("kv_cache_memory_bytes") or max(0, share - weights)
         ledger.put(*((_WEIGHTS, weights) if tag == "weights" else (_CACHE, cache)))
 
     def _can_sleep(self) -> bool:
@@ -296,7 +296,7 @@ class VllmEngine(Engine):
         options = self.options
         _prepare_environment()
         self._unlink_shared_memory()
-        arguments: dict[str, Any] = {}
+        arguments = {name: value for name, value in options.arguments.items() if name != "enforce_eager"}
         if options.max_model_len:
             arguments["max_model_len"] = min(options.max_model_len, self.arch.max_position_embeddings)
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -316,7 +316,7 @@ class VllmEngine(Engine):
                     tensor_parallel_size=options.tensor_model_parallel_size,
                     gpu_memory_utilization=options.gpu_memory_utilization,
                     max_num_seqs=options.max_num_seqs,
-                    enforce_eager=options.enforce_eager or not capabilities().cuda_graphs,
+                    enforce_eager=options.arguments.get("enforce_eager", False) or not capabilities().cuda_graphs,
                     logprobs_mode="raw_logprobs" if options.raw_logprobs else "processed_logprobs",
                     load_format="dummy" if options.dummy_weights else "auto",
                     weight_transfer_config={"backend": register()},
@@ -363,6 +363,37 @@ class VllmEngine(Engine):
             path.unlink(missing_ok=True)
 
 
+# What an option of ours decides, or the way the weights come.
+_DECIDED = {
+    "tensor_parallel_size": "rollout.tensor_model_parallel_size",
+    "gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "max_num_seqs": "rollout.max_num_seqs",
+    "seed": "seed",
+    "model": "model.path",
+    "tokenizer": "model.path",
+    **dict.fromkeys(("load_format", "weight_transfer_config", "logprobs_mode", "skip_tokenizer_init"), "the engine"),
+    **dict.fromkeys(("generation_config", "distributed_executor_backend", "disable_log_stats"), "the engine"),
+    **dict.fromkeys(("pipeline_parallel_size", "data_parallel_size"), "the engine"),
+}
+
+
+def check_engine_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raise :class:`UserError` for an argument of ``rollout.vllm`` that something else decides, or that the installed vLLM
+    does not know; without vLLM its names are not checked."""
+    for name in arguments:
+        if name in _DECIDED:
+            raise UserError(f"rollout.vllm.{name} is decided by {_DECIDED[name]}; remove it")
+    if find_spec("vllm") is None:
+        return
+    from vllm.engine.arg_utils import EngineArgs
+
+    known = {field.name for field in fields(EngineArgs)}
+    for name in arguments:
+        if name not in known:
+            hint = did_you_mean(name, known - _DECIDED.keys())
+            raise UserError(f"rollout.vllm.{name} is unknown to the EngineArgs of the installed vLLM{hint}")
+
+
 def cache_bytes(arch: Architecture, options: VllmOptions, available: int, ranks: int) -> int:
     """The cache of an engine that shares its host's memory: what the requests it runs at once need at their longest, at
     most its part of the ``available`` bytes. 0 leaves the size to vLLM: on a device of its own.
@@ -370,8 +401,9 @@ def cache_bytes(arch: Architecture, options: VllmOptions, available: int, ranks:
     vLLM would take ``gpu_memory_utilization`` of the whole memory for each of a host's ``ranks``. Raises
     :class:`UserError` when one request does not fit.
     """
-    if options.kv_cache_memory_bytes or capabilities().separate_memory:
-        return options.kv_cache_memory_bytes
+    given = options.arguments.get("kv_cache_memory_bytes", 0)
+    if given or capabilities().separate_memory:
+        return int(given)
     itemsize, size = dtype_bytes(options.dtype), options.tensor_model_parallel_size
     longest = min(options.max_model_len or arch.max_position_embeddings, arch.max_position_embeddings)
     request = (longest // _BLOCK + 1) * _BLOCK * kv_bytes_per_token(arch, itemsize, size)
@@ -380,7 +412,8 @@ def cache_bytes(arch: Architecture, options: VllmOptions, available: int, ranks:
         raise UserError(
             f"no memory for vLLM on this host: a rank's part of {available / 1e9:.1f} GB available ({ranks} ranks) leaves "
             f"{max(share, 0) / 1e9:.2f} GB beside the weights; a request of {longest} tokens takes {request / 1e9:.2f} GB. "
-            "Lower the longest request (rollout.max_model_len, --max-tokens) or take the transformers engine"
+            "Lower the longest request (rollout.max_response_length, rollout.vllm.max_model_len, --max-tokens) or take the "
+            "transformers engine"
         )
     return min((options.max_num_seqs + 1) * request, share)
 

@@ -34,6 +34,7 @@ from megatron_dcpo.runtime.device import device_failed, memory_gb, synchronize
 from megatron_dcpo.runtime.files import write_atomically
 
 LOST_AFTER_SECONDS = 30.0
+PHASE_WARNING_SECONDS = 900.0  # a longer phase is reported with the place where every rank waits
 _INTERVAL = 1.0
 _FILE_INTERVAL = 10.0
 _SETUP_PATIENCE = 10
@@ -66,9 +67,9 @@ class Watchdog:
     would wait for it. So does an error of this rank's device, on every rank.
     """
 
-    def __init__(self, directory: Path, rank: int, world_size: int, phase_warning_seconds: float) -> None:
+    def __init__(self, directory: Path, rank: int, world_size: int, budget: float = PHASE_WARNING_SECONDS) -> None:
         self.directory, self.rank, self.world_size = directory, rank, world_size
-        self.budget = phase_warning_seconds
+        self.budget = budget
         self._main = threading.get_ident()
         self._step, self._phase, self._since, self._count = 0, "setup", time.time(), 0
         self._warned_at = 0.0
@@ -209,8 +210,8 @@ class Watchdog:
         if self.rank == 0:
             beats = self._beats or {0: Heartbeat(**json.loads(self._note()))}
             signals.announce(
-                f"{self._phase} of step {self._step} has taken {seconds:.0f} s (training.phase_warning_seconds="
-                f"{self.budget:g}). {_places(beats.values())}. Stacks of all ranks: {self.directory}"
+                f"{self._phase} of step {self._step} has taken {seconds:.0f} s (more than {self.budget:g}). "
+                f"{_places(beats.values())}. Stacks of all ranks: {self.directory}"
             )
 
     def _note(self) -> str:

@@ -13,7 +13,8 @@ from megatron_dcpo.errors import UserError, check_world_size
 from megatron_dcpo.evaluation.heldout import benchmark_names, check_validation
 from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.weights.architecture import Architecture, read_architecture
-from megatron_dcpo.weights.planner import Layout, check_layout, check_options
+from megatron_dcpo.weights.layout import Layout
+from megatron_dcpo.weights.planner import check_layout, check_options
 from megatron_dcpo.weights.table import number_of_parameters
 
 
@@ -45,10 +46,23 @@ def check_wandb(config: Config) -> None:
         )
 
 
+def check_pass_through(config: Config) -> None:
+    """Check the names of what is handed on to Megatron and vLLM, where they are installed. Raises :class:`UserError`."""
+    if config.parallel.megatron:
+        from megatron_dcpo.policy.megatron_options import check_megatron_options
+
+        check_megatron_options(config.parallel.megatron)
+    if config.rollout.vllm:
+        from megatron_dcpo.rollout.vllm_engine import check_engine_arguments
+
+        check_engine_arguments(config.rollout.vllm)
+
+
 def check_model(config: Config) -> Architecture:
     """The architecture, checked against the parallel layout. Raises :class:`UserError`."""
     arch = read_architecture(config.model.path)
-    layout = Layout.of(config.model, config.parallel)
+    check_pass_through(config)
+    layout = Layout.of(config.parallel)
     check_layout(arch, layout)
     check_options(arch, layout, config.model, config.parallel)
     if arch.num_experts and config.rollout.engine == "server":
@@ -66,6 +80,7 @@ def describe(config: Config) -> dict[str, Any]:
     method = build_method(config.objective)
     check_processes(config, int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None)
     check_wandb(config)
+    check_pass_through(config)
     parallel, training, evaluation = config.parallel, config.training, config.evaluation
     if evaluation.interval:
         check_validation(config)

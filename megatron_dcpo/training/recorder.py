@@ -35,6 +35,8 @@ from megatron_dcpo.types import BLOCKS, TrainingSample
 
 logger = logging.getLogger(__name__)
 
+SAMPLES_PER_STEP = 32  # judged responses written
+
 
 class Recorder:
     """Writes on rank 0 only; on the other ranks every call is a no-op. Files are open inside ``with recorder.from_step(n)``.
@@ -185,7 +187,7 @@ class Recorder:
         directory = self.directory / "samples"
         directory.mkdir(exist_ok=True)
         with (directory / f"step_{step:06d}.jsonl").open("w", encoding="utf-8") as file:
-            for sample in samples[: self.config.logging.samples_per_step]:
+            for sample in samples[:SAMPLES_PER_STEP]:
                 prompt, response, judgement = sample.prompt, sample.response, sample.judgement
                 ids = response.token_ids.tolist()
                 record = {

@@ -88,9 +88,7 @@ def build(config: Config) -> Iterator[Run]:
     topology = distributed.initialize(
         *parallel.sizes, seed=config.seed, timeout_minutes=parallel.distributed_timeout_minutes
     )
-    watch = Watchdog(
-        directory / "heartbeat", topology.rank, topology.world_size, config.training.phase_warning_seconds
-    ).start()
+    watch = Watchdog(directory / "heartbeat", topology.rank, topology.world_size).start()
     timers = Timers(watch)
     policy = build_policy(config.model, parallel, topology, training=not config.frozen)
     ledger.put("weights", sum(p.nbytes for gpt in policy.gpt for p in gpt.parameters()))
@@ -162,7 +160,7 @@ def _opened(policy: Policy, opening: Any) -> Iterator[Policy]:
 
 def build_engine(config: Config, topology: Topology, held_out: HeldOut | None = None) -> Engine:
     """Return the engine of this rank, with any weights: the first synchronization brings the policy's."""
-    rollout, size = config.rollout, config.rollout.tensor_model_parallel_size
+    rollout, size, vllm = config.rollout, config.rollout.tensor_model_parallel_size, dict(config.rollout.vllm)
     if topology.world_size % size:
         raise UserError(
             f"rollout.tensor_model_parallel_size={size} does not divide the {topology.world_size} process(es) started"
@@ -171,12 +169,12 @@ def build_engine(config: Config, topology: Topology, held_out: HeldOut | None = 
     if held_out:
         validated = held_out.longest + (config.evaluation.max_tokens or rollout.max_response_length)
         longest = max(longest, validated)
-        if 0 < rollout.max_model_len < validated:
+        if 0 < vllm.get("max_model_len", 0) < validated:
             raise UserError(
-                f"rollout.max_model_len={rollout.max_model_len} is less than the {validated} tokens that "
-                "evaluation.benchmarks may need; raise it, set it to 0, or lower evaluation.max_tokens"
+                f"rollout.vllm.max_model_len={vllm['max_model_len']} is less than the {validated} tokens that "
+                "evaluation.benchmarks may need; raise it, leave it out, or lower evaluation.max_tokens"
             )
-    dtype = config.model.params_dtype if rollout.dtype == "same" else rollout.dtype
+    ours = {name: vllm.pop(name) for name in ("max_model_len", "dtype", "enable_sleep_mode") if name in vllm}
     if rollout.engine == "server":
         from megatron_dcpo.rollout.vllm_server import ServerEngine
 
@@ -186,16 +184,15 @@ def build_engine(config: Config, topology: Topology, held_out: HeldOut | None = 
         rollout.engine,
         config.model.path,
         VllmOptions(
-            dtype=dtype,
+            dtype=ours.get("dtype", config.model.params_dtype),
             tensor_model_parallel_size=size,
             gpu_memory_utilization=rollout.gpu_memory_utilization,
-            max_model_len=rollout.max_model_len or longest,
+            max_model_len=ours.get("max_model_len") or longest,
             max_num_seqs=rollout.max_num_seqs,
-            enforce_eager=rollout.enforce_eager,
-            kv_cache_memory_bytes=rollout.kv_cache_memory_bytes,
-            sleep=rollout.sleep,
+            sleep=ours.get("enable_sleep_mode", True),
             dummy_weights=True,
             seed=config.seed,
+            arguments=vllm,
         ),
     )
 

@@ -91,32 +91,30 @@ class Validator:
 
     def stop_early(self, done: int) -> bool:
         """Return whether ``training.early_stop`` ends the run after ``done`` steps; its checkpoint is then complete."""
-        rule = self.config.training.early_stop
-        if rule is None or done == self.config.training.steps:
+        patience, word = self.config.training.early_stop, self.config.training.keep_best
+        if not patience or done == self.config.training.steps:
             return False
         best, since = None, 0
         for step in sorted(self.measured.keys() - {0}):
-            if improves(rule.metric, self.measured[step], self.measured[best] if best else None):
+            if improves(word, self.measured[step], self.measured[best] if best else None):
                 best, since = step, 0
             else:
                 since += 1
-        if since < rule.patience:
+        if since < patience:
             return False
         self.checkpointer.save_now(done)
         self.checkpointer.saver.wait()
         if self.topology.rank == 0:
-            than = (
-                f"{value_of(self.measured[best], rule.metric):.4g} after step {best}" if best else "an undefined value"
-            )
+            than = f"{value_of(self.measured[best], word):.4g} after step {best}" if best else "an undefined value"
             logger.info(
                 "stopped early after step %d, saved: %s is not better than %s in %d validations (training.early_stop)",
-                *(done, rule.metric, than, since),
+                *(done, word, than, since),
             )
         return True
 
     def _is_due(self, step: int) -> bool:
         options = self.config.evaluation
-        return options.at_start if step == 0 else step % options.interval == 0 or step == self.config.training.steps
+        return step % options.interval == 0 or step == self.config.training.steps
 
     def _note_best(self, step: int) -> None:
         """Note ``step`` where it is the best of those that have, or get, a checkpoint."""
@@ -135,7 +133,6 @@ class Validator:
             top_p=options.top_p,
             top_k=options.top_k,
             max_tokens=options.max_tokens or self.config.rollout.max_response_length,
-            seed=options.seed,
         )
         size, engine, engines = engine_of_rank(self.engine, self.topology)
         prompts = list(self.held_out.prompts.values())[engine::engines]

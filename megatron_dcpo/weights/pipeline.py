@@ -1,5 +1,6 @@
 """Which layers stand where in the pipeline: what Megatron's ``get_num_layers_to_build`` and ``get_transformer_layer_offset``
-say of a process group's rank, for every model chunk of a layout at once and without a group.
+say of a process group's rank, for every model chunk of a layout at once and without a group: a plan is made where there is
+no process group, and for more ranks than there are here.
 """
 
 from __future__ import annotations
@@ -7,12 +8,9 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from megatron_dcpo.weights.planner import Layout
 
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.weights.layout import Layout
 
 _REPEATED = (r"\(([^)]+)\)\*(\d{1,3})", r"(.)\*(\d{1,3})")  # (tt|)*3, then t*3
 

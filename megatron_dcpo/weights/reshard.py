@@ -21,7 +21,8 @@ from megatron_dcpo.runtime.device import current_device
 from megatron_dcpo.runtime.distributed import BucketBarrier, Topology
 from megatron_dcpo.runtime.host_memory import ledger
 from megatron_dcpo.weights.architecture import Architecture
-from megatron_dcpo.weights.planner import Copy, Layout, WeightSlice
+from megatron_dcpo.weights.layout import Layout
+from megatron_dcpo.weights.planner import Copy, WeightSlice
 from megatron_dcpo.weights.reshard_plan import BUCKET_BYTES, BucketEntry, Message, ReshardPlan, reshard_plan
 from megatron_dcpo.weights.table import hf_shapes
 

@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.weights.architecture import Architecture
-from megatron_dcpo.weights.planner import Copy, Layout, plan
+from megatron_dcpo.weights.layout import Layout
+from megatron_dcpo.weights.planner import Copy, plan
 from megatron_dcpo.weights.table import engine_cuts, hf_shapes
 
 BUCKET_BYTES = 512 * 2**20

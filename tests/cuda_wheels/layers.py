@@ -94,14 +94,15 @@ def differences(family: str, changes: dict[str, Any], options: dict[str, Any]) -
     from megatron_dcpo.conversion.parameters import extra_states
     from megatron_dcpo.policy import model as policy
     from megatron_dcpo.weights.architecture import parse_architecture
-    from megatron_dcpo.weights.planner import Layout, check_options, sharded_dimensions
+    from megatron_dcpo.weights.layout import Layout
+    from megatron_dcpo.weights.planner import check_options, sharded_dimensions
 
     policy.current_device = lambda: HOST
     CudaRNGStatesTracker.fork = lambda self, name=None: nullcontext()  # the generator is the GPU's
     arch = parse_architecture({"architectures": [family], **_SIZES, **changes})
     parallel = ParallelConfig(use_distributed_optimizer=True, **options)
     model = ModelConfig(path="")
-    layout = Layout.of(model, parallel, transformer_engine=True)
+    layout = Layout.of(parallel, transformer_engine=True)
     check_options(arch, layout, model, parallel)
     compared, found = 0, []
     world = layout.width * layout.pipeline_model_parallel_size

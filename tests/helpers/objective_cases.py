@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from megatron_dcpo.objectives import Objective, ObjectiveConfig, Scored, TokenBatch, build_objective
-from megatron_dcpo.types import Judgement
+from megatron_dcpo.objectives import Method, ObjectiveConfig, build_method
+from megatron_dcpo.objectives.worksheet import loss_batch
+from megatron_dcpo.types import Judgement, MicroBatch, Prompt, Response, TokenOutputs, TrainingSample
 from tests.helpers.paths import FIXTURES
 
 GOLDEN = json.loads((FIXTURES / "golden_group.json").read_text())
@@ -41,8 +43,38 @@ GOLDEN_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def objective(**options: Any) -> Objective:
-    return build_objective(ObjectiveConfig(**options))
+def objective(**options: Any) -> Method:
+    return build_method(ObjectiveConfig(**options))
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A mini-batch with its group scores, float64 [N] each, and what a method made of its samples."""
+
+    targets: np.ndarray
+    R: np.ndarray
+    R_c: np.ndarray
+    A_r: np.ndarray
+    A_c: np.ndarray
+    samples: tuple[TrainingSample, ...]
+
+    @property
+    def weights(self) -> list[np.ndarray]:
+        return [s.weights for s in self.samples if s.weights is not None]
+
+
+def score(chosen: Method, judgements: Sequence[Judgement], old: Sequence[np.ndarray] | None = None) -> Scored:
+    samples = samples_of(judgements, old)
+    return Scored(*chosen.group_scores(samples), tuple(chosen.score(samples)))
+
+
+def samples_of(judgements: Sequence[Judgement], old: Sequence[np.ndarray] | None = None) -> list[TrainingSample]:
+    samples = []
+    for i, j in enumerate(judgements):
+        response = Response(j.prompt_id, i, np.zeros(j.length, np.int64), np.zeros(j.length, np.float32), "stop", 0)
+        prompt = Prompt(j.prompt_id, (), (1,), "", "")
+        samples.append(TrainingSample(prompt, response, j, old_logprobs=None if old is None else old[i]))
+    return samples
 
 
 def golden_judgements(prompt_id: str = "p0") -> list[Judgement]:
@@ -71,60 +103,47 @@ def flat(rows: Sequence[Any], dtype: torch.dtype = torch.float64) -> torch.Tenso
 
 
 def token_batch(
-    scored: Scored,
-    weights: Sequence[np.ndarray],
+    samples: Sequence[TrainingSample],
     old: Sequence[np.ndarray] = OLD,
     new: Sequence[np.ndarray] = NEW,
     dtype: torch.dtype = torch.float64,
-    **more: Any,
-) -> TokenBatch:
-    """All responses of ``scored`` in one micro-batch; ``logprobs`` is a leaf that takes the gradient."""
-    return TokenBatch(
-        logprobs=flat(new, dtype).requires_grad_(),
-        old_logprobs=flat(old, dtype),
-        advantages=flat([tokens.advantages for tokens in scored.tokens], dtype),
-        block_ids=flat([tokens.block_ids for tokens in scored.tokens], torch.int64),
-        weights=flat(weights, dtype),
-        sequence_ids=flat([np.full(len(row), i) for i, row in enumerate(new)], torch.int64),
-        correct=torch.tensor([j.correct for j in scored.judgements], dtype=dtype),
-        **more,
-    )
+    entropy: torch.Tensor | None = None,
+    **more: torch.Tensor,
+) -> tuple[MicroBatch, TokenOutputs]:
+    """All scored ``samples`` in one micro-batch; the outputs' ``logprobs`` is a leaf that takes the gradient."""
+    batch = loss_batch(samples, {"old_logprobs": flat(old), **more})
+    columns = {name: column.to(dtype) if name != "block_ids" else column for name, column in batch.columns.items()}
+    logprobs = flat(new, dtype).requires_grad_()
+    outputs = TokenOutputs(logprobs, torch.zeros_like(logprobs) if entropy is None else entropy)
+    return dataclasses.replace(batch, columns=columns, R=batch.R.to(dtype)), outputs
 
 
 def loss_and_gradient(
-    chosen: Objective,
+    chosen: Method,
     judgements: Sequence[Judgement] | None = None,
     old: Sequence[np.ndarray] = OLD,
     new: Sequence[np.ndarray] = NEW,
     dtype: torch.dtype = torch.float64,
-    scored: Scored | None = None,
+    samples: Sequence[TrainingSample] | None = None,
     **more: Any,
 ) -> tuple[float, list[np.ndarray]]:
     """Loss of everything at once, and its gradient per token of each response."""
-    scored = scored or chosen.score(judgements or golden_judgements(), old)
-    weights = chosen.token_weights(scored, chosen.counts(scored))
-    batch = token_batch(scored, weights, old, new, dtype, **more)
-    losses, _ = chosen.token_loss(batch)
+    if samples is None:
+        samples = chosen.score(samples_of(judgements or golden_judgements(), old))
+    batch, outputs = token_batch(samples, old, new, dtype, **more)
+    losses, _ = chosen.loss(batch, outputs)
     total = losses.sum()
     total.backward()
-    gradient = batch.logprobs.grad
+    gradient = outputs.logprobs.grad
     assert gradient is not None
     return float(total.detach()), np.split(gradient.numpy(), np.cumsum([len(row) for row in new])[:-1])
 
 
-def with_tokens(scored: Scored, advantages: Sequence[np.ndarray], blocks: Sequence[np.ndarray] | None = None) -> Scored:
-    """``scored`` with other token advantages (and blocks): how the negative controls build a defect."""
-    tokens = [
-        dataclasses.replace(t, advantages=advantages[i], block_ids=t.block_ids if blocks is None else blocks[i])
-        for i, t in enumerate(scored.tokens)
+def with_tokens(
+    scored: Scored, advantages: Sequence[np.ndarray], blocks: Sequence[np.ndarray] | None = None
+) -> list[TrainingSample]:
+    """The samples with other token advantages (and blocks): how the negative controls build a defect."""
+    return [
+        dataclasses.replace(s, advantages=advantages[i], block_ids=s.block_ids if blocks is None else blocks[i])
+        for i, s in enumerate(scored.samples)
     ]
-    return dataclasses.replace(scored, tokens=tuple(tokens))
-
-
-def select(scored: Scored, indices: Any) -> Scored:
-    """The responses ``indices``, in that order: a micro-batch, or one rank's share."""
-    columns = {field.name: getattr(scored, field.name) for field in dataclasses.fields(scored)}
-    rows = [int(index) for index in indices]
-    return Scored(
-        **{k: v[rows] if isinstance(v, np.ndarray) else tuple(v[i] for i in rows) for k, v in columns.items()}
-    )

@@ -42,12 +42,10 @@ def arguments(name: str, path: Path) -> dict[str, Any]:
     config = load_config(path, [f"model.path={model}"])
     arch = read_architecture(model)
     transformer = model_module.transformer_config(arch, config.parallel, torch_dtype(config.model.params_dtype))
-    return {
-        "transformer": _changed(transformer),
-        "ddp": _ddp(config, transformer),
-        "optimizer": _optimizer(config, transformer),
-        "engine": _engine(config, model),
-    }
+    found = {"transformer": _changed(transformer), "engine": _engine(config, model)}
+    if config.model.adapter is None:  # otherwise the model is frozen: Megatron has neither DDP nor an optimizer
+        found |= {"ddp": _ddp(config, transformer), "optimizer": _optimizer(config, transformer)}
+    return found
 
 
 def _changed(value: Any) -> dict[str, str]:
@@ -78,7 +76,7 @@ def _optimizer(config: Config, transformer: Any) -> dict[str, Any]:
         mock.patch.object(optimizer_module, "get_megatron_optimizer") as built,
         mock.patch.object(optimizer_module, "OptimizerParamScheduler") as schedule,
     ):
-        optimizer_module.build_optimizer(config, policy)
+        optimizer_module.build_scheduler(optimizer_module.build_optimizer(config, policy), config)
     return {
         "optimizer": _changed(built.call_args.args[0]),
         "schedule": {name: repr(value) for name, value in sorted(schedule.call_args.kwargs.items())},
@@ -105,7 +103,7 @@ def _engine(config: Config, model: Path) -> dict[str, str]:
     weights: Any = ModuleType("megatron_dcpo.rollout.vllm_weights")
     weights.register = lambda: "registered"
     modules = {"vllm": vllm, "megatron_dcpo.rollout.vllm_weights": weights}
-    with mock.patch.dict(sys.modules, modules), mock.patch.object(vllm_engine, "cache_bytes", lambda *_: 0):
+    with mock.patch.dict(sys.modules, modules), mock.patch.object(vllm_engine, "cache_bytes", return_value=0):
         try:
             engine._start()
         except Built as built:

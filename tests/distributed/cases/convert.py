@@ -15,7 +15,7 @@ from megatron_dcpo.policy.optimizer import build_optimizer
 from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.runtime.distributed import all_gather_objects, barrier
 from megatron_dcpo.weights.architecture import read_architecture
-from megatron_dcpo.weights.planner import UNEVEN_PIPELINE
+from megatron_dcpo.weights.layout import UNEVEN_PIPELINE
 from tests.distributed.cases.common import initialize_layout
 
 from megatron.core import dist_checkpointing, parallel_state  # isort: skip

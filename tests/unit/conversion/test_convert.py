@@ -24,7 +24,8 @@ from megatron_dcpo.conversion.megatron_checkpoint import MegatronCheckpoint
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.weights.architecture import parse_architecture, read_architecture
 from megatron_dcpo.weights.hf_checkpoint import write_checkpoint
-from megatron_dcpo.weights.planner import Layout, padded_vocab_size
+from megatron_dcpo.weights.layout import Layout
+from megatron_dcpo.weights.planner import padded_vocab_size
 from tests.helpers.checkpoints import FAMILIES, expected_megatron, load_model, save_model
 from tools.inspect_checkpoint import inspect_checkpoint
 

@@ -21,6 +21,7 @@ from tests.helpers.objective_cases import (
     golden_judgements,
     loss_and_gradient,
     objective,
+    score,
     token_batch,
     with_tokens,
 )
@@ -31,7 +32,7 @@ COLUMNS = {"target": ("targets",), "R": ("R",), "R_c": ("R_c",), "A_r": ("A_r",)
 @pytest.mark.parametrize("name", GOLDEN_OPTIONS)
 def test_rewards_advantages_and_loss(name: str) -> None:
     expected, chosen = EXPECTED[name], objective(**GOLDEN_OPTIONS[name])
-    scored = chosen.score(golden_judgements(), OLD)
+    scored = score(chosen, golden_judgements(), OLD)
     for key, columns in COLUMNS.items():
         for column in columns if key in expected else ():
             np.testing.assert_allclose(getattr(scored, column), expected[key], rtol=0, atol=1e-9)
@@ -48,8 +49,8 @@ def test_loss_in_float32(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in GOLDEN_OPTIONS if "clipped" in EXPECTED[name]])
 def test_clipped_tokens_are_counted(name: str) -> None:
     chosen = objective(**GOLDEN_OPTIONS[name])
-    scored = chosen.score(golden_judgements(), OLD)
-    _, stats = chosen.token_loss(token_batch(scored, chosen.token_weights(scored, chosen.counts(scored))))
+    scored = score(chosen, golden_judgements(), OLD)
+    _, stats = chosen.loss(*token_batch(scored.samples))
     assert stats["clipped/reasoning"] + stats["clipped/confidence"] == EXPECTED[name]["clipped"]
 
 
@@ -67,16 +68,16 @@ def test_released_code_taken_literally_gives_another_loss() -> None:
     It halves R_c before the normalisation, which counts only against eps: as if that were 2e-6.
     """
     chosen = objective(preset="verl_compat")
-    scored = chosen.score(golden_judgements(), OLD)
-    A_c = objective(preset="verl_compat", eps=2e-6).score(golden_judgements()).A_c
+    scored = score(chosen, golden_judgements(), OLD)
+    A_c = score(objective(preset="verl_compat", eps=2e-6), golden_judgements()).A_c
     advantages, blocks = [], []
-    for i, (tokens, n_reasoning) in enumerate(zip(scored.tokens, INPUTS["n_reason"], strict=True)):
+    for i, (tokens, n_reasoning) in enumerate(zip(scored.samples, INPUTS["n_reason"], strict=True)):
         length = len(tokens.block_ids)
         start = (n_reasoning if INPUTS["n_conf"][i] else length) - 2
         early = np.arange(length) >= start
         advantages.append(np.where(early, scored.A_r[i], A_c[i]))
         blocks.append(np.where(early, BLOCK_CONFIDENCE, BLOCK_REASONING))
-    loss, _ = loss_and_gradient(chosen, scored=with_tokens(scored, advantages, blocks))
+    loss, _ = loss_and_gradient(chosen, samples=with_tokens(scored, advantages, blocks))
     assert loss == pytest.approx(EXPECTED["dcpo lam=0.5 [HEAD literal, negative control]"]["loss"], abs=1e-9)
     assert abs(loss - EXPECTED["dcpo lam=0.5 [verl]"]["loss"]) > 0.1
 
@@ -118,10 +119,10 @@ def test_the_verb_gives_the_same_numbers(name: str, tmp_path: Path, capsys: pyte
 
 def test_example_token_advantages_of_the_specification() -> None:
     """Paper, lam .5: response 0 has five and three, 3 has its EOS as block, 7 (truncated) has no block."""
-    scored = objective().score(golden_judgements())
+    scored = score(objective(), golden_judgements())
     for i, (A_r, n_r, A_c, n_c) in {
         0: (0.999998000004, 5, 1.0270730987, 3),
         3: (-0.999998000004, 6, -1.2258614404, 1),
         7: (-0.999998000004, 8, 0.0, 0),
     }.items():
-        np.testing.assert_allclose(scored.tokens[i].advantages, [A_r] * n_r + [A_c] * n_c, atol=1e-9)
+        np.testing.assert_allclose(scored.samples[i].advantages, [A_r] * n_r + [A_c] * n_c, atol=1e-9)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_dcpo.types import BLOCK_CONFIDENCE, Judgement
-from tests.helpers.objective_cases import objective
+from tests.helpers.objective_cases import objective, score
 
 
 def giving_up(marker_block: str) -> tuple[np.ndarray, np.ndarray]:
@@ -13,7 +13,7 @@ def giving_up(marker_block: str) -> tuple[np.ndarray, np.ndarray]:
     reasoned = [Judgement("p", R, 0.5, "ok", boundary=3, length=6, marker_end=4) for R in (1.0, 0.0)]
     at_once = [Judgement("p", 0.0, 0.0, "ok", boundary=0, length=3, marker_end=1)] * 2
     chosen = objective(preset="dcpo_proper", marker_block=marker_block)
-    tokens = chosen.score([*reasoned, *at_once]).tokens
+    tokens = score(chosen, [*reasoned, *at_once]).samples
     return np.array([t.advantages[3] for t in tokens[:2]]), np.array([t.advantages[0] for t in tokens[2:]])
 
 
@@ -35,7 +35,7 @@ def test_marker_block_moves_the_marker_and_nothing_else() -> None:
     ]
     starts = {
         where: [
-            int(np.argmax(t.block_ids == BLOCK_CONFIDENCE)) for t in objective(marker_block=where).score(rows).tokens
+            int(np.argmax(t.block_ids == BLOCK_CONFIDENCE)) for t in score(objective(marker_block=where), rows).samples
         ]
         for where in ("confidence", "reasoning")
     }

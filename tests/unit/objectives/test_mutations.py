@@ -15,6 +15,7 @@ from tests.helpers.objective_cases import (
     judgement,
     loss_and_gradient,
     objective,
+    score,
     with_tokens,
 )
 
@@ -28,10 +29,10 @@ def small_group() -> list[Judgement]:
 
 def test_kills_swapped_blocks() -> None:
     """R = (1,1,0,0): reasoning tokens get +1,+1,-1,-1; confidence tokens the normalised R_c, never the reverse."""
-    scored = objective(lam=0.0, calibration_loss="brier").score(small_group())
+    scored = score(objective(lam=0.0, calibration_loss="brier"), small_group())
     R_c = np.array([-0.01, -0.3025, -0.0196, -0.5929])
     A_c = (R_c - R_c.mean()) / (R_c.std() + 1e-6)
-    for i, tokens in enumerate(scored.tokens):
+    for i, tokens in enumerate(scored.samples):
         np.testing.assert_allclose(tokens.advantages[:3], [1, 1, -1, -1][i], atol=1e-5)
         np.testing.assert_allclose(tokens.advantages[3:], A_c[i], atol=1e-9)
         assert tokens.block_ids.tolist() == [BLOCK_REASONING] * 3 + [BLOCK_CONFIDENCE] * 2
@@ -39,18 +40,18 @@ def test_kills_swapped_blocks() -> None:
 
 def test_kills_swapped_blocks_in_the_loss() -> None:
     chosen = objective()
-    scored = chosen.score(golden_judgements())
+    scored = score(chosen, golden_judgements())
     swapped = [
         np.where(tokens.block_ids == BLOCK_CONFIDENCE, scored.A_r[i], scored.A_c[i])
-        for i, tokens in enumerate(scored.tokens)
+        for i, tokens in enumerate(scored.samples)
     ]
-    assert abs(loss_and_gradient(chosen, scored=with_tokens(scored, swapped))[0] - golden_loss()) > 1e-3
+    assert abs(loss_and_gradient(chosen, samples=with_tokens(scored, swapped))[0] - golden_loss()) > 1e-3
 
 
 def test_kills_groups_by_position() -> None:
     """Two prompts interleaved row by row: one always right, one always wrong. By position the groups would be mixed."""
     rows = [judgement("ab"[i % 2], 1.0 - i % 2, 0.5 + 0.05 * i) for i in range(8)]
-    scored = objective(lam=1.0).score(rows)
+    scored = score(objective(lam=1.0), rows)
     assert scored.targets.tolist() == [1.0, 0.0] * 4
     assert scored.A_r.tolist() == [0.0] * 8
     for prompt in (0, 1):
@@ -59,14 +60,14 @@ def test_kills_groups_by_position() -> None:
 
 def test_kills_groups_merged_into_one() -> None:
     rows = [*small_group(), judgement("q", 1.0, 0.5), judgement("q", 1.0, 0.6)]
-    assert objective(lam=1.0).score(rows).targets.tolist() == [0.5] * 4 + [1.0] * 2
+    assert score(objective(lam=1.0), rows).targets.tolist() == [0.5] * 4 + [1.0] * 2
 
 
 def test_kills_flipped_lam() -> None:
     """lam is the weight of the group: .25 * .5 + .75 * R."""
-    assert objective(lam=0.25).score(small_group()).targets.tolist() == [0.875, 0.875, 0.125, 0.125]
-    assert objective(lam=0.0).score(small_group()).targets.tolist() == list(CORRECT)
-    assert objective(lam=1.0).score(small_group()).targets.tolist() == [0.5] * 4
+    assert score(objective(lam=0.25), small_group()).targets.tolist() == [0.875, 0.875, 0.125, 0.125]
+    assert score(objective(lam=0.0), small_group()).targets.tolist() == list(CORRECT)
+    assert score(objective(lam=1.0), small_group()).targets.tolist() == [0.5] * 4
 
 
 @pytest.mark.parametrize("shift", [-2, -1, 1])
@@ -98,28 +99,28 @@ def test_kills_advantages_shifted_by_one_with_a_one_token_block() -> None:
 
 def test_kills_penalty_that_depends_on_correctness() -> None:
     rows = [judgement("p", R, None if i < 2 else 0.5) for i, R in enumerate((1.0, 0.0, 1.0, 0.0))]
-    assert objective().score(rows).R_c[:2].tolist() == [-1.0, -1.0]
+    assert score(objective(), rows).R_c[:2].tolist() == [-1.0, -1.0]
 
 
 def test_kills_malformed_left_out_of_the_statistics() -> None:
     """Malformed and truncated responses count in the group accuracy and in the mean of R_c."""
     rows = [judgement("p", 1.0, 0.9), judgement("p", 0.0, None, status="truncated", boundary=5)]
-    scored = objective(lam=1.0).score(rows)
+    scored = score(objective(lam=1.0), rows)
     assert scored.targets.tolist() == [0.5, 0.5]
     np.testing.assert_allclose(scored.A_c, [1, -1], atol=1e-4)
 
 
 def test_kills_sample_std_and_missing_eps() -> None:
-    scored = objective().score(golden_judgements())
+    scored = score(objective(), golden_judgements())
     assert scored.A_r[0] == pytest.approx(0.5 / (0.5 + 1e-6), abs=1e-12)
-    assert objective(ddof=1).score(golden_judgements()).A_r[0] == pytest.approx(0.9354125966967592, abs=1e-12)
+    assert score(objective(ddof=1), golden_judgements()).A_r[0] == pytest.approx(0.9354125966967592, abs=1e-12)
 
 
 def test_kills_length_of_one_block_as_denominator() -> None:
     """sequence_mean divides by the whole response, not by the block."""
     chosen = objective()
-    scored = chosen.score(golden_judgements())
-    for row, old in zip(chosen.token_weights(scored, chosen.counts(scored)), OLD, strict=True):
+    scored = score(chosen, golden_judgements())
+    for row, old in zip(scored.weights, OLD, strict=True):
         np.testing.assert_allclose(row, 1 / (8 * len(old)), rtol=1e-15)
 
 

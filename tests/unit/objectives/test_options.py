@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.objectives import METHODS, ObjectiveConfig, resolve
+from megatron_dcpo.objectives.options import OWN_OPTIONS
 from tests.helpers.objective_cases import objective
 
 
@@ -18,11 +19,11 @@ def test_options_resolve_explicit_then_method_then_preset() -> None:
     assert resolve(ObjectiveConfig(name="rlcr", lam=0.3)).lam == 0.3
     proper = resolve(ObjectiveConfig(preset="dcpo_proper"))
     assert proper.blocks("advantage_normalization") == ("std", "batch_std")
-    assert proper.blocks("weight") == (1.0, 0.35)
+    assert proper.blocks("weight") == (1.0, 1.0)
+    assert proper.options == {"confidence_baseline": "counterfactual"}
     assert resolve(ObjectiveConfig(preset="dcpo_proper", weight=2.0)).blocks("weight") == (2.0, 2.0)
-    assert resolve(ObjectiveConfig(preset="dcpo_proper", confidence_gradient="sampled")).blocks("weight") == (1.0, 1.0)
     assert resolve(ObjectiveConfig(name="rlcr", preset="dcpo_proper")).blocks("weight") == (1.0, 1.0)
-    assert resolve(ObjectiveConfig(clip_high=0.3, clip_high_confidence=0.1)).blocks("clip_high") == (0.3, 0.1)
+    assert resolve(ObjectiveConfig(kl_coef=0.3, kl_coef_confidence=0.1)).blocks("kl_coef") == (0.3, 0.1)
     assert resolve(ObjectiveConfig(name="ccgspg", preset="verl_compat")).loss_aggregation == "sequence_mean"
 
 
@@ -60,12 +61,12 @@ def test_an_unknown_method_is_named() -> None:
             "objective.w has no effect with objective.variant=original",
         ),
         ({"name": "dcpo", "w": 0.5}, r"objective.w has no effect.*\(coupled, rlcr\)"),
-        ({"name": "ccgspg", "clip_low": 0.1}, "objective.clip_low_reasoning has no effect"),
+        ({"name": "ccgspg", "clip_low": 0.1}, "objective.clip_low has no effect"),
         (
             {"name": "coupled", "advantage_normalization_confidence": "mean"},
             "advantage_normalization_confidence has no",
         ),
-        ({"name": "rlcr", "confidence_gradient": "digits"}, r"\(dcpo\)"),
+        ({"name": "rlcr", "confidence_baseline": "group"}, r"\(dcpo\)"),
         ({"name": "posthoc", "beta": 0.1}, r"\(ccgspg\)"),
     ],
 )
@@ -80,9 +81,25 @@ def test_a_short_name_is_accepted_where_one_block_reads_it_and_null_unsets() -> 
         == "mean"
     )
     assert resolve(ObjectiveConfig(name="grpo", lam=None)).name == "grpo"
-    assert resolve(ObjectiveConfig(name="dcpo", w=1.0).changed(w=None)).w == 1.0
+    assert resolve(ObjectiveConfig(name="dcpo", w=1.0).changed(w=None)).options == {"confidence_baseline": "group"}
 
 
 def test_every_option_is_read_by_a_method_and_every_method_names_real_options() -> None:
-    read = frozenset().union(*(method.options for method in METHODS.values()))
-    assert read == set(ObjectiveConfig.model_fields)
+    read = frozenset().union(*(method.reads for method in METHODS.values()))
+    assert read | {"options"} == set(ObjectiveConfig.model_fields)
+    assert set(OWN_OPTIONS) == {name for method in METHODS.values() for name in method.own_options}
+
+
+def test_options_of_a_method_are_checked() -> None:
+    assert objective(name="rlcr", variant="original").options.options["variant"] == "original"
+    assert objective(name="rlcr", options={"w": 0.3}).options.options == {"w": 0.3, "variant": "canonical"}
+    for options, message in (
+        ({"name": "rlcr", "variant": "new"}, "objective.variant=new: expected one of canonical, original"),
+        ({"name": "ccgspg", "beta": "much"}, "objective.beta='much': expected a value like its default, 0.01"),
+        (
+            {"name": "grpo", "options": {"gamma": 1}},
+            "objective.gamma has no effect with objective.name=grpo; remove it",
+        ),
+    ):
+        with pytest.raises(UserError, match=message):
+            objective(**options)

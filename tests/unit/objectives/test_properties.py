@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.objectives import METHODS, ObjectiveConfig, TokenBatch, resolve
-from megatron_dcpo.objectives.advantages import MIN_BATCH_RMS, SCORES, normalize
+from megatron_dcpo.objectives import METHODS, ObjectiveConfig, resolve
+from megatron_dcpo.objectives.advantages import MIN_BATCH_RMS, SCORING_RULES, log, normalize
 from megatron_dcpo.objectives.policy_loss import kl_estimate
-from megatron_dcpo.types import BLOCK_CONFIDENCE, BLOCK_NONE, MALFORMED, Judgement
+from megatron_dcpo.types import BLOCK_CONFIDENCE, BLOCK_NONE, MALFORMED, Judgement, MicroBatch, TokenOutputs
 from tests.helpers.objective_cases import (
     NEW,
     OLD,
@@ -24,7 +24,7 @@ from tests.helpers.objective_cases import (
     judgement,
     loss_and_gradient,
     objective,
-    select,
+    score,
     token_batch,
 )
 
@@ -103,62 +103,55 @@ def test_micro_batches_ranks_and_padding_change_nothing(
     rows, old, new = batch
     chosen = objective(**options)
     expected, gradient = loss_and_gradient(chosen, rows, old, new, torch.float32)
-    scored = chosen.score(rows, old)
+    scored = score(chosen, rows, old)
     shares = [np.arange(rank, len(rows), ranks) for rank in range(ranks)]
-    counts = sum(chosen.counts(select(scored, share)) for share in shares)
-    np.testing.assert_array_equal(counts, chosen.counts(scored))
     total = 0.0
     for share in shares:
         for micro in np.split(share, range(size, len(share), size)):
-            part = select(scored, micro)
-            packed = token_batch(
-                part, chosen.token_weights(part, counts), [old[i] for i in micro], [new[i] for i in micro],
-                torch.float32,
-            )  # fmt: skip
-            packed = pad(packed, padding)
-            losses, _ = chosen.token_loss(packed)
+            if not len(micro):
+                continue
+            samples = [scored.samples[i] for i in micro]
+            packed = token_batch(samples, [old[i] for i in micro], [new[i] for i in micro], torch.float32)
+            inputs, outputs = pad(*packed, padding)
+            losses, _ = chosen.loss(inputs, outputs)
             losses.sum().backward()
             total += float(losses.detach().sum())
-            assert packed.logprobs.grad is not None
-            found = packed.logprobs.grad.numpy()
+            assert outputs.logprobs.grad is not None
+            found = outputs.logprobs.grad.numpy()
             np.testing.assert_array_equal(found[len(found) - padding :], 0.0)
             whole = np.concatenate([gradient[i] for i in micro])
             np.testing.assert_allclose(found[: len(whole)], whole, rtol=1e-5, atol=1e-9)
     assert total == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
-def pad(batch: TokenBatch, n: int) -> TokenBatch:
+def pad(batch: MicroBatch, outputs: TokenOutputs, n: int) -> tuple[MicroBatch, TokenOutputs]:
     """Padding tokens as hostile as they come: NaN log-probs and weights, huge advantages, no block."""
-    hostile = {
-        "logprobs": float("nan"),
-        "old_logprobs": -1e9,
-        "advantages": 1e9,
-        "weights": float("nan"),
-        "block_ids": 0,
-    }
-    values: dict[str, Any] = {"sequence_ids": torch.cat([batch.sequence_ids, torch.zeros(n, dtype=torch.int64)])}
-    for name, value in hostile.items():
-        tensor = getattr(batch, name).detach()
-        values[name] = torch.cat([tensor, torch.full((n,), value).to(tensor.dtype)])
-    values["logprobs"].requires_grad_()
-    return dataclasses.replace(batch, **values)
+    hostile = {"old_logprobs": -1e9, "advantages": 1e9, "weights": float("nan"), "block_ids": 0}
+
+    def padded(tensor: torch.Tensor, value: float) -> torch.Tensor:
+        return torch.cat([tensor.detach(), torch.full((n,), value).to(tensor.dtype)])
+
+    columns = {name: padded(batch.columns[name], value) for name, value in hostile.items()}
+    nan = float("nan")
+    logprobs = padded(outputs.logprobs, nan).requires_grad_()
+    moved = dataclasses.replace(batch, sequence_ids=padded(batch.sequence_ids, 0), columns=columns)
+    return moved, TokenOutputs(logprobs, padded(outputs.entropy, nan))
 
 
 def test_gradient_is_zero_on_prompt_and_padding_with_every_term_on() -> None:
     chosen = objective(kl_coef=0.1, entropy_coef=0.1, tis_level="sequence", dual_clip=3.0)
-    scored = chosen.score(golden_judgements(), OLD)
-    plain = pad(token_batch(scored, chosen.token_weights(scored, chosen.counts(scored))), 5)
-    nan = torch.full_like(plain.logprobs, float("nan"))
-    more = {
-        name: torch.where(plain.block_ids == BLOCK_NONE, nan, plain.old_logprobs).detach()
-        for name in ("ref_logprobs", "engine_logprobs", "entropy")
-    }
-    losses, stats = chosen.token_loss(dataclasses.replace(plain, **more))
+    scored = score(chosen, golden_judgements(), OLD)
+    batch, outputs = pad(*token_batch(scored.samples), 5)
+    padding = batch.columns["block_ids"] == BLOCK_NONE
+    hostile = torch.where(padding, torch.nan, batch.columns["old_logprobs"])
+    more = {"ref_logprobs": hostile, "engine_logprobs": hostile}
+    batch = dataclasses.replace(batch, columns={**batch.columns, **more})
+    losses, stats = chosen.loss(batch, TokenOutputs(outputs.logprobs, hostile))
     losses.sum().backward()
-    assert plain.logprobs.grad is not None
+    assert outputs.logprobs.grad is not None
     assert torch.isfinite(losses).all()
     assert losses[-5:].tolist() == [0.0] * 5
-    assert plain.logprobs.grad[-5:].tolist() == [0.0] * 5
+    assert outputs.logprobs.grad[-5:].tolist() == [0.0] * 5
     assert all(torch.isfinite(value) for value in stats.values())
 
 
@@ -167,11 +160,11 @@ def test_gradient_is_zero_on_prompt_and_padding_with_every_term_on() -> None:
 def test_scaling_the_calibration_reward_moves_confidence_tokens_only(batch: Any, scale: float) -> None:
     rows, old, new = batch
     plain = objective(preset="dcpo_proper")
-    scored = plain.score(rows, old)
+    scored = score(plain, rows, old)
     scaled = objective(preset="dcpo_proper", weight_confidence=plain.options.weight_confidence * scale)
     _, before = loss_and_gradient(plain, rows, old, new)
     _, after = loss_and_gradient(scaled, rows, old, new)
-    for tokens, a, b in zip(scored.tokens, before, after, strict=True):
+    for tokens, a, b in zip(scored.samples, before, after, strict=True):
         confidence = tokens.block_ids == BLOCK_CONFIDENCE
         np.testing.assert_array_equal(a[~confidence], b[~confidence])
         np.testing.assert_allclose(a[confidence] * scale, b[confidence], rtol=1e-9, atol=1e-15)
@@ -182,7 +175,7 @@ def test_changing_a_confidence_moves_confidence_tokens_only() -> None:
     other = [dataclasses.replace(rows[0], confidence=0.2), *rows[1:]]
     _, a = loss_and_gradient(objective(), rows)
     _, b = loss_and_gradient(objective(), other)
-    for tokens, x, y in zip(objective().score(rows).tokens, a, b, strict=True):
+    for tokens, x, y in zip(score(objective(), rows).samples, a, b, strict=True):
         confidence = tokens.block_ids == BLOCK_CONFIDENCE
         np.testing.assert_array_equal(x[~confidence], y[~confidence])
     assert any((x != y).any() for x, y in zip(a, b, strict=True))
@@ -192,9 +185,9 @@ def test_changing_a_confidence_moves_confidence_tokens_only() -> None:
 def test_on_policy_gradient_is_the_advantage(name: str) -> None:
     """At rho = 1 the gradient of a token is -A / (G |o_i|)."""
     chosen = objective(name=name)
-    scored = chosen.score(golden_judgements())
+    scored = score(chosen, golden_judgements())
     _, gradient = loss_and_gradient(chosen, new=OLD)
-    for tokens, row in zip(scored.tokens, gradient, strict=True):
+    for tokens, row in zip(scored.samples, gradient, strict=True):
         np.testing.assert_allclose(row, -tokens.advantages / (8 * len(row)), rtol=1e-12)
 
 
@@ -203,7 +196,7 @@ def test_saturated_group_keeps_its_confidence_gradient(R: float) -> None:
     rows = [judgement("p", R, c) for c in (0.2, 0.5, 0.9)]
     old = [np.full(5, -1.0)] * 3
     for preset in ("paper", "dcpo_proper", "verl_compat"):
-        scored = objective(preset=preset).score(rows)
+        scored = score(objective(preset=preset), rows)
         assert scored.A_r.tolist() == [0.0] * 3
         assert np.isfinite(scored.A_c).all()
         assert np.abs(scored.A_c).min() > 0
@@ -228,29 +221,34 @@ def test_batch_std_is_one_scale_for_all_groups() -> None:
         judgement(p, R, c) for p, R, c in (("a", 1, 0.9), ("a", 0, 0.2), ("b", 1, 0.6), ("b", 1, 0.61), ("b", 0, None))
     ]
     for baseline in ("group", "counterfactual"):
-        plain = objective(advantage_normalization_confidence="mean", confidence_baseline=baseline).score(rows)
-        scaled = objective(advantage_normalization_confidence="batch_std", confidence_baseline=baseline).score(rows)
+        plain = score(objective(advantage_normalization_confidence="mean", confidence_baseline=baseline), rows)
+        scaled = score(objective(advantage_normalization_confidence="batch_std", confidence_baseline=baseline), rows)
         np.testing.assert_allclose(scaled.A_c, plain.A_c / np.sqrt(np.mean(plain.A_c**2)), rtol=1e-12)
         np.testing.assert_array_equal(scaled.A_r, plain.A_r)
-        for tokens, A_c in zip(scaled.tokens, scaled.A_c, strict=True):
+        for tokens, A_c in zip(scaled.samples, scaled.A_c, strict=True):
             assert (tokens.advantages[tokens.block_ids == BLOCK_CONFIDENCE] == A_c).all()
 
 
 def test_batch_std_does_not_blow_up_what_is_almost_nothing() -> None:
     rows = [judgement(p, 1, c) for p in "ab" for c in (0.99, 0.99, 0.98)]
-    plain = objective(calibration_loss="brier", advantage_normalization_confidence="mean").score(rows)
-    scaled = objective(calibration_loss="brier", advantage_normalization_confidence="batch_std").score(rows)
+    plain = score(objective(calibration_loss="brier", advantage_normalization_confidence="mean"), rows)
+    scaled = score(objective(calibration_loss="brier", advantage_normalization_confidence="batch_std"), rows)
     np.testing.assert_allclose(scaled.A_c, plain.A_c / MIN_BATCH_RMS, rtol=1e-12)
 
 
 def test_batch_std_of_posthoc_scales_all_its_tokens_alike() -> None:
     rows = [judgement("a", R, c) for R, c in ((1, 0.9), (0, 0.2), (0, 0.7))]
     for tokens in ("all", "confidence"):
-        plain = objective(name="posthoc", tokens=tokens, advantage_normalization_confidence="mean").score(rows)
-        scaled = objective(name="posthoc", tokens=tokens, advantage_normalization_confidence="batch_std").score(rows)
+        plain = score(objective(name="posthoc", tokens=tokens, advantage_normalization_confidence="mean"), rows)
+        scaled = score(objective(name="posthoc", tokens=tokens, advantage_normalization_confidence="batch_std"), rows)
         scale = np.sqrt(np.mean(plain.A_c**2))
         np.testing.assert_allclose(scaled.A_c, plain.A_c / scale, rtol=1e-12)
         np.testing.assert_allclose(scaled.A_r, plain.A_r / scale, rtol=1e-12)
+
+
+def score_of(name: str, c: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """The score of ``name``; the logarithmic one with a clamp below the smallest confidence tried."""
+    return log(c, target, 0.005) if name == "log" else SCORING_RULES[name](c, target)
 
 
 @pytest.mark.parametrize("name", ["brier", "log", "spherical"])
@@ -260,46 +258,40 @@ def test_proper_scores_are_best_at_the_probability(name: str, p: float, lam: flo
     """E over R ~ Bernoulli(p) of S(c, lam p + (1 - lam) R) is largest at c = p, whatever lam."""
     c = np.linspace(0.01, 0.99, 99)
     expected = sum(
-        weight * SCORES[name](c, np.full_like(c, lam * p + (1 - lam) * R), 0.005)
-        for R, weight in ((1.0, p), (0.0, 1 - p))
+        weight * score_of(name, c, np.full_like(c, lam * p + (1 - lam) * R)) for R, weight in ((1.0, p), (0.0, 1 - p))
     )
     assert c[np.argmax(expected)] == pytest.approx(p, abs=1e-9)
 
 
 def test_l1_is_not_proper_below_lam_one() -> None:
     c, p = np.linspace(0, 1, 101), 0.7
-    expected = p * SCORES["l1"](c, np.full_like(c, 1.0), 0) + (1 - p) * SCORES["l1"](c, np.zeros_like(c), 0)
+    expected = p * SCORING_RULES["l1"](c, np.full_like(c, 1.0)) + (1 - p) * SCORING_RULES["l1"](c, np.zeros_like(c))
     assert c[np.argmax(expected)] == 1.0
 
 
-@given(st.sampled_from(sorted(SCORES)), st.floats(0, 1), st.floats(0, 1))
+@given(st.sampled_from(sorted(SCORING_RULES)), st.floats(0, 1), st.floats(0, 1))
 def test_scores_lie_between_minus_one_and_zero(name: str, c: float, target: float) -> None:
     """So the malformed penalty of -1 is never better than an honest answer."""
-    score = SCORES[name](np.array([c]), np.array([target]), 0.01)[0]
-    assert -1 - 1e-12 <= score <= 1e-12
+    value = SCORING_RULES[name](np.array([c]), np.array([target]))[0]
+    assert -1 - 1e-12 <= value <= 1e-12
 
 
 def test_malformed_placements() -> None:
     rows = [judgement("p", 1.0, 0.5), judgement("p", 0.0, 0.5), judgement("p", 1.0, None)]
     scores = {
-        place: objective(malformed_placement=place).score(rows)
+        place: score(objective(malformed_placement=place), rows)
         for place in ("confidence", "reasoning", "both", "sentinel")
     }
     t = 0.5 * 2 / 3 + 0.5
     assert [scores[place].R[2] for place in scores] == [1.0, 0.0, 0.0, 1.0]
     np.testing.assert_allclose([scores[p].R_c[2] for p in scores], [-1, scores["reasoning"].R_c[:2].mean(), -1, -1 - t])
     assert scores["reasoning"].A_c[2] == pytest.approx(0, abs=1e-12)
-    assert objective(malformed_penalty=-0.5).score(rows).R_c[2] == -0.5
-
-
-def test_leave_one_out_target() -> None:
-    rows = [judgement("p", R, 0.5) for R in (1.0, 1.0, 0.0)]
-    assert objective(lam=1.0, leave_one_out=True).score(rows).targets.tolist() == [0.5, 0.5, 1.0]
+    assert score(objective(malformed_penalty=-0.5), rows).R_c[2] == -0.5
 
 
 def test_posthoc_tokens() -> None:
     rows = [judgement("p", R, c) for R, c in ((1.0, 0.9), (0.0, 0.9), (1.0, 0.1))]
-    everywhere, confined = (objective(name="posthoc", tokens=t).score(rows) for t in ("all", "confidence"))
+    everywhere, confined = (score(objective(name="posthoc", tokens=t), rows) for t in ("all", "confidence"))
     np.testing.assert_allclose(everywhere.R_c, [-0.01, -0.81, -0.81])
     np.testing.assert_array_equal(everywhere.A_r, everywhere.A_c)
     assert confined.A_r.tolist() == [0.0] * 3
@@ -313,37 +305,24 @@ def test_aggregations_have_their_own_denominators() -> None:
         "token_mean": [1 / lengths.sum()] * 8,
     }.items():
         chosen = objective(loss_aggregation=name)
-        scored = chosen.score(golden_judgements())
-        for row, value in zip(chosen.token_weights(scored, chosen.counts(scored)), expected, strict=True):
+        scored = score(chosen, golden_judgements())
+        for row, value in zip(scored.weights, expected, strict=True):
             np.testing.assert_allclose(row, value, rtol=1e-15)
     chosen = objective(loss_aggregation="block_mean", weight_reasoning=2.0, weight_confidence=3.0)
-    scored = chosen.score(golden_judgements())
-    sequences, reasoning, confidence = counts = chosen.counts(scored)
-    assert (sequences, reasoning + confidence) == (8, lengths.sum())
-    weights = np.concatenate(chosen.token_weights(scored, counts))
-    blocks = np.concatenate([tokens.block_ids for tokens in scored.tokens])
+    scored = score(chosen, golden_judgements())
+    weights = np.concatenate(scored.weights)
+    blocks = np.concatenate([sample.block_ids for sample in scored.samples])
+    assert len(blocks) == lengths.sum()
+    reasoning, confidence = (blocks != BLOCK_CONFIDENCE).sum(), (blocks == BLOCK_CONFIDENCE).sum()
     np.testing.assert_allclose(weights, np.where(blocks == BLOCK_CONFIDENCE, 3 / confidence, 2 / reasoning))
-    # Global counts: a rank that has only half of the tokens still divides by all of them.
-    half = select(scored, range(4))
-    np.testing.assert_array_equal(np.concatenate(chosen.token_weights(half, counts)), weights[: lengths[:4].sum()])
 
 
 def test_mask_truncated_trains_nothing_on_it() -> None:
     chosen = objective(mask_truncated=True)
-    scored = chosen.score(golden_judgements())
-    assert scored.trained.tolist() == [True] * 7 + [False]
-    assert chosen.counts(scored)[0] == 7
+    scored = score(chosen, golden_judgements())
+    assert [bool(row.any()) for row in scored.weights] == [True] * 7 + [False]
+    np.testing.assert_allclose(scored.weights[0] * len(scored.weights[0]), 1 / 7)
     assert (loss_and_gradient(chosen)[1][7] == 0).all()
-
-
-def test_each_block_has_its_own_clip_range() -> None:
-    """rho = 1.25 with A > 0: clipped where clip_high is 0.1, not where it is 0.3."""
-    for name, expected in (("clip_high_reasoning", [0, -1]), ("clip_high_confidence", [-1, 0])):
-        chosen = objective(**{"clip_high": 0.3, name: 0.1})
-        rows = [judgement("p", 1.0, 1.0, 1, 2), judgement("p", 0.0, 1.0, 1, 2)]
-        old = [np.array([-1.0, -1.0])] * 2
-        _, gradient = loss_and_gradient(chosen, rows, old, [row + np.log(1.25) for row in old])
-        assert [-1 if g else 0 for g in gradient[0]] == expected
 
 
 def test_kl_estimators() -> None:
@@ -393,15 +372,15 @@ def test_kl_loss_pulls_towards_the_reference(estimator: str, kl: float) -> None:
 def test_kl_and_entropy_act_on_their_block_only(block: str) -> None:
     like = flat(OLD)
     extra = {"ref_logprobs": like - 0.1, "entropy": torch.full_like(like, 2.0)}
-    scored = objective().score(golden_judgements())
+    scored = score(objective(), golden_judgements())
     _, plain = loss_and_gradient(objective(), **extra)
     _, with_kl = loss_and_gradient(objective(**{f"kl_coef_{block}": 0.5}), **extra)
-    for tokens, a, b in zip(scored.tokens, plain, with_kl, strict=True):
+    for tokens, a, b in zip(scored.samples, plain, with_kl, strict=True):
         changed = tokens.block_ids == (BLOCK_CONFIDENCE if block == "confidence" else 1)
         np.testing.assert_array_equal(a[~changed], b[~changed])
         assert (a[changed] != b[changed]).all()
     base, _ = loss_and_gradient(objective(), **extra)
-    share = sum((t.block_ids == (BLOCK_CONFIDENCE if block == "confidence" else 1)).mean() for t in scored.tokens) / 8
+    share = sum((t.block_ids == (BLOCK_CONFIDENCE if block == "confidence" else 1)).mean() for t in scored.samples) / 8
     bonus, _ = loss_and_gradient(objective(**{f"entropy_coef_{block}": 0.5}), **extra)
     assert bonus == pytest.approx(base - 0.5 * 2.0 * share, abs=1e-12)
 
@@ -424,18 +403,17 @@ def test_missing_inputs_are_named() -> None:
     for options, missing in (
         ({"kl_coef": 0.1}, "ref_logprobs"),
         ({"tis_level": "token"}, "engine_logprobs"),
-        ({"entropy_coef": 0.1}, "entropy"),
     ):
         with pytest.raises(ValueError, match=missing):
             loss_and_gradient(objective(**options))
     with pytest.raises(ValueError, match="old_logprobs"):
-        objective(name="ccgspg").score(golden_judgements())
-    with pytest.raises(ValueError, match="one value per response token"):
-        objective(name="ccgspg").score(golden_judgements(), NEW[::-1])
+        score(objective(name="ccgspg"), golden_judgements())
+    with pytest.raises(ValueError, match="needs old_logprobs of all"):
+        score(objective(name="ccgspg"), golden_judgements(), NEW[::-1])
     with pytest.raises(UserError, match="at least 2"):
-        objective().score(golden_judgements()[:1])
+        score(objective(), golden_judgements()[:1])
     with pytest.raises(UserError, match=r"in \[0, 1\]"):
-        objective().score([judgement("p", 1.0, 1.2), judgement("p", 1.0, 0.2)])
+        score(objective(), [judgement("p", 1.0, 1.2), judgement("p", 1.0, 0.2)])
 
 
 def test_ccgspg_is_bounded_when_the_model_is_sure() -> None:
@@ -449,16 +427,13 @@ def test_ccgspg_is_bounded_when_the_model_is_sure() -> None:
 
 def test_statistics_sum_over_micro_batches() -> None:
     chosen = objective(kl_coef=0.1)
-    scored = chosen.score(golden_judgements())
-    weights = chosen.token_weights(scored, chosen.counts(scored))
-    _, whole = chosen.token_loss(token_batch(scored, weights, ref_logprobs=flat(OLD)))
+    scored = score(chosen, golden_judgements())
+    _, whole = chosen.loss(*token_batch(scored.samples, ref_logprobs=flat(OLD)))
     parts = []
     for rows in (range(3), range(3, 8)):
-        batch = token_batch(
-            select(scored, rows), [weights[i] for i in rows], [OLD[i] for i in rows], [NEW[i] for i in rows],
-            ref_logprobs=flat([OLD[i] for i in rows]),
-        )  # fmt: skip
-        parts.append(chosen.token_loss(batch)[1])
+        old, new = [OLD[i] for i in rows], [NEW[i] for i in rows]
+        batch = token_batch([scored.samples[i] for i in rows], old, new, ref_logprobs=flat(old))
+        parts.append(chosen.loss(*batch)[1])
     assert whole["tokens/reasoning"] + whole["tokens/confidence"] == sum(map(len, OLD))
     for name, value in whole.items():
         assert float(sum(part[name] for part in parts)) == pytest.approx(float(value), rel=1e-12)

@@ -11,7 +11,7 @@ from megatron_dcpo.planning.traffic import forward_flops
 from megatron_dcpo.runtime import device
 from megatron_dcpo.training import recorder
 from megatron_dcpo.weights.architecture import read_architecture
-from megatron_dcpo.weights.planner import Layout
+from megatron_dcpo.weights.layout import Layout
 from tests.helpers.paths import REPOSITORY
 
 

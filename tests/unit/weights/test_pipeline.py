@@ -9,7 +9,8 @@ import torch
 from megatron_dcpo.config import ModelConfig, ParallelConfig, validate
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.weights.pipeline import chunk_layers, layers_per_stage
-from megatron_dcpo.weights.planner import UNEVEN_PIPELINE, Layout, check_layout
+from megatron_dcpo.weights.layout import UNEVEN_PIPELINE, Layout
+from megatron_dcpo.weights.planner import check_layout
 from tests.unit.weights.test_planner import architecture
 
 FIRST, LAST, EMBEDDING, LOSS, WRITTEN = UNEVEN_PIPELINE

@@ -6,15 +6,8 @@ import pytest
 from megatron_dcpo.config import AdapterConfig, ModelConfig, ParallelConfig
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.weights.architecture import Architecture, parse_architecture
-from megatron_dcpo.weights.planner import (
-    Coordinates,
-    Layout,
-    check_layout,
-    check_options,
-    checksum,
-    padded_vocab_size,
-    plan,
-)
+from megatron_dcpo.weights.layout import Coordinates, Layout
+from megatron_dcpo.weights.planner import check_layout, check_options, checksum, padded_vocab_size, plan
 from megatron_dcpo.weights.table import hf_shapes
 
 

@@ -7,7 +7,8 @@ import pytest
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.weights.architecture import parse_architecture
-from megatron_dcpo.weights.planner import Layout, plan
+from megatron_dcpo.weights.layout import Layout
+from megatron_dcpo.weights.planner import plan
 from megatron_dcpo.weights.reshard_plan import check_engine, engine_slice, reshard_plan
 from megatron_dcpo.weights.table import hf_shapes
 

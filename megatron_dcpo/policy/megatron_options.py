@@ -1,0 +1,60 @@
+"""``parallel.megatron``: options handed on to Megatron's configuration classes by their names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from megatron_dcpo.errors import UserError, did_you_mean
+
+from megatron.core.distributed import DistributedDataParallelConfig  # isort: skip
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+CLASSES = (TransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
+# What an option of ours decides, or the checkpoint, or the loss scaling of policy/schedule.py.
+_DECIDED = {
+    "tensor_model_parallel_size": "parallel.tensor_model_parallel_size",
+    "pipeline_model_parallel_size": "parallel.pipeline_model_parallel_size",
+    "context_parallel_size": "parallel.context_parallel_size",
+    "expert_model_parallel_size": "parallel.expert_model_parallel_size",
+    "expert_tensor_parallel_size": "parallel.expert_tensor_parallel_size",
+    "sequence_parallel": "parallel.sequence_parallel",
+    "use_distributed_optimizer": "parallel.use_distributed_optimizer",
+    "recompute_granularity": "parallel.recompute_granularity",
+    "bf16": "model.params_dtype",
+    "fp16": "model.params_dtype",
+    "params_dtype": "model.params_dtype",
+    "pipeline_dtype": "model.params_dtype",
+    **{name: f"optimizer.{name}" for name in ("lr", "min_lr", "weight_decay", "clip_grad")},
+    **dict.fromkeys(
+        ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+        "model.path",
+    ),
+    **dict.fromkeys(("normalization", "layernorm_epsilon", "qk_layernorm", "gated_linear_unit"), "model.path"),
+    **dict.fromkeys(("activation_func", "add_bias_linear", "add_qkv_bias", "num_moe_experts"), "model.path"),
+    **dict.fromkeys(("moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax"), "model.path"),
+    **dict.fromkeys(("no_sync_func", "grad_scale_func", "finalize_model_grads_func", "param_sync_func"), "the trainer"),
+    **dict.fromkeys(("variable_seq_lengths", "perform_initialization", "calculate_per_token_loss"), "the trainer"),
+    **dict.fromkeys(("grad_reduce_in_fp32", "average_in_collective", "optimizer"), "the trainer"),
+}
+
+
+def options_of(kind: type, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of ``options`` that the Megatron class ``kind`` has."""
+    names = {field.name for field in fields(kind)}
+    return {name: value for name, value in options.items() if name in names}
+
+
+def check_megatron_options(options: Mapping[str, Any]) -> None:
+    """Raise :class:`UserError` for an option that no class of the installed Megatron has, or that something else decides."""
+    known = {field.name for kind in CLASSES for field in fields(kind)}
+    for name in options:
+        if name in _DECIDED:
+            raise UserError(f"parallel.megatron.{name} is decided by {_DECIDED[name]}; remove it")
+        if name not in known:
+            raise UserError(
+                f"parallel.megatron.{name} is unknown to {', '.join(kind.__name__ for kind in CLASSES)} of the installed "
+                f"megatron-core{did_you_mean(name, known - _DECIDED.keys())}"
+            )
