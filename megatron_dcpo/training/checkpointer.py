@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from megatron_dcpo.policy.optimizer import Offload
 from megatron_dcpo.rollout import Engine
 from megatron_dcpo.runtime import signals
 from megatron_dcpo.runtime.distributed import broadcast_object, max_over_ranks
+from megatron_dcpo.training.groups import restored_groups, saved_groups
 from megatron_dcpo.training.sampler import Sampler
 from megatron_dcpo.training.updater import Updater
 
@@ -27,7 +28,8 @@ logger = logging.getLogger(__name__)
 
 class Checkpointer:
     """Saves a run to ``directory/checkpoints`` and restores it. The engine sleeps while it works. All methods are
-    collective. ``saved_step``: of the last checkpoint."""
+    collective. ``identity``: what must be the same to resume, by option, and the fingerprint of the ``data``.
+    ``saved_step``: of the last checkpoint."""
 
     def __init__(
         self,
@@ -40,11 +42,11 @@ class Checkpointer:
         sampler: Sampler,
         updater: Updater,
         training: TrainingConfig,
-        seed: int,
+        identity: Mapping[str, Any],
     ) -> None:
         self.directory, self.saver = directory, saver
         self.policy, self.optimizer, self.offload, self.engine = policy, optimizer, offload, engine
-        self.sampler, self.updater, self.training, self.seed = sampler, updater, training, seed
+        self.sampler, self.updater, self.training, self.identity = sampler, updater, training, identity
         self.saved_step = 0
 
     def resume(self) -> int:
@@ -140,10 +142,11 @@ class Checkpointer:
 
     def _begin(self, step: int) -> None:
         run = {
-            "seed": self.seed,
+            "seed": self.identity["seed"],
+            "data": {"consumed_prompts": self.sampler.consumed_prompts(step), **self.identity["data"]},
+            "reward": {"nonfinite_in_a_row": self.updater.nonfinite_in_a_row},
             "engine": {"weights_version": step},  # what it has, or is about to get
-            **self.sampler.state(step),
-            **self.updater.state(),
+            "rollout": {"carried": saved_groups(self.sampler.carried)},
         }
         with self.offload.on_device():
             self.saver.begin(step, checkpoint_state(self.policy, self.optimizer, step, run))
@@ -151,15 +154,24 @@ class Checkpointer:
 
     def _restore(self, saved: dict[str, Any]) -> None:
         """Hand the parts what they saved. Seed and data must be those of the checkpoint: otherwise the run would be another
-        one from here on."""
-        step = saved["iteration"]
-        if saved["seed"] != self.seed:
+        one from here on. The prompts go on behind the last one consumed."""
+        step, data = saved["iteration"], saved["data"]
+        for name, value, kept in (
+            ("seed", self.identity["seed"], saved["seed"]),
+            *((f"data.{key}", self.identity["data"][key], data[key]) for key in ("prompts_per_step", "shuffle")),
+        ):
+            if value != kept:
+                raise UserError(f"{self.directory} was started with {name}={kept}, not {value}; keep it to resume")
+        if data["fingerprint"] != self.identity["data"]["fingerprint"]:
             raise UserError(
-                f"{self.directory} was started with seed={saved['seed']}, not {self.seed}; keep it to resume"
+                f"{self.directory} was started with other prompts than data.path holds now (or they are formatted "
+                "differently); restore them to resume, or start another run_dir"
             )
         if (version := saved["engine"]["weights_version"]) != step:
             raise UserError(
                 f"the checkpoint of step {step} in {self.directory} contradicts itself: engine at version {version}"
             )
-        self.sampler.restore(saved, step)
-        self.updater.restore(saved)
+        carried = saved.get("rollout", {"carried": []})["carried"]
+        groups = restored_groups(carried, self.sampler.draw, self.sampler.rollout.group_size)
+        self.sampler.restore(step, int(data["consumed_prompts"]), groups)
+        self.updater.nonfinite_in_a_row = int(saved["reward"]["nonfinite_in_a_row"])

@@ -1,39 +1,20 @@
-"""The responses to one prompt on their way from the engine to the batch, and those that a checkpoint carries on."""
+"""Groups that a checkpoint carries on, as plain values and tensors."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from megatron_dcpo.types import Judgement, Prompt, Response
-
-
-@dataclass(frozen=True)
-class PromptGroup:
-    """The prompt at ``position`` of the run, drawn in ``step``, and its ``size`` responses by sample index: with their
-    judgements, or with none while they are unfinished."""
-
-    prompt: Prompt
-    position: int
-    step: int
-    size: int
-    responses: Mapping[int, tuple[Response, Judgement | None]] = field(default_factory=dict)
-
-    @property
-    def unfinished(self) -> list[int]:
-        return [index for index in range(self.size) if self.responses.get(index, (None, None))[1] is None]
-
-    def with_responses(self, more: Mapping[int, tuple[Response, Judgement | None]]) -> PromptGroup:
-        return dataclasses.replace(self, responses={**self.responses, **more})
+from megatron_dcpo.training.sampler import Draw, PromptGroup
+from megatron_dcpo.types import Judgement, Response
 
 
 def saved_groups(groups: Sequence[PromptGroup]) -> list[dict[str, Any]]:
-    """Tensors and plain values, all that a checkpoint's reader takes."""
+    """Return groups as tensors and plain values, all that a checkpoint's reader takes."""
     return [
         {
             "position": group.position,
@@ -59,11 +40,11 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def restored_groups(saved: Sequence[Any], draw: Callable[[int], Prompt], size: int) -> list[PromptGroup]:
-    """The groups that :func:`saved_groups` made; ``draw`` gives the prompt at a position. Raises what odd values raise."""
+def restored_groups(saved: Sequence[Any], draw: Draw, size: int) -> list[PromptGroup]:
+    """Return the groups that :func:`saved_groups` made. Raises what odd values raise."""
     groups = []
     for entry in saved:
-        prompt, responses = draw(int(entry["position"])), {}
+        prompt, responses = draw(int(entry["position"]), 1)[0], {}
         for index, (values, judgement) in entry["responses"].items():
             ids, logprobs = (values[name].numpy() for name in ("token_ids", "logprobs"))
             if ids.ndim != 1 or ids.shape != logprobs.shape:

@@ -14,14 +14,16 @@ from megatron_dcpo.checkpoints.saver import Saver
 from megatron_dcpo.checkpoints.state import Optimizer
 from megatron_dcpo.config import Config
 from megatron_dcpo.data import load_prompts
+from megatron_dcpo.data.datasets import draw_prompts, fingerprint
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.heldout import HeldOut, load_held_out
 from megatron_dcpo.judging.answers import BOXED, FENCED, AnswerForm
-from megatron_dcpo.judging.judge import Verifier, judge_many
+from megatron_dcpo.judging.judge import JUDGES, Verifier, judge_many
 from megatron_dcpo.judging.math.pool import verify_answers
 from megatron_dcpo.judging.token_bytes import token_bytes
 from megatron_dcpo.objectives import build_method
 from megatron_dcpo.policy.adapter import Adapter, AdapterOptimizer
+from megatron_dcpo.policy.gradient_probe import probe_block_gradients
 from megatron_dcpo.policy.model import Policy, build_policy
 from megatron_dcpo.policy.optimizer import Offload, PolicyOptimizer, on_host
 from megatron_dcpo.rollout import Engine, build_local_engine, load_tokenizer
@@ -114,13 +116,19 @@ def build(config: Config) -> Iterator[Run]:
         topology.replica_group,
     )
     weight_sync = WeightSync(policy, optimizer, engine, topology, watch, config.rollout.bucket_bytes)
+    draw = partial(draw_prompts, prompts, seed=config.seed, shuffle=config.data.shuffle)
     sampler = Sampler(
-        *(engine, judge, prompts, method, weight_sync, topology, timers),
-        *(config.data, config.rollout, config.seed),
+        *(draw, engine, judge, JUDGES, method, weight_sync.recover, topology, timers),
+        *(config.rollout, config.data.prompts_per_step, config.seed),
     )
-    updater = Updater(policy, optimizer, method, reference, parallel, config.rollout, config.training)
+    probe = None
+    if isinstance(optimizer, PolicyOptimizer):
+        probe = partial(probe_block_gradients, policy, optimizer.megatron)
+    updater = Updater(policy, optimizer, method, reference, probe, parallel, config.rollout, config.training)
+    data = {"prompts_per_step": config.data.prompts_per_step, "shuffle": config.data.shuffle}
+    identity = {"seed": config.seed, "data": {**data, "fingerprint": fingerprint(prompts)}}
     checkpointer = Checkpointer(
-        *(directory, saver, policy, optimizer, offload, engine, sampler, updater, config.training, config.seed)
+        *(directory, saver, policy, optimizer, offload, engine, sampler, updater, config.training, identity)
     )
     validator = None
     if held_out is not None:

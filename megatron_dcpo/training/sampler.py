@@ -7,64 +7,84 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import itertools
 import logging
 import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 from contextlib import closing
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import Any
 
 import numpy as np
 
-from megatron_dcpo.config import DataConfig, RolloutConfig
-from megatron_dcpo.data.datasets import draw_prompts, fingerprint
+from megatron_dcpo.config import RolloutConfig
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.judging.judge import JUDGES
-from megatron_dcpo.objectives import Method
-from megatron_dcpo.rollout import Engine, EngineError, SamplingConfig
-from megatron_dcpo.rollout.engine import PartialRollout, Samples, SlotSteps
+from megatron_dcpo.objectives.method import Method
+from megatron_dcpo.rollout.engine import Engine, EngineError, PartialRollout, Samples, SamplingConfig, SlotSteps
 from megatron_dcpo.runtime import signals
 from megatron_dcpo.runtime.distributed import Topology, all_gather_objects, max_over_ranks
 from megatron_dcpo.runtime.signals import RolloutAbandoned
 from megatron_dcpo.runtime.watchdog import Timers
-from megatron_dcpo.training.groups import PromptGroup, restored_groups, saved_groups
-from megatron_dcpo.training.weight_sync import MAX_RESTARTS, WeightSync
 from megatron_dcpo.types import Judgement, Prompt, Response, ResponseKey, TrainingSample
 
 logger = logging.getLogger(__name__)
 
+Draw = Callable[[int, int], list[Prompt]]  # position in the run, count -> the prompts there
 Judge = Callable[[Sequence[Response], Mapping[str, Prompt]], list[Judgement]]
+Recover = Callable[..., bool]  # see weight_sync.WeightSync.recover
 # responses with their judgements, and when the judge began and ended
 Judged = tuple[list[tuple[Response, Judgement]], tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class PromptGroup:
+    """The prompt at ``position`` of the run, drawn in ``step``, and its ``size`` responses by sample index: with their
+    judgements, or with none while they are unfinished."""
+
+    prompt: Prompt
+    position: int
+    step: int
+    size: int
+    responses: Mapping[int, tuple[Response, Judgement | None]] = field(default_factory=dict)
+
+    @property
+    def unfinished(self) -> list[int]:
+        """Return the indices of the responses that are not finished and judged."""
+        return [index for index in range(self.size) if self.responses.get(index, (None, None))[1] is None]
+
+    def with_responses(self, more: Mapping[int, tuple[Response, Judgement | None]]) -> PromptGroup:
+        """Return the group with ``more`` responses."""
+        return replace(self, responses={**self.responses, **more})
 
 
 class Sampler:
     """Generates and judges the responses of each step. ``metrics``: of the last one.
 
-    ``extra_prompts``: consumed so far beyond ``prompts_per_step`` a step, by ``rollout.filter_groups`` and
-    ``max_staleness``; ``carried``: groups that the latter left for the next step.
+    ``draw`` gives the prompts at a position of the run; ``executor`` runs ``judge`` beside the engine; ``recover``
+    starts engines anew that failed. ``extra_prompts``: consumed so far beyond ``prompts_per_step`` a step, by
+    ``rollout.filter_groups`` and ``max_staleness``; ``carried``: groups that the latter left for the next step.
     """
 
     def __init__(
         self,
+        draw: Draw,
         engine: Engine,
         judge: Judge,
-        prompts: Sequence[Prompt],
+        executor: Executor,
         method: Method,
-        weight_sync: WeightSync,
+        recover: Recover,
         topology: Topology,
         timers: Timers,
-        data: DataConfig,
         rollout: RolloutConfig,
+        prompts_per_step: int,
         seed: int,
     ) -> None:
-        self.engine, self.judge, self.prompts, self.method = engine, judge, prompts, method
-        self.weight_sync, self.topology, self.timers = weight_sync, topology, timers
-        self.data, self.rollout, self.seed = data, rollout, seed
-        self.fingerprint = fingerprint(prompts)
+        self.draw, self.engine, self.judge, self.executor = draw, engine, judge, executor
+        self.method, self.recover, self.topology, self.timers = method, recover, topology, timers
+        self.rollout, self.prompts_per_step, self.seed = rollout, prompts_per_step, seed
         self.extra_prompts = 0
         self.carried: list[PromptGroup] = []
         self.metrics: dict[str, float] = {}
@@ -72,20 +92,21 @@ class Sampler:
     def sample(self, step: int) -> list[TrainingSample]:
         """Return the judged responses of ``step``, equal on all ranks. Collective.
 
-        With ``rollout.filter_groups`` groups that train neither block are replaced by the prompts that follow, in rounds;
-        what is missing after the last one is filled up with such groups, in the order in which they were drawn. The next
-        step goes on behind the last group taken. With ``rollout.max_staleness`` a round ends when as many groups are
-        finished as are missing; the others, and what is finished in excess, are carried to the next step, which draws as
-        many fewer. Raises :class:`RolloutAbandoned` on all ranks when a signal cut the rollout short.
+        With ``rollout.filter_groups`` groups that train neither block are replaced by the prompts that follow, in
+        rounds; what is missing after the last one is filled up with such groups, in the order in which they were drawn.
+        The next step goes on behind the last group taken. With ``rollout.max_staleness`` a round ends when as many
+        groups are finished as are missing; the others, and what is finished in excess, are carried to the next step,
+        which draws as many fewer. Raises :class:`RolloutAbandoned` on all ranks when a signal cut the rollout short.
         """
-        wanted, slots = self.data.prompts_per_step, copy.copy(self.engine.slot_steps)
+        wanted, slots = self.prompts_per_step, copy.copy(self.engine.slot_steps)
         first = at = (step - 1) * wanted + self.extra_prompts
         pool = list(self.carried)
         trainable: list[PromptGroup] = []
         untrainable: list[PromptGroup] = []
         for _ in range(self.rollout.max_refills + 1):
             count = max(0, math.ceil((wanted - len(trainable)) * self.rollout.oversample) - len(pool))
-            pool += self._draw(at, count, step)
+            prompts = self.draw(at, count)
+            pool += [PromptGroup(prompt, at + n, step, self.rollout.group_size) for n, prompt in enumerate(prompts)]
             at += count
             pool = self._generate_and_judge(pool, wanted - len(trainable), step)
             for group in (group for group in pool if not group.unfinished):
@@ -115,50 +136,31 @@ class Sampler:
             }
         return samples
 
-    def state(self, step: int) -> dict[str, Any]:
-        """Return what continues the sampling after ``step``, for a checkpoint."""
-        return {
-            "data": {
-                "consumed_prompts": step * self.data.prompts_per_step + self.extra_prompts,
-                "prompts_per_step": self.data.prompts_per_step,
-                "shuffle": self.data.shuffle,
-                "fingerprint": self.fingerprint,
-            },
-            "rollout": {"carried": saved_groups(self.carried)},
-        }
+    def consumed_prompts(self, step: int) -> int:
+        """Return how many prompts the run has consumed after ``step``."""
+        return step * self.prompts_per_step + self.extra_prompts
 
-    def restore(self, saved: Mapping[str, Any], step: int) -> None:
-        """Continue from what :meth:`state` gave after ``step``.
-
-        Raises :class:`UserError` where the configuration or the data would make another run of it.
-        """
-        now, then = self.state(step)["data"], saved["data"]
-        for key in ("prompts_per_step", "shuffle"):
-            if now[key] != then[key]:
-                raise UserError(f"the run was started with data.{key}={then[key]}, not {now[key]}; keep it to resume")
-        if now["fingerprint"] != then["fingerprint"]:
-            raise UserError(
-                f"{self.data.path} no longer holds the prompts that the run was started with (or they are formatted "
-                "differently); restore them to resume, or start another run_dir"
-            )
-        self.extra_prompts = int(then["consumed_prompts"]) - step * self.data.prompts_per_step
+    def restore(self, step: int, consumed_prompts: int, carried: list[PromptGroup]) -> None:
+        """Continue after ``step``. Raises :class:`UserError` where the options no longer allow what is carried."""
+        self.extra_prompts = consumed_prompts - step * self.prompts_per_step
         if self.extra_prompts < 0:
+            raise UserError(f"the checkpoint of step {step} contradicts itself: {consumed_prompts} prompts consumed")
+        responses = [response for group in carried for response, _ in group.responses.values()]
+        oldest = max((step - response.oldest_version for response in responses), default=0)
+        longest = max((len(r.token_ids) for r in responses if r.finish_reason == "abort"), default=0)
+        if oldest > self.rollout.max_staleness:
             raise UserError(
-                f"the checkpoint of step {step} contradicts itself: {then['consumed_prompts']} prompts consumed"
+                f"the checkpoint of step {step} carries responses that the next step continues; set "
+                f"rollout.max_staleness={oldest} or more to resume"
             )
-        carried = saved.get("rollout", {"carried": []})["carried"]
-        self.carried = restored_groups(carried, self._prompt_at, self.rollout.group_size)
-        self._check_carried(step)
+        if longest >= self.rollout.max_response_length:
+            raise UserError(
+                f"the checkpoint of step {step} carries an unfinished response of {longest} tokens; set "
+                "rollout.max_response_length above that to resume"
+            )
+        self.carried = carried
 
     # ------------------------------------------------------------------------------------------------- one round
-    def _draw(self, position: int, count: int, step: int) -> list[PromptGroup]:
-        prompts = draw_prompts(self.prompts, position, count, seed=self.seed, shuffle=self.data.shuffle)
-        size = self.rollout.group_size
-        return [PromptGroup(prompt, position + n, step, size) for n, prompt in enumerate(prompts)]
-
-    def _prompt_at(self, position: int) -> Prompt:
-        return draw_prompts(self.prompts, position, 1, seed=self.seed, shuffle=self.data.shuffle)[0]
-
     def _generate_and_judge(self, groups: Sequence[PromptGroup], wanted: int, step: int) -> list[PromptGroup]:
         """Return the groups with what there is of each when ``wanted`` are finished, or all of them. Collective."""
         responses: dict[ResponseKey, Response] = {}
@@ -185,9 +187,9 @@ class Sampler:
         """Sample what is unfinished of this rank's share of the groups, and hand each response to the judge as soon as it is
         finished: threads that wait for worker processes judge it while the rest is generated.
 
-        With ``rollout.max_staleness`` each engine ends when its part of the ``wanted`` groups is finished, and what may not
-        get any older. Collective. Raises :class:`UserError` when a response was sampled by other weights than the policy's,
-        or by too old ones, and what a judge raises that cannot work at all.
+        With ``rollout.max_staleness`` each engine ends when its part of the ``wanted`` groups is finished, and what may
+        not get any older. Collective. Raises :class:`UserError` when a response was sampled by other weights than the
+        policy's, or by too old ones, and what a judge raises that cannot work at all.
         """
         config, version = self.rollout, step - 1
         size, engine, engines = engine_of_rank(self.engine, self.topology)
@@ -205,7 +207,7 @@ class Sampler:
             _check_versions(finished, version, config.max_staleness)
             own = [r for r in finished if r.key in share and r.finish_reason != "abort"]
             if own:
-                pending.append(JUDGES.submit(self._judge, own, by_id))
+                pending.append(self.executor.submit(self._judge, own, by_id))
             if pending and pending[0].done():
                 pending[0].result()  # a judge that cannot work at all ends the run now
 
@@ -232,11 +234,11 @@ class Sampler:
         """Sample every one of ``samples`` by this rank's engine into ``responses``, each handed to ``finished`` as well,
         unless a signal cuts it short.
 
-        An engine that fails is started anew, gets the weights ``version`` again, and generates what is missing: the random
-        numbers are counted, so it is the same. Collective.
+        An engine that fails is started anew, gets the weights ``version`` again, and generates what is missing: the
+        random numbers are counted, so it is the same. Collective.
         """
         options = {"partial": partial} if partial else {}
-        for restarts in range(MAX_RESTARTS + 1):
+        for restarts in itertools.count():
             failure = ""
             missing = [(prompt, i) for prompt, i in samples if (prompt.prompt_id, i) not in responses]
             try:
@@ -249,7 +251,7 @@ class Sampler:
                 pass
             except EngineError as error:
                 failure = str(error)
-            if not self.weight_sync.recover(failure, version=version, restarts=restarts):
+            if not self.recover(failure, version=version, restarts=restarts):
                 return
             common = self._common_to_all_ranks(responses)
             for key in responses.keys() - common:
@@ -279,7 +281,8 @@ class Sampler:
     ) -> list[PromptGroup]:
         """Wait for the judge and gather all ranks' responses (collective): equal on every rank.
 
-        ``time/judge`` is what is left to wait for here, ``time/judge_busy`` for how long there was something in the judge.
+        ``time/judge`` is what is left to wait for here, ``time/judge_busy`` for how long there was something in the
+        judge.
         """
         judged = [future.result() for future in pending]
         self.timers.add("judge_busy", union_length(interval for _, interval in judged))
@@ -308,21 +311,6 @@ class Sampler:
             logger.warning(
                 "step %d: %d of %d groups drawn train the policy (rollout.max_refills=%d); %d others fill up the batch",
                 *(step, trainable, trainable + untrainable, self.rollout.max_refills, missing),
-            )
-
-    def _check_carried(self, step: int) -> None:
-        config, carried = self.rollout, [r for group in self.carried for r, _ in group.responses.values()]
-        oldest = max((step - response.oldest_version for response in carried), default=0)
-        longest = max((len(r.token_ids) for r in carried if r.finish_reason == "abort"), default=0)
-        if oldest > config.max_staleness:
-            raise UserError(
-                f"the checkpoint of step {step} carries responses that the next step continues; set "
-                f"rollout.max_staleness={oldest} or more to resume"
-            )
-        if longest >= config.max_response_length:
-            raise UserError(
-                f"the checkpoint of step {step} carries an unfinished response of {longest} tokens; set "
-                "rollout.max_response_length above that to resume"
             )
 
 

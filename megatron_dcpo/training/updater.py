@@ -10,22 +10,19 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, TypedDict
+from typing import Any, Protocol, TypedDict
 
 import numpy as np
 import torch
 
 from megatron_dcpo.config import ParallelConfig, RolloutConfig, TrainingConfig
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.objectives import Method
-from megatron_dcpo.policy.adapter import AdapterOptimizer
+from megatron_dcpo.objectives.method import Method
 from megatron_dcpo.policy.batching import assign_to_ranks, sequence_length, split_micro_batches
-from megatron_dcpo.policy.gradient_probe import probe_block_gradients
 from megatron_dcpo.policy.model import Policy
-from megatron_dcpo.policy.optimizer import PolicyOptimizer
 from megatron_dcpo.policy.schedule import accumulate_gradients, compute_logprobs
 from megatron_dcpo.runtime.distributed import all_gather_objects, max_over_ranks
 from megatron_dcpo.training.mismatch import LARGEST, REDUCED_BY_MAX, mismatch_statistics
@@ -34,6 +31,20 @@ from megatron_dcpo.types import BLOCKS, MicroBatch, TokenOutputs, TrainingSample
 logger = logging.getLogger(__name__)
 
 Reference = Callable[[], AbstractContextManager[Policy]]
+Accumulate = Callable[[], list[dict[str, float]]]
+# backward passes of a part of the loss and of the loss -> what the latter returns, norms and cosine of part and rest
+Probe = Callable[[Accumulate, Accumulate], tuple[list[dict[str, float]], Any]]
+
+
+class Optimizer(Protocol):
+    """What an update asks of an optimizer: policy/optimizer.py has Megatron's, policy/adapter.py an adapter's."""
+
+    @property
+    def learning_rate(self) -> float: ...
+    def zero_gradients(self) -> None: ...
+    def gradient_norm(self) -> float: ...
+    def step(self) -> None: ...
+    def gather_parameters(self) -> None: ...
 
 
 class UpdateStatistics(TypedDict):
@@ -49,19 +60,22 @@ class UpdateStatistics(TypedDict):
 
 
 class Updater:
-    """Takes optimizer steps on the ``policy``. ``reference`` opens the starting policy, where a KL loss asks for it."""
+    """Takes optimizer steps on the ``policy``. ``reference`` opens the starting policy, where a KL loss asks for it;
+    ``probe`` compares the gradients of the two blocks, where they can be had."""
 
     def __init__(
         self,
         policy: Policy,
-        optimizer: PolicyOptimizer | AdapterOptimizer,
+        optimizer: Optimizer,
         method: Method,
         reference: Reference | None,
+        probe: Probe | None,
         parallel: ParallelConfig,
         rollout: RolloutConfig,
         training: TrainingConfig,
     ) -> None:
-        self.policy, self.optimizer, self.method, self.reference = policy, optimizer, method, reference
+        self.policy, self.optimizer, self.method = policy, optimizer, method
+        self.reference, self.probe = reference, probe
         self.topology = policy.topology
         self.parallel, self.rollout, self.training = parallel, rollout, training
         self.forward_options: dict[str, Any] = {
@@ -105,7 +119,7 @@ class Updater:
     ) -> None:
         """Take one optimizer step on a scored mini-batch. Collective."""
         if probe:
-            parts = self._probe(samples, statistics)
+            parts = self._accumulate_and_probe(samples, statistics)
         else:
             self.optimizer.zero_gradients()
             parts = self.accumulate(samples)
@@ -167,26 +181,18 @@ class Updater:
         local, micro_batches = self.deal(samples)
         return local, compute_logprobs(policy, [samples[i] for i in local], micro_batches, **self.forward_options)
 
-    def state(self) -> dict[str, Any]:
-        """Return what continues the updates, for a checkpoint."""
-        return {"reward": {"nonfinite_in_a_row": self.nonfinite_in_a_row}}
-
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        """Continue from what :meth:`state` gave."""
-        self.nonfinite_in_a_row = int(saved["reward"]["nonfinite_in_a_row"])
-
     # --------------------------------------------------------------------------------------------------- helpers
     def _probe_is_due(self, step: int) -> bool:
         interval = self.training.gradient_probe_interval
-        due = interval > 0 and (step == 1 or step % interval == 0)
-        return due and isinstance(self.optimizer, PolicyOptimizer)
+        return self.probe is not None and interval > 0 and (step == 1 or step % interval == 0)
 
-    def _probe(self, samples: Sequence[TrainingSample], statistics: UpdateStatistics) -> list[dict[str, float]]:
+    def _accumulate_and_probe(
+        self, samples: Sequence[TrainingSample], statistics: UpdateStatistics
+    ) -> list[dict[str, float]]:
         """Accumulate the gradient, and measure that of the reasoning tokens against that of the confidence tokens."""
+        assert self.probe is not None
         block, part = self._block_with_fewer_gradients(samples)
-        parts, comparison = probe_block_gradients(
-            self.policy, self.optimizer.megatron, partial(self.accumulate, part), partial(self.accumulate, samples)
-        )
+        parts, comparison = self.probe(partial(self.accumulate, part), partial(self.accumulate, samples))
         statistics["block_gradients"] = (comparison if block == "reasoning" else comparison.swapped()).metrics()
         return parts
 
