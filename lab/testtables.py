@@ -63,21 +63,22 @@ class Records:
 
 
 Run = Mapping[str, Records]  # part -> responses of one policy under one method
-Runs = dict[tuple[str, int], dict[str, Run]]  # (family, pretraining) -> method -> run
+Runs = dict[tuple[str, int, int], dict[str, Run]]  # (family, pretraining, seed of RL) -> method -> run
+Family = Mapping[int, Sequence[Mapping[str, Run]]]  # pretraining -> seeds of RL, in order; the first has every row
 
 
-def load(archive: Path, seed: int = 1, data: Path = EXAMPLES / "data") -> Runs:
-    """The responses of all cells of one seed to the problems of ``data``. Raises :class:`UserError` without an archive."""
+def load(archive: Path, data: Path = EXAMPLES / "data") -> Runs:
+    """The responses of all cells to the problems of ``data``. Raises :class:`UserError` without an archive."""
     if not archive.is_file():
         raise UserError(f"{archive}: no records; make them with: python -m lab test, then test-tables --grid")
     kinds = {path.stem: np.array([r["type"] for _, r in read_json_lines(path)]) for path in data.glob("*.jsonl")}
     runs: Runs = {}
     for path, content in sorted(read_archive(archive).items()):
-        policy, method, of_seed, file = path.split("/")
+        policy, method, seed, file = path.split("/")
         part = file.removesuffix(".csv")
-        if int(of_seed) == seed and part in (*kinds, "decoding"):
+        if part in (*kinds, "decoding"):
             family, _, pretraining = policy.partition(".")
-            run = runs.setdefault((family, int(pretraining or 0)), {}).setdefault(method, {})
+            run = runs.setdefault((family, int(pretraining or 0), int(seed)), {}).setdefault(method, {})
             assert isinstance(run, dict)
             column = "token" if method in METHODS and METHODS[method].confidence == "token" else "confidence"
             run[part] = _records(content, kinds["test" if part == "decoding" else part], column)
@@ -197,68 +198,62 @@ def scores(run: Run, part: str = "test") -> dict[str, float]:
 def tables(archive: Path, out: Path) -> dict[str, Any]:
     """Write ``test.json`` and ``test_tables.md``; returns the former. ``best`` is the row with the least Brier score on the
     validation problems of the three-layer policies."""
-    runs = {policy: with_fitted(methods) for policy, methods in load(archive).items()}
-    families = {family: [runs[key] for key in sorted(runs) if key[0] == family] for family in POLICIES}
+    runs = {key: with_fitted(methods) for key, methods in sorted(load(archive).items())}
+    families: dict[str, Family] = {
+        family: {
+            number: [r for key, r in runs.items() if key[:2] == (family, number)]
+            for number in dict.fromkeys(key[1] for key in runs if key[0] == family)
+        }
+        for family in POLICIES
+    }
     chosen = _validation(families["large"])
     best = min(chosen, key=lambda name: chosen[name])
     policies = {
-        POLICIES[family]: {
-            name: _columns([r[name] for r in of if name in r and "test" in r[name]]) for name in _names(of)
-        }
-        for family, of in families.items()
-        if of
+        POLICIES[family]: {name: _columns(of, name) for name in _names(of)} for family, of in families.items() if of
     }
-    band = [null_ece(r[best]["test"].confidence, resamples=400) for r in families["large"] if best in r]
+    band = [null_ece(r[best]["test"].confidence, resamples=400) for _, r in _runs_of(families["large"], best)]
     result = {"best": best, "null_ece_95": float(np.mean(band)), "policies": policies}
     (out / "test.json").write_text(json.dumps(rounded(json_ready(result)), indent=1) + "\n")
     (out / "test_tables.md").write_text(_markdown(families, result, chosen))
     return result
 
 
-def _names(of: Sequence[Mapping[str, Run]]) -> list[str]:
-    return [name for name in TITLES if any("test" in r.get(name, {}) for r in of)]
+def _runs_of(of: Family, *names: str, part: str = "test") -> list[tuple[int, Mapping[str, Run]]]:
+    """Pretraining and rows of every run (one seed on one pretraining) that sampled ``part`` with all of ``names``."""
+    return [(n, r) for n, seeds in of.items() for r in seeds if all(part in r.get(name, {}) for name in names)]
 
 
-def _columns(of: Sequence[Run]) -> dict[str, list[float]]:
-    rows = [scores(run) for run in of]
-    return {key: [row[key] for row in rows] for key in METRICS}
+def _names(of: Family) -> list[str]:
+    return [name for name in TITLES if _runs_of(of, name)]
 
 
-def _validation(of: Sequence[Mapping[str, Run]]) -> dict[str, float]:
-    """Brier score on the validation problems, mean over the pretrainings, of the rows that every pretraining has there."""
-    names = [name for name in TITLES if all("heldout" in r.get(name, {}) for r in of)]
-    return {name: float(np.mean([scores(r[name], "heldout")["brier"] for r in of])) for name in names}
+def _by_pretraining(runs: Sequence[tuple[int, Any]], value: Callable[[Any], Any]) -> list[list[Any]]:
+    """[pretrainings][seeds] of ``value``."""
+    found: dict[int, list[Any]] = {}
+    for number, run in runs:
+        found.setdefault(number, []).append(value(run))
+    return list(found.values())
 
 
-def _markdown(
-    families: Mapping[str, Sequence[Mapping[str, Run]]], result: Mapping[str, Any], chosen: Mapping[str, float]
-) -> str:
+def _columns(of: Family, name: str) -> dict[str, list[float]]:
+    """``METRICS`` of one row: one number per pretraining, the mean over its seeds."""
+    rows = _by_pretraining(_runs_of(of, name), lambda r: scores(r[name]))
+    return {key: [float(np.mean([row[key] for row in seeds])) for seeds in rows] for key in METRICS}
+
+
+def _validation(of: Family) -> dict[str, float]:
+    """Brier score on the validation problems, mean over the pretrainings, of the rows that every pretraining has there: of
+    its first seed, which all of them have."""
+    first = [seeds[0] for seeds in of.values()]
+    names = [name for name in TITLES if all("heldout" in r.get(name, {}) for r in first)]
+    return {name: float(np.mean([scores(r[name], "heldout")["brier"] for r in first])) for name in names}
+
+
+def _markdown(families: Mapping[str, Family], result: Mapping[str, Any], chosen: Mapping[str, float]) -> str:
     lines = ["# Tables of the test", "", "Made by `python -m lab test-tables` from `test_records.tar.xz` alone.", ""]
     for family, of in families.items():
-        if not of:
-            continue
-        columns = result["policies"][POLICIES[family]]
-        lines += [f"## {POLICIES[family]}", "", "Mean over the n pretrainings.", ""]
-        lines += [f"| | n | {' | '.join(METRICS)} |", "|---" * (len(METRICS) + 2) + "|"]
-        for name, row in columns.items():
-            shown = " | ".join(f"{np.mean(row[key]):.4f}" for key in METRICS)
-            lines.append(f"| {TITLES[name]} | {len(row['accuracy'])} | {shown} |")
-        lines += ["", "ECE of every pretraining: plug-in, corrected for its bias, 95 % interval over problems; what"]
-        lines += [BANDS, "", "| | pretraining | " + ECE_COLUMNS]
-        for name in columns:
-            for number, r in enumerate((r[name] for r in of if "test" in r.get(name, {})), start=1):
-                lines.append(f"| {TITLES[name]} | {number} | {ece_interval(r['test'])} |")
-        lines += ["", *_differences(of), "", *ladder(of)]
-        lines += ["The paper's decoding (T 0.7, top-p 0.8, top-k 20), mean over pretrainings:", ""]
-        lines += ["| | accuracy | ECE | Brier | AUROC |", "|---" * 5 + "|"]
-        for name in columns:
-            rows = [scores(r[name], "decoding") for r in of if "decoding" in r.get(name, {})]
-            if rows:
-                shown = " | ".join(
-                    f"{np.mean([r[k] for r in rows]):.4f}" for k in ("accuracy", "ece", "brier", "auroc")
-                )
-                lines.append(f"| {TITLES[name]} | {shown} |")
-        lines.append("")
+        if of:
+            lines += [f"## {POLICIES[family]}", "", *_family(of, result["policies"][POLICIES[family]]), ""]
     lines += [
         "## Choice of the best row",
         "",
@@ -271,6 +266,50 @@ def _markdown(
         *(f"| {TITLES[k]} | {v:.4f} |" for k, v in sorted(chosen.items(), key=lambda i: i[1])),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _family(of: Family, columns: Mapping[str, Mapping[str, list[float]]]) -> list[str]:
+    lines = ["Mean over the n pretrainings; a pretraining's number is the mean over its seeds of RL.", ""]
+    lines += [f"| | n | seeds | {' | '.join(METRICS)} |", "|---" * (len(METRICS) + 3) + "|"]
+    for name, row in columns.items():
+        seeds = "/".join(str(n) for n in sorted({len(s) for s in _by_pretraining(_runs_of(of, name), id)}))
+        shown = " | ".join(f"{np.mean(row[key]):.4f}" for key in METRICS)
+        lines.append(f"| {TITLES[name]} | {len(row['accuracy'])} | {seeds} | {shown} |")
+    lines += ["", *_spread(of)]
+    lines += ["ECE of every run, one pretraining's in the order of their seeds: plug-in, corrected for its bias, 95 %"]
+    lines += ["interval over problems; what", BANDS, "", "| | pretraining | " + ECE_COLUMNS]
+    for name in columns:
+        lines += [f"| {TITLES[name]} | {n} | {ece_interval(r[name]['test'])} |" for n, r in _runs_of(of, name)]
+    lines += ["", *_differences(of), "", *ladder(of)]
+    lines += ["The paper's decoding (T 0.7, top-p 0.8, top-k 20), mean over pretrainings:", ""]
+    lines += ["| | accuracy | ECE | Brier | AUROC |", "|---" * 5 + "|"]
+    for name in columns:
+        rows = _by_pretraining(_runs_of(of, name, part="decoding"), lambda r, name=name: scores(r[name], "decoding"))
+        if rows:
+            shown = " | ".join(
+                f"{np.mean([np.mean([r[k] for r in seeds]) for seeds in rows]):.4f}"
+                for k in ("accuracy", "ece", "brier", "auroc")
+            )
+            lines.append(f"| {TITLES[name]} | {shown} |")
+    return lines
+
+
+def _spread(of: Family) -> list[str]:
+    """Standard deviations of the rows with several seeds on every pretraining; empty where there is none."""
+    lines = ["Standard deviation between the seeds of one pretraining / between the pretrainings' means:", ""]
+    lines += ["| | accuracy | ECE | Brier | AUROC |", "|---" * 5 + "|"]
+    head = len(lines)
+    for name in _names(of):
+        rows = _by_pretraining(_runs_of(of, name), lambda r, name=name: scores(r[name]))
+        if len(rows) < 2 or min(len(seeds) for seeds in rows) < 2:
+            continue
+        shown = []
+        for key in ("accuracy", "ece", "brier", "auroc"):
+            values = [[row[key] for row in seeds] for seeds in rows]
+            within = math.sqrt(np.mean([np.var(v, ddof=1) for v in values]))
+            shown.append(f"{within:.4f} / {np.std([np.mean(v) for v in values], ddof=1):.4f}")
+        lines.append(f"| {TITLES[name]} | {' | '.join(shown)} |")
+    return [*lines, ""] if len(lines) > head else []
 
 
 ECE_COLUMNS = "ECE | corrected | interval | calibrated | within problems |\n" + "|---" * 7 + "|"
@@ -305,17 +344,19 @@ ERRORS: tuple[tuple[Callable[[Records], np.ndarray], int], ...] = (
 )
 
 
-def _differences(of: Sequence[Mapping[str, Run]]) -> list[str]:
-    """Accuracy (points) and Brier score against GRPO, with intervals for other pretrainings and other problems."""
-    lines = ["Minus GRPO, same problems and pretrainings; ± for other pretrainings and problems (crossed):", ""]
+def _differences(of: Family) -> list[str]:
+    """Accuracy (points) and Brier score against GRPO on the runs that have both. A seed belongs to its pretraining, so the
+    spread of the pretrainings' means holds the seeds' too: their means are crossed with the problems."""
+    lines = ["Minus GRPO, same problems, pretrainings and seeds; ± for others of all three (crossed):", ""]
     lines += ["| | accuracy, points | Brier |", "|---|---|---|"]
     for name in _names(of):
-        both = [r for r in of if "test" in r.get(name, {}) and "test" in r.get("grpo", {})]
+        both = _runs_of(of, name, "grpo")
         if name == "grpo" or not both:
             continue
         shown = []
         for value, unit in ERRORS:
-            gap = crossed(np.array([_gap(r, name, "grpo", value) for r in both]))
+            gaps = _by_pretraining(both, lambda r, name=name, value=value: _gap(r, name, "grpo", value))
+            gap = crossed(np.array([np.mean(seeds, axis=0) for seeds in gaps]))
             half = "" if math.isnan(gap.low) else f" ± {unit * (gap.high - gap.mean):.3g}"
             shown.append(f"{unit * gap.mean:+.3g}{half}")
         lines.append(f"| {TITLES[name]} | {' | '.join(shown)} |")
@@ -326,16 +367,14 @@ def _differences(of: Sequence[Mapping[str, Run]]) -> list[str]:
 LADDER = tuple((f"coupled{rung}", f"dcpo{rung}") for rung in ("", "_mean", "_brier", "_brier_mean"))
 
 
-def ladder(of: Sequence[Mapping[str, Run]]) -> list[str]:
-    """Decoupled minus coupled on each pretraining that has both; empty where none has. The interval is over problems alone
+def ladder(of: Family) -> list[str]:
+    """Decoupled minus coupled of each run that has both; empty where none has. The interval is over problems alone
     and says nothing about another pretraining or seed."""
     lines = ["Decoupled minus coupled, everything else equal; ± for other problems alone:", ""]
     lines += ["| | pretraining | accuracy, points | Brier |", "|---|---|---|---|"]
     head = len(lines)
     for coupled, decoupled in LADDER:
-        for number, r in enumerate(of, start=1):
-            if "test" not in r.get(coupled, {}) or "test" not in r.get(decoupled, {}):
-                continue
+        for number, r in _runs_of(of, coupled, decoupled):
             shown = []
             for value, unit in ERRORS:
                 gap = _gap(r, decoupled, coupled, value)

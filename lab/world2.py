@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from lab.publish import write_json
-from lab.results import interval, read_archive
+from lab.results import interval
 from lab.runner import EXAMPLES, Scale
 from lab.testgrid import Draw, HeldOutLab, cells
 from lab.testtables import (
@@ -64,11 +64,10 @@ def by_answer(fit: Records) -> Callable[[Records], np.ndarray]:
 def rows(archive: Path) -> list[dict[str, Run]]:
     """One ``{row: responses}`` per run: seed by seed, in it every pretraining."""
     found = []
-    for seed in sorted({int(name.split("/")[2]) for name in read_archive(archive)}):
-        for _, runs in sorted(load(archive, seed, GRAPHS).items()):
-            grpo, filled = runs["grpo"], with_fitted(runs)
-            stated = by_answer(grpo["heldout"])
-            found.append(filled | {"stated": {part: r.stating(stated(r)) for part, r in grpo.items()}})
+    for _, runs in sorted(load(archive, GRAPHS).items(), key=lambda item: (item[0][2], item[0][1])):
+        grpo, filled = runs["grpo"], with_fitted(runs)
+        stated = by_answer(grpo["heldout"])
+        found.append(filled | {"stated": {part: r.stating(stated(r)) for part, r in grpo.items()}})
     return found
 
 

@@ -88,13 +88,14 @@ def test_the_ladder_compares_each_rung_on_the_pretrainings_that_have_both() -> N
     coupled, decoupled = (
         {"test": records([0, 0, 1, 1], y, [0.5] * 4)} for y in ([0, 0, 0, 1], [1, 1, 0, 1])
     )  # problem 0: 0 and 2 right of 2, problem 1: the same
-    lines = ladder([{"dcpo": decoupled}, {"coupled": coupled, "dcpo": decoupled, "coupled_mean": coupled}])
+    both = {"coupled": coupled, "dcpo": decoupled, "coupled_mean": coupled}
+    lines = ladder({1: [{"dcpo": decoupled}], 2: [both, {"dcpo": coupled}]})
     gaps = [100.0, 0.0]
     half = 1.96 * np.std(gaps, ddof=1) / math.sqrt(2)
     assert [line for line in lines if line.startswith("| DCPO")] == [
         f"| DCPO - coupled (w/o decoupling) | 2 | +50 ± {half:.3g} | +0 ± 0 |"
     ]
-    assert ladder([{"dcpo": decoupled}]) == []
+    assert ladder({1: [{"dcpo": decoupled}]}) == []
 
 
 def archive(path: Path, policies: tuple[str, ...]) -> None:
@@ -144,7 +145,7 @@ def test_the_contract_is_written_from_the_records_alone(tmp_path) -> None:
 def test_a_fitted_row_never_sees_what_it_is_scored_on(tmp_path) -> None:
     """Test labels turned round change no confidence; those of one half of the validation problems only the other half's."""
     archive(tmp_path / RECORDS, ("large.1",))
-    runs = load(tmp_path / RECORDS)["large", 1]
+    runs = load(tmp_path / RECORDS)["large", 1, 1]
     before = with_fitted(runs)
     flipped = {
         method: dict(run) | {"test": replace(run["test"], correct=1 - run["test"].correct)}
