@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from lab.theory.scoring_rules import first_digit
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.blocks import split_blocks
 from megatron_dcpo.judging.token_bytes import TokenBytes
@@ -206,27 +205,6 @@ def test_in_between_it_is_the_damped_natural_gradient_over_W(sharpness):
     W = (pi / (pi + 0.001)).sum()
     expected = -np.linalg.solve(F + 0.001 * np.eye(10), g) / W
     np.testing.assert_allclose(gradient(logits, scores, 0.01)[0], expected, atol=1e-12)
-
-
-def test_the_default_damping_keeps_digits_that_are_hardly_ever_said():
-    """A first digit 0 that the policy says 5 times in 10,000, where 0.05 is about right: a damping of 0.01 gives it up, as
-    its weight vanishes below the probability 0.01 / 10."""
-    start = [5e-4, *[(1 - 5e-4) / 9] * 9]
-    said = {
-        damping: first_digit(damping, 0.037, start, steps=1000, lr=1.0)[-1] @ (np.arange(10) / 10 + 0.05)
-        for damping in (resolve(OPTIONS).digit_damping, 0.01)
-    }
-    assert said[0.001] == pytest.approx(0.05, abs=0.005)
-    assert said[0.01] == pytest.approx(0.15, abs=0.001)
-
-
-def test_a_rare_digit_is_found_that_the_sampled_gradient_gives_up():
-    """First digits as the lab's starting policy says them of its hardest problems, right in 3.5 % of the cases."""
-    start = [0.002, 0.007, 0.024, 0.057, 0.073, 0.115, 0.16, 0.182, 0.153, 0.227]
-    damped, sampled = (first_digit(damping, 0.035, start, steps=1000, lr=1.0)[-1] for damping in (0.01, None))
-    assert damped[0] > 0.95
-    assert sampled[0] < 0.001
-    assert sampled @ np.arange(10) > 2, "it stays above 0.2"
 
 
 def test_a_choice_the_vocabulary_lacks_takes_no_part():
