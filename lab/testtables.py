@@ -121,7 +121,8 @@ def isotonic(x: np.ndarray, y: np.ndarray) -> Callable[[np.ndarray], np.ndarray]
 def lookup(fit: Records) -> Stated:
     """Return the accuracy on the type of problem, of all types where the type is new."""
     table = {kind: fit.correct[fit.kind == kind].mean() for kind in np.unique(fit.kind)}
-    return lambda r: np.array([table.get(kind, fit.correct.mean()) for kind in r.kind])
+    of_all = fit.correct.mean()
+    return lambda r: np.array([table.get(kind, of_all) for kind in r.kind])
 
 
 def isotonic_per_type(fit: Records) -> Stated:
@@ -290,9 +291,12 @@ def shown(value: str, gap: Interval) -> str:
 
 
 # ------------------------------------------------------------------------------------------------ what is written
-def wrapped(text: str) -> list[str]:
-    """Return prose in lines of at most 100 columns, and an empty line."""
-    return [*textwrap.wrap(text, 100), ""]
+def table(text: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return prose in lines of at most 100 columns and a table under it; nothing without rows."""
+    if not rows:
+        return []
+    lines = [*textwrap.wrap(text, 100), "", f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    return [*lines, *(f"| {' | '.join(row)} |" for row in rows), ""]
 
 
 def tables(archive: Path, out: Path) -> dict[str, Any]:
@@ -314,14 +318,10 @@ def tables(archive: Path, out: Path) -> dict[str, Any]:
     lines = ["# Tables of the test", "", "Made by `python -m lab test-tables` from `test_records.tar.xz` alone.", ""]
     for family, of in families.items():
         lines += [f"## {POLICIES[family]}", "", *_family(of, policies[POLICIES[family]])]
-    lines += [
-        "## Choice of the best row",
-        "",
-        "Brier score on the validation problems (fitted rows: on the other half).",
-    ]
-    lines += ["", "| row | Brier |", "|---|---|"]
-    lines += [f"| {TITLES[name]} | {value:.4f} |" for name, value in sorted(chosen.items(), key=lambda i: i[1])]
-    (out / "test_tables.md").write_text("\n".join(lines) + "\n")
+    ranked = [(TITLES[name], f"{value:.4f}") for name, value in sorted(chosen.items(), key=lambda i: i[1])]
+    text = "Brier score on the validation problems (fitted rows: on the other half)."
+    lines += ["## Choice of the best row", "", *table(text, ("Brier",), ranked)]
+    (out / "test_tables.md").write_text("\n".join(lines))
     return result
 
 
@@ -357,113 +357,97 @@ def _validation(of: Family) -> dict[str, float]:
 
 
 def _family(of: Family, columns: Mapping[str, Mapping[str, list[float]]]) -> list[str]:
-    lines = wrapped(
-        "Mean over the n pretrainings; a pretraining's number is the mean over its seeds of RL. Skill: ± for other "
-        "pretrainings (Student's t)."
-    )
-    lines += [f"| | n | seeds | {' | '.join(METRICS)} |", "|---" * (len(METRICS) + 3) + "|"]
+    rows = []
     for name, row in columns.items():
         seeds = "/".join(str(n) for n in sorted({len(s) for s in _by_pretraining(_runs_of(of, name), id)}))
-        numbers = " | ".join(
-            interval(row[key]).shown(3) if key == "skill" else f"{np.mean(row[key]):.4f}" for key in METRICS
-        )
-        lines.append(f"| {TITLES[name]} | {len(row['accuracy'])} | {seeds} | {numbers} |")
-    lines += ["", *_errors(of), *_spread(of)]
+        means = [interval(row[key]).shown(3) if key == "skill" else f"{np.mean(row[key]):.4f}" for key in METRICS]
+        rows.append((TITLES[name], str(len(row["accuracy"])), seeds, *means))
+    text = "Mean over the n pretrainings; a pretraining's number is the mean over its seeds of RL. Skill: ± for other "
     trained = [name for name in columns if name in (*METHODS, "dcpo_proper_digits")]
-    lines += _differences(of, "grpo", trained, tuple(VALUES))
-    lines += _differences(of, "logistic", list(columns), ("Brier",))
-    lines += [*ladder(of), *_decoding(of)]
-    return lines
+    return [
+        *table(text + "pretrainings (Student's t).", ("n", "seeds", *METRICS), rows),
+        *_errors(of),
+        *_spread(of),
+        *_differences(of, "grpo", trained, tuple(VALUES)),
+        *_differences(of, "logistic", list(columns), ("Brier",)),
+        *ladder(of),
+        *_decoding(of),
+    ]
 
 
 def _errors(of: Family) -> list[str]:
-    lines = wrapped(
-        "Mean ECE of all runs: plug-in; corrected for its bias; what 95 % of calibrated models stay below in the same mean, "
-        "where labels are independent, and where they are as alike within a problem as here."
-    )
-    lines += ["| | runs | ECE | corrected | independent | within problems |", "|---" * 6 + "|"]
+    rows = []
     for name in _names(of):
         rs = [r[name]["test"] for _, r in _runs_of(of, name)]
         plain = np.mean([ece(r.confidence, r.correct) for r in rs])
         corrected = np.mean([binned_error(r.confidence, r.correct, r.problem, resamples=100).estimate for r in rs])
-        lines.append(
-            f"| {TITLES[name]} | {len(rs)} | {plain:.4f} | {corrected:.4f} | "
-            + " | ".join(f"{band:.4f}" for band in bands(rs))
-            + " |"
-        )
-    return [*lines, ""]
+        rows.append((TITLES[name], str(len(rs)), *(f"{number:.4f}" for number in (plain, corrected, *bands(rs)))))
+    text = (
+        "Mean ECE of all runs: plug-in; corrected for its bias; what 95 % of calibrated models stay below in the same "
+    )
+    text += "mean, where labels are independent, and where they are as alike within a problem as here."
+    return table(text, ("runs", "ECE", "corrected", "independent", "within problems"), rows)
+
+
+SHOWN = ("accuracy", "ece", "brier", "auroc")
 
 
 def _spread(of: Family) -> list[str]:
-    """Return standard deviations of the rows with several seeds on every pretraining; nothing where there is none."""
-    keys = ("accuracy", "ece", "brier", "auroc")
-    lines = ["Standard deviation between the seeds of one pretraining / between the pretrainings' means:", ""]
-    lines += [f"| | {' | '.join(keys)} |", "|---" * 5 + "|"]
-    head = len(lines)
+    """Return standard deviations of the rows with several seeds on every pretraining."""
+    rows = []
     for name in _names(of):
-        rows = _by_pretraining(_runs_of(of, name), lambda r, name=name: scores(r[name]))
-        if len(rows) < 2 or min(len(seeds) for seeds in rows) < 2:
+        found = _by_pretraining(_runs_of(of, name), lambda r, name=name: scores(r[name]))
+        if len(found) < 2 or min(len(seeds) for seeds in found) < 2:
             continue
         cells = []
-        for key in keys:
-            values = [[row[key] for row in seeds] for seeds in rows]
+        for key in SHOWN:
+            values = [[row[key] for row in seeds] for seeds in found]
             within = math.sqrt(np.mean([np.var(v, ddof=1) for v in values]))
             cells.append(f"{within:.4f} / {np.std([np.mean(v) for v in values], ddof=1):.4f}")
-        lines.append(f"| {TITLES[name]} | {' | '.join(cells)} |")
-    return [*lines, ""] if len(lines) > head else []
+        rows.append((TITLES[name], *cells))
+    text = "Standard deviation between the seeds of one pretraining / between the pretrainings' means:"
+    return table(text, SHOWN, rows)
 
 
 def _differences(of: Family, start: str, names: Sequence[str], values: Sequence[str]) -> list[str]:
     """Compare ``names`` with the row ``start`` on the runs that have both. A seed belongs to its pretraining, so the spread
     of the pretrainings' means holds the seeds' too: their means are crossed with the problems."""
-    if not _runs_of(of, start):
-        return []
-    lines = wrapped(
-        f"Minus {TITLES[start]}, same problems, pretrainings and seeds; ± for others of all three, or, in a row of one "
-        "pretraining, for other problems alone:"
-    )
-    lines += [f"| | pretrainings | {' | '.join(values)} |", "|---" * (len(values) + 2) + "|"]
+    rows = []
     for name in names:
         both = _runs_of(of, name, start)
         if name == start or not both:
             continue
-        gaps = {
-            value: _by_pretraining(both, lambda r, n=name, v=value: difference(r[n], r[start], v)) for value in values
-        }
-        means = {value: np.array([np.mean(seeds, axis=0) for seeds in found]) for value, found in gaps.items()}
-        cells = [shown(v, crossed(x) if len(x) > 1 else interval(x[0])) for v, x in means.items()]
-        lines.append(f"| {TITLES[name]} | {len(next(iter(means.values())))} | {' | '.join(cells)} |")
-    return [*lines, ""]
-
-
-# from coupled to decoupled with everything else equal
-LADDER = tuple((f"coupled{rung}", f"dcpo{rung}") for rung in ("", "_mean", "_brier", "_brier_mean"))
+        cells = []
+        for value in values:
+            gaps = _by_pretraining(both, lambda r, n=name, v=value: difference(r[n], r[start], v))
+            means = np.array([np.mean(seeds, axis=0) for seeds in gaps])
+            cells.append(shown(value, crossed(means) if len(means) > 1 else interval(means[0])))
+        rows.append((TITLES[name], str(len(means)), *cells))
+    text = (
+        f"Minus {TITLES[start]}, same problems, pretrainings and seeds; ± for others of all three, or, in a row of one "
+    )
+    return table(text + "pretraining, for other problems alone:", ("pretrainings", *values), rows)
 
 
 def ladder(of: Family) -> list[str]:
-    """Compare decoupled with coupled on each run that has both; nothing where none has. The interval is over problems alone
-    and says nothing about another pretraining or seed."""
-    lines = ["Decoupled minus coupled, everything else equal; ± for other problems alone:", ""]
-    lines += [f"| | pretraining | {' | '.join(VALUES)} |", "|---" * (len(VALUES) + 2) + "|"]
-    head = len(lines)
-    for coupled, decoupled in LADDER:
+    """Compare decoupled with coupled on each run that has both. The interval is over problems alone and says nothing about
+    another pretraining or seed."""
+    rows = []
+    for rung in ("", "_mean", "_brier", "_brier_mean"):
+        coupled, decoupled = f"coupled{rung}", f"dcpo{rung}"
         for number, r in _runs_of(of, coupled, decoupled):
             cells = [shown(value, interval(difference(r[decoupled], r[coupled], value))) for value in VALUES]
-            lines.append(f"| {TITLES[decoupled]} - {TITLES[coupled]} | {number} | {' | '.join(cells)} |")
-    return [*lines, ""] if len(lines) > head else []
+            rows.append((f"{TITLES[decoupled]} - {TITLES[coupled]}", str(number), *cells))
+    text = "Decoupled minus coupled, everything else equal; ± for other problems alone:"
+    return table(text, ("pretraining", *VALUES), rows)
 
 
 def _decoding(of: Family) -> list[str]:
-    """Return the scores under the paper's decoding; nothing where nothing was sampled so."""
-    keys = ("accuracy", "ece", "brier", "auroc")
-    lines = wrapped(
-        "The paper's decoding (T 0.7, top-p 0.8, top-k 20), mean over pretrainings; of GRPO's policy alone:"
-    )
-    lines += [f"| | {' | '.join(keys)} |", "|---" * 5 + "|"]
-    head = len(lines)
+    rows = []
     for name in _names(of):
-        rows = _by_pretraining(_runs_of(of, name, part="decoding"), lambda r, name=name: scores(r[name], "decoding"))
-        if rows:
-            means = [np.mean([np.mean([r[key] for r in seeds]) for seeds in rows]) for key in keys]
-            lines.append(f"| {TITLES[name]} | {' | '.join(f'{mean:.4f}' for mean in means)} |")
-    return [*lines, ""] if len(lines) > head else []
+        if runs := _runs_of(of, name, part="decoding"):
+            found = _by_pretraining(runs, lambda r, name=name: scores(r[name], "decoding"))
+            means = [np.mean([np.mean([r[key] for r in seeds]) for seeds in found]) for key in SHOWN]
+            rows.append((TITLES[name], *(f"{mean:.4f}" for mean in means)))
+    text = "The paper's decoding (T 0.7, top-p 0.8, top-k 20), mean over pretrainings; of GRPO's policy alone:"
+    return table(text, SHOWN, rows)

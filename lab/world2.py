@@ -28,8 +28,8 @@ from lab.testtables import (
     lookup,
     scores,
     shown,
+    table,
     with_fitted,
-    wrapped,
 )
 
 RECORDS = "world2_records.tar.xz"
@@ -77,37 +77,37 @@ def tables(archive: Path, out: Path) -> dict[str, Any]:
 
 
 def _markdown(of: Sequence[Mapping[str, Run]]) -> str:
-    lines = ["# Tables of the second world", ""]
-    lines += wrapped(
-        "Reachability in a graph, test problems. A run is a seed of RL. Made by `python -m lab world2` from "
-        "`world2_records.tar.xz` alone. The last two columns: what 95 % of calibrated models stay below, where labels are "
-        "independent, and where they are as alike within a problem as here."
-    )
-    lines += [f"| | run | {' | '.join(SHOWN)} | ECE, independent | within problems |", "|---" * 10 + "|"]
     cells = [(name, run, r) for name in ROWS for run, r in enumerate(of, start=1) if name in r]
+    main = []
     for name, run, r in cells:
         numbers = [*(scores(r[name])[key] for key in SHOWN), *bands([r[name]["test"]])]
-        lines.append(f"| {ROWS[name]} | {run} | {' | '.join(f'{number:.4f}' for number in numbers)} |")
+        main.append((ROWS[name], str(run), *(f"{number:.4f}" for number in numbers)))
+    text = "Reachability in a graph, test problems. A run is a seed of RL. Made by `python -m lab world2` from "
+    text += (
+        "`world2_records.tar.xz` alone. The last two columns: what 95 % of calibrated models stay below, where labels "
+    )
+    text += "are independent, and where they are as alike within a problem as here."
+    lines = ["# Tables of the second world", ""]
+    lines += table(text, ("run", *SHOWN, "ECE, independent", "within problems"), main)
     for start in ("grpo", "logprob"):
-        lines += ["", f"Minus {ROWS[start]}, same problems and run; ± for other problems:", ""]
-        lines += [f"| | run | {' | '.join(VALUES)} |", "|---" * 5 + "|"]
-        for name, run, r in cells:
-            if name != start:
-                gaps = " | ".join(shown(value, interval(difference(r[name], r[start], value))) for value in VALUES)
-                lines.append(f"| {ROWS[name]} | {run} | {gaps} |")
-    return "\n".join([*lines, "", *_by_targets(of)]) + "\n"
+        gaps = [
+            (ROWS[name], str(run), *(shown(v, interval(difference(r[name], r[start], v))) for v in VALUES))
+            for name, run, r in cells
+            if name != start
+        ]
+        text = f"Minus {ROWS[start]}, same problems and run; ± for other problems:"
+        lines += table(text, ("run", *VALUES), gaps)
+    return "\n".join([*lines, *_by_targets(of)])
 
 
 def _by_targets(of: Sequence[Mapping[str, Run]]) -> list[str]:
     """Return accuracy and mean confidence of the first run by what the prompt shows: nodes with an edge towards them."""
-    lines = ["Accuracy / mean confidence by the number of nodes with an edge towards them (run 1):", ""]
     kinds = sorted(set(of[0]["grpo"]["test"].kind), key=int)
-    lines += [f"| | {' | '.join(kinds)} |", "|---" * (len(kinds) + 1) + "|"]
+    found = []
     for name in ("base", "grpo", "dcpo", "dcpo_proper", "dcpo_proper_digits", "adapter_tokens"):
         if name in of[0]:
             r = of[0][name]["test"]
-            means = [
-                f"{r.correct[r.kind == k].mean():.2f} / {np.nanmean(r.confidence[r.kind == k]):.2f}" for k in kinds
-            ]
-            lines.append(f"| {ROWS[name]} | {' | '.join(means)} |")
-    return lines
+            of_kind = [(r.correct[r.kind == k].mean(), np.nanmean(r.confidence[r.kind == k])) for k in kinds]
+            found.append((ROWS[name], *(f"{right:.2f} / {said:.2f}" for right, said in of_kind)))
+    text = "Accuracy / mean confidence by the number of nodes with an edge towards them (run 1):"
+    return table(text, kinds, found)

@@ -1,4 +1,4 @@
-"""Study the group as estimator of a prompt's accuracy p (paper, group-level target), exactly and by sampling.
+"""Study the group as estimator of a prompt's accuracy p (paper, group-level target), exactly.
 
 * The group accuracy of G responses is unbiased with variance p(1 - p)/G; a single label has p(1 - p).
 * Descending |c - t|, the step is sign(c - t). With single labels its variance is 4p(1 - p); with the exact accuracy, 0;
@@ -28,11 +28,6 @@ def target_variance(p: float, group_size: int) -> float:
     weights = stats.binom.pmf(k, group_size, p)
     mean = float(weights @ (k / group_size))
     return float(weights @ (k / group_size - mean) ** 2)
-
-
-def sampled_target_variance(p: float, group_size: int, samples: int, rng: np.random.Generator) -> float:
-    """Return the same by Monte-Carlo."""
-    return float((rng.binomial(group_size, p, samples) / group_size).var())
 
 
 def subgradient_variance(c: float, p: float, group_size: int) -> float:

@@ -33,7 +33,6 @@ OBJECTIVES = {
     "Brier, batch_std, counterfactual (dcpo_proper)": ObjectiveConfig(**PROPER),
 }
 PROBABILITIES = (0.05, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95)
-GROUP_SIZES = (1, 2, 4, 8, 16, 32)
 
 
 def conflict(n: int) -> dict[str, Any]:
@@ -43,20 +42,6 @@ def conflict(n: int) -> dict[str, Any]:
     ]
     errors = [(abs(a.fixed - a.fixed_identity), abs(a.stated - a.stated_identity)) for a in found]
     return {"policies": n, "largest_error_of_the_identities": float(np.max(errors)), "negative": negative_share(n)}
-
-
-def estimator() -> dict[str, Any]:
-    """Compute variances of the group target and of the L1 subgradient, exact and sampled, at p = 0.3."""
-    rng, p = np.random.default_rng(0), 0.3
-    return {
-        "p": p,
-        "group_size": list(GROUP_SIZES),
-        "target_variance": [estimators.target_variance(p, G) for G in GROUP_SIZES],
-        "target_variance_sampled": [estimators.sampled_target_variance(p, G, 100_000, rng) for G in GROUP_SIZES],
-        "subgradient_variance": {
-            str(c): [estimators.subgradient_variance(c, p, G) for G in GROUP_SIZES] for c in (0.31, 0.35, 0.6, 0.9)
-        },
-    }
 
 
 def proper(seeds: int, steps: int) -> dict[str, Any]:
@@ -111,15 +96,12 @@ def noise() -> dict[str, Any]:
 def write_theory(out: Path, seeds: int = 4, steps: int = 1200) -> dict[str, Any]:
     """Write ``theory.json`` and its figures in ``out``; the drift needs the second world's records there."""
     out.mkdir(parents=True, exist_ok=True)
-    found = {
-        "conflict": conflict(2000), "estimator": estimator(), "properness": proper(seeds, steps), "noise": noise(),
-    }  # fmt: skip
+    found = {"conflict": conflict(2000), "properness": proper(seeds, steps), "noise": noise()}
     if (out / RECORDS).is_file():
         runs = rows(out / RECORDS)[0]
         found["drift"] = drift_of_run(runs["dcpo"]["test"], runs["base"]["test"])
         draw_drift(found["drift"], runs["dcpo"]["test"].confidence, out / "theory_drift.png")
     write_json(out / "theory.json", found)
-    draw_estimator(found["estimator"], found["noise"], out / "theory_estimator.png")
     draw_properness(found["properness"], out / "theory_properness.png")
     return found
 
@@ -140,24 +122,6 @@ def draw_drift(found: dict[str, Any], stated: np.ndarray, path: Path) -> None:
             histogram.axvline(point, color="#000000", ls=":", lw=1)
         histogram.axvline(found["accuracy"], color="#777777", ls="--", lw=1)
         histogram.set(xlabel="confidence stated by the trained run", ylabel="test responses")
-
-
-def draw_estimator(found: dict[str, Any], noise: dict[str, Any], path: Path) -> None:
-    """Draw the variances of the group target, of the subgradient, and the counterfactual baseline's."""
-    with figure(path, columns=3) as (target, subgradient, ratio):
-        target.loglog(found["group_size"], found["target_variance"], "-", label="p(1 - p)/G")
-        target.loglog(found["group_size"], found["target_variance_sampled"], "o", ms=4, label="sampled")
-        target.set(xlabel="G", ylabel="variance of the group accuracy")
-        target.legend()
-        for c, values in found["subgradient_variance"].items():
-            subgradient.plot(found["group_size"], values, "o-", ms=3, label=f"c = {c}")
-        subgradient.set(xlabel="G", ylabel=f"variance of sign(c - t), p = {found['p']}", xscale="log")
-        subgradient.legend()
-        bars = noise["rows"]
-        ratio.bar(range(len(bars)), [row["variance_ratio"] for row in bars], color=PALETTE[2])
-        ratio.set_xticks(range(len(bars)), [f"says {r['says']:g}\nis {r['accuracy']:g}" for r in bars])
-        ratio.axhline(1, color="#777777", lw=0.8)
-        ratio.set_ylabel("gradient variance,\ncounterfactual / group baseline")
 
 
 def draw_properness(found: dict[str, Any], path: Path) -> None:
