@@ -7,14 +7,11 @@ OUT ?= runs/quickstart
 VENV := .venv
 BIN := $(VENV)/bin
 
-LAB ?= runs/lab
-JOBS ?= 2
-
 # a file stays on one worker (its fixtures are made once); the long ones of distributed and system come first
 IN_ORDER := --dist loadfile --no-loadscope-reorder
 
 .PHONY: setup setup-engine setup-sandbox quickstart quickstart-moe policy test test-fast test-engine test-browser test-peft test-grid test-resilience test-soak test-slurm \
-	test-multinode test-gpu gpu-check attacks code-data reference-solutions check-transformer-engine test-cuda-wheels lab lab-smoke lab-policies lab-world2 lint fuzz clean
+	test-multinode test-gpu gpu-check attacks code-data reference-solutions check-transformer-engine test-cuda-wheels lint fuzz clean
 
 setup: $(VENV)/.installed
 
@@ -115,27 +112,6 @@ fuzz: setup
 DATA ?= ../shared/data
 reference-solutions: setup
 	$(BIN)/python benchmarks/reference_solutions.py $(DATA)/leetcodedataset/*.jsonl.gz
-
-# the calibration lab: every method, 5 seeds, on CPU, hours; finished cells are kept, an interrupted run continues
-lab: setup
-	$(BIN)/python -m lab run --out $(LAB) --jobs $(JOBS)
-	$(BIN)/python -m lab theory --out docs/lab
-	$(BIN)/python -m lab render --grid $(LAB) --out docs/lab
-
-# three steps of every method and every output, minutes
-lab-smoke: setup
-	$(BIN)/python -m lab run --smoke --out $(LAB)-smoke --jobs $(JOBS)
-	$(BIN)/python -m lab theory --smoke --out $(LAB)-smoke/docs
-	$(BIN)/python -m lab render --grid $(LAB)-smoke --out $(LAB)-smoke/docs
-
-# rebuild the starting policies and the problems of the lab (they are in git)
-lab-policies: setup
-	PYTHON=$(CURDIR)/$(BIN)/python sh examples/lab/make_policies.sh
-
-# the second world, graphs: one pretraining, GRPO (without the adapter), DCPO, DCPO-proper, adapter; about 25 minutes
-lab-world2: setup
-	PYTHON=$(CURDIR)/$(BIN)/python sh examples/lab/make_policies.sh graphs.1
-	$(BIN)/python -m lab world2 --train --jobs $(JOBS)
 
 # hostile programs against every sandbox that works here
 attacks: setup

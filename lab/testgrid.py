@@ -1,7 +1,9 @@
-"""The grid of the test: every method on several pretrainings of a policy, sampled on problems that chose no setting.
+"""The cells of the test: every method on several pretrainings of a policy, sampled on problems that chose no setting.
 
-A cell is trained as in `runner.py` and leaves, for each row of the tables that it gives, the judged responses of ``DRAWS``;
-``pack`` puts them into one archive, from which `testtables.py` computes everything.
+What a method changes stands in ``METHODS`` as overrides of one recipe, ``examples/lab/recipe.yaml``. A cell is trained by
+the commands a user types and leaves the judged responses of its draws; ``pack`` puts them into one archive, from which
+`testtables.py` computes everything. A finished cell has a ``cell.json`` and is kept, also if the recipe changes later; an
+interrupted one continues from its checkpoint.
 """
 
 from __future__ import annotations
@@ -10,8 +12,12 @@ import csv
 import io
 import json
 import logging
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -19,136 +25,268 @@ from typing import Any
 
 import numpy as np
 
-from lab.grid import METHODS, Cell
-from lab.results import problem_of, read_archive, write_archive
-from lab.runner import SAMPLING, Lab, commit, relative
+from lab.results import read_archive, write_archive
 from megatron_dcpo.data.datasets import read_json_lines
+from megatron_dcpo.errors import UserError, did_you_mean
 from megatron_dcpo.runtime.files import write_atomically
 
 logger = logging.getLogger(__name__)
 
-PAPERS_DECODING = ("--template", "raw", "--temperature", "0.7", "--top-p", "0.8", "--top-k", "20")
+REPOSITORY = Path(__file__).resolve().parents[1]
+EXAMPLES = REPOSITORY / "examples" / "lab"
+
+PROPER = (
+    "objective.lam=0",
+    "objective.calibration_loss=brier",
+    "objective.advantage_normalization_confidence=batch_std",
+    "objective.confidence_baseline=counterfactual",
+    "objective.marker_block=reasoning",
+    "objective.entropy_coef_confidence=0.02",
+)
+BRIER_LAM0 = ("objective.calibration_loss=brier", "objective.lam=0")
+COUPLED, MEAN = "objective.name=coupled", "objective.advantage_normalization=mean"
 
 
 @dataclass(frozen=True)
-class Draw:
-    """Responses to the first 1,200 problems of each of ``files``."""
+class Method:
+    """Describe a row of the tables; ``confidence`` is the kind it is scored on. ``trained``: False for the base policy."""
 
-    files: tuple[str, ...]
-    repeats: int
-    sampling: tuple[str, ...] = SAMPLING
+    title: str
+    overrides: tuple[str, ...] = ()
+    confidence: str = "confidence"
+    trained: bool = True
 
 
-# choosing: validation problems, for every choice of a setting, and labelled training problems, for what is fitted afterwards
-DRAWS: Mapping[str, Draw] = MappingProxyType(
+METHODS: Mapping[str, Method] = MappingProxyType(
     {
-        "test": Draw(("test", "ood"), 8),
-        "choosing": Draw(("heldout", "train"), 4),
-        "decoding": Draw(("test",), 4, PAPERS_DECODING),
+        "base": Method("base", trained=False),
+        "grpo": Method("GRPO", ("objective.name=grpo",)),
+        "dcpo": Method("DCPO"),
+        "dcpo_proper": Method("DCPO-proper", PROPER),
+        "dcpo_reasoning": Method("DCPO, confidence not trained", ("objective.weight_confidence=0",)),
+        "rlcr_authors": Method("RLCR, authors' settings", ("objective.name=rlcr", "objective.variant=original")),
+        "ccgspg_unclipped": Method(
+            "CCGSPG, gradients not clipped", ("objective.name=ccgspg", "optimizer.clip_grad=0"), confidence="token"
+        ),
+        # from coupled to decoupled with everything else equal: L1 or Brier, divided by the group's std or not
+        "coupled": Method("coupled", (COUPLED,)),
+        "coupled_mean": Method("coupled, mean only", (COUPLED, MEAN)),
+        "dcpo_mean": Method("DCPO, mean only", (MEAN,)),
+        "coupled_brier": Method("coupled, Brier, lambda 0", (COUPLED, *BRIER_LAM0)),
+        "dcpo_brier": Method("DCPO, Brier, lambda 0", BRIER_LAM0),
+        "coupled_brier_mean": Method("coupled, Brier, lambda 0, mean only", (COUPLED, *BRIER_LAM0, MEAN)),
+        "dcpo_brier_mean": Method("DCPO, Brier, lambda 0, mean only", (*BRIER_LAM0, MEAN)),
     }
 )
-METHODS_OF_THE_TEST = ("adapter_tokens", "adapter", "dcpo_proper", "dcpo", "rlcr_authors", "adapter_text")
-# row: options of its evaluation. A cell with an adapter leaves GRPO's policy, bit for bit (tests/system): without the
-# adapter it is GRPO's row.
-ROWS: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {name: {name: (), "grpo": ("--no-adapter",)} for name in ("adapter", "adapter_tokens")}
-)
-CURVES = (
-    "reward/accuracy", "calibration/ece", "calibration/brier", "calibration/auroc", "entropy_reasoning", "length/mean",
-)  # fmt: skip
-EVERY = 10  # steps of one point of a published curve
+METHODS_OF_THE_TEST = ("grpo", "dcpo", "dcpo_proper", "rlcr_authors")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Name one method on one starting policy ("large.2": its second pretraining) with one seed."""
+
+    policy: str
+    method: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.policy}/{self.method}/seed{self.seed}"
 
 
 def cells(policies: Sequence[str], methods: Sequence[str], seeds: Sequence[int]) -> list[Cell]:
-    """All cells: the first method on every policy, then the next one."""
+    """Return all cells: the first method on every policy, then the next one. Raises :class:`UserError`."""
+    for name in methods:
+        if name not in METHODS:
+            raise UserError(f"unknown method {name!r}{did_you_mean(name, METHODS)}")
     return [Cell(policy, method, seed) for seed in seeds for method in methods for policy in policies]
 
 
 @dataclass(frozen=True)
-class HeldOutLab(Lab):
-    """The cells of the test below ``out``; all ``draws`` of the methods in ``ROWS``, the test's of others."""
+class Draw:
+    """Describe which problems are sampled: the first ones of ``file``, with ``repeats`` responses each."""
 
+    file: str
+    repeats: int
+    sampling: tuple[str, ...] = ("--temperature", "1", "--top-p", "1", "--top-k", "0")  # as it was trained
+
+
+# choosing: the validation problems, for every choice of a setting and for what is fitted afterwards. GRPO's responses
+# are drawn in all three ways, since rows are fitted on them; of other methods the test's.
+DRAWS: Mapping[str, Draw] = MappingProxyType(
+    {
+        "test": Draw("test", 8),
+        "choosing": Draw("heldout", 4),
+        "decoding": Draw("test", 4, ("--temperature", "0.7", "--top-p", "0.8", "--top-k", "20")),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Lab:
+    """Train and sample cells below ``out``, ``jobs`` at a time."""
+
+    out: Path
+    jobs: int = 2
+    steps: int = 500
+    problems: int = 1200
+    overrides: tuple[str, ...] = ()
+    recipe: Path = EXAMPLES / "recipe.yaml"
+    data: Path = EXAMPLES / "data"
+    max_tokens: int = 32
     draws: Mapping[str, Draw] = field(default_factory=lambda: DRAWS)
 
+    def directory(self, cell: Cell) -> Path:
+        """Return where a cell's run and responses are."""
+        return self.out / "cells" / cell.name
+
+    def policy(self, cell: Cell) -> Path:
+        """Return the starting policy of a cell. Raises :class:`UserError` where it has not been built."""
+        policy = EXAMPLES / cell.policy / "policy"
+        if not (policy / "model.safetensors").is_file():
+            raise UserError(f"{policy} is missing; build it with: sh examples/lab/make_policies.sh {cell.policy}")
+        return policy
+
+    def train_command(self, cell: Cell) -> list[str]:
+        """Return ``dcpo train`` of a cell: the recipe, where it starts, what the method changes."""
+        return [
+            *("train", "--config", str(self.recipe), "--resume", "auto"),
+            f"run_dir={self.directory(cell)}",
+            f"seed={cell.seed}",
+            f"model.path={self.policy(cell)}",
+            f"data.path={self.data / 'train.jsonl'}",
+            "model.transformer_impl=local",  # also on a GPU, with and without Transformer Engine
+            f"training.steps={self.steps}",
+            *METHODS[cell.method].overrides,
+            *self.overrides,
+        ]
+
+    def sample_command(self, cell: Cell, out: Path, draw: Draw) -> list[str]:
+        """Return ``dcpo evaluate`` of a cell; every cell of a seed samples with the same seed."""
+        model = self.directory(cell) / "policy" if METHODS[cell.method].trained else self.policy(cell)
+        return [
+            *("evaluate", "--model", str(model)),
+            *("--benchmarks", f"{draw.file}={self.data / draw.file}.jsonl", "--out", str(out)),
+            *("--limit", str(self.problems), "--repeats", str(draw.repeats), "--confidence", "verbal,token"),
+            *("--max-tokens", str(self.max_tokens), "--batch-size", "1200", "--seed", str(cell.seed)),
+            *("--resamples", "0", "--engine", "transformers", "--template", "raw", *draw.sampling),
+        ]
+
+    def run(self, cells: Sequence[Cell]) -> None:
+        """Run the cells that are not finished, in order. A cell that fails stops no other. Raises :class:`UserError`."""
+        missing = [cell for cell in cells if not (self.directory(cell) / "cell.json").is_file()]
+        logger.info("%d of %d cells to run", len(missing), len(cells))
+        failed: list[str] = []
+
+        def one(cell: Cell) -> None:
+            try:
+                logger.info("%s: %.0f s", cell.name, self.run_cell(cell)["seconds"])
+            except UserError as error:
+                failed.append(f"{cell.name}: {error}")
+                logger.error("%s", failed[-1])
+
+        with ThreadPoolExecutor(self.jobs) as pool:
+            try:
+                list(pool.map(one, missing))
+            except BaseException:  # interrupted: start nothing more
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        if failed:
+            raise UserError(f"{len(failed)} cells failed, the first {failed[0]}")
+
     def run_cell(self, cell: Cell) -> dict[str, Any]:
-        """Train and sample one cell, what is there already left out; writes and returns its ``cell.json``."""
+        """Train and sample one cell, what is there already left out; write and return its ``cell.json``."""
         run, began = self.directory(cell), time.monotonic()
-        self._discard_other_recipe(cell)
-        commands = [self.train_command(cell)] if METHODS[cell.method].kind == "train" else []
+        run.mkdir(parents=True, exist_ok=True)
+        commands = [self.train_command(cell)] if METHODS[cell.method].trained else []
         if commands and not (run / "policy" / "model.safetensors").is_file():
             self._call(run, commands[0])
-        for name in self.draws if cell.method in ROWS else ("test",):
-            for row, options in ROWS.get(cell.method, {cell.method: ()}).items():
-                out = run / "responses" / row / name
-                commands.append([*self.draw_command(cell, out, self.draws[name]), *options])
-                if not (out / "evaluation.json").is_file():
-                    self._call(run, commands[-1])
+        for name in self.draws if cell.method == "grpo" else ("test",):
+            out = run / "responses" / name
+            commands.append(self.sample_command(cell, out, self.draws[name]))
+            if not (out / "evaluation.json").is_file():
+                self._call(run, commands[-1])
         record = {
-            "family": cell.family, "method": cell.method, "seed": cell.seed,
-            "recipe": self.fingerprint(cell), "commit": commit(), "seconds": round(time.monotonic() - began, 1),
+            "policy": cell.policy, "method": cell.method, "seed": cell.seed, "commit": commit(),
+            "seconds": round(time.monotonic() - began, 1),
             "commands": [f"dcpo {' '.join(relative(part, self.out) for part in command)}" for command in commands],
         }  # fmt: skip
         write_atomically(run / "cell.json", json.dumps(record, indent=1) + "\n")
         return record
 
-    def draw_command(self, cell: Cell, out: Path, draw: Draw) -> list[str]:
-        """``dcpo evaluate`` of a trained cell; every cell of a seed samples with the same seed."""
-        files, problems = ",".join(draw.files), self.scale.heldout
-        command = self._sample_command(cell, files, out, problems, draw.repeats, "verbal,token", cell.seed)
-        return [*command[: -len(SAMPLING)], *draw.sampling]
+    def _call(self, run: Path, command: Sequence[str]) -> None:
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        with (run / "log.txt").open("a") as log:
+            status = subprocess.run(
+                [sys.executable, "-m", "megatron_dcpo", *command], stdout=log, stderr=subprocess.STDOUT, env=environment
+            ).returncode
+        if status:
+            tail = " | ".join((run / "log.txt").read_text().splitlines()[-3:])
+            raise UserError(f"dcpo {command[0]} failed (status {status}) in {run}: {tail}")
+
+
+def commit() -> str:
+    """Return the commit of the code, with ``+`` where files differ from it; "" outside a git checkout."""
+    command = ["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
+    try:
+        return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def relative(argument: str, out: Path) -> str:
+    """Return an argument with paths as one types them in the repository, the lab's directory as ``OUT``."""
+    return argument.replace(str(out), "OUT").replace(str(REPOSITORY) + os.sep, "")
 
 
 # ------------------------------------------------------------------------------------------------ what is published
 COLUMNS = ("problem", "correct", "confidence", "answer", "logprob", "token", "tokens")
+CURVES = ("reward/accuracy", "calibration/ece", "calibration/brier", "calibration/auroc", "length/mean")
+STEPS_PER_POINT = 10  # of a published curve
 
 
 def pack(grid: Path, archive: Path) -> int:
-    """Every trained or sampled cell of ``grid`` into ``archive``: its record, its curve, what has been sampled; how many.
+    """Put every sampled cell of ``grid`` into ``archive``: record, curve, responses; return how many.
 
     Cells that the archive has already are replaced, others stay.
     """
     files = read_archive(archive) if archive.is_file() else {}
-    runs = {path.parents[1] for path in grid.glob("cells/*/*/*/policy/model.safetensors")}
-    runs |= {path.parent for path in grid.glob("cells/*/*/*/responses")}
-    for run in sorted(runs):
-        family, method, seed = run.parts[-3:]
-        name = f"{family}/{{}}/{seed.removeprefix('seed')}"
+    runs = sorted({path.parents[2] for path in grid.glob("cells/*/*/*/responses/*/evaluation.json")})
+    for run in runs:
+        name = "/".join((*run.parts[-3:-1], run.name.removeprefix("seed")))
         if (run / "cell.json").is_file():
-            files[f"{name.format(method)}/cell.json"] = (run / "cell.json").read_bytes()
+            files[f"{name}/cell.json"] = (run / "cell.json").read_bytes()
         if (run / "metrics.jsonl").is_file():
-            files[f"{name.format(method)}/curve.csv"] = curve(run / "metrics.jsonl")
-        for evaluation in run.glob("responses/*/*/evaluation.json"):
-            samples = evaluation.with_name("samples.jsonl")
-            row, draw = samples.parent.parent.name, samples.parent.name
-            for part, rows in responses(samples).items():
-                files[f"{name.format(row)}/{draw if draw == 'decoding' else part}.csv"] = rows
+            files[f"{name}/curve.csv"] = curve(run / "metrics.jsonl")
+        for evaluation in run.glob("responses/*/evaluation.json"):
+            part = {"choosing": "heldout"}.get(evaluation.parent.name, evaluation.parent.name)
+            files[f"{name}/{part}.csv"] = responses(evaluation.with_name("samples.jsonl"))
     write_archive(archive, files)
     return len(runs)
 
 
-def responses(samples: Path) -> dict[str, bytes]:
-    """``{file of problems: CSV}`` with ``COLUMNS``: number of the problem in its file, right (0/1), confidence (empty:
-    malformed), answer, log-prob of the reasoning in nats, geometric mean of the tokens' probabilities, number of tokens."""
-    tables: dict[str, io.StringIO] = {}
+def responses(samples: Path) -> bytes:
+    """Return CSV with ``COLUMNS``: number of the problem in its file, right (0/1), confidence (empty: malformed), answer,
+    log-prob of the reasoning in nats, geometric mean of the tokens' probabilities, number of tokens."""
+    table = io.StringIO()
+    writer = csv.writer(table, lineterminator="\n")
+    writer.writerow(COLUMNS)
     for _, s in read_json_lines(samples):
-        if s["benchmark"] not in tables:
-            tables[s["benchmark"]] = io.StringIO(",".join(COLUMNS) + "\n")
-            tables[s["benchmark"]].seek(0, io.SEEK_END)
-        said, logprob, token = (
+        stated, logprob, token = (
             "" if s.get(key) is None else f"{s[key]:.4g}"
             for key in ("confidence", "reasoning_logprob", "token_confidence")
         )
-        line = (problem_of(s), int(s["correct"]), said, s["answer"], logprob, token, s["num_tokens"])
-        csv.writer(tables[s["benchmark"]], lineterminator="\n").writerow(line)
-    return {name: table.getvalue().encode() for name, table in tables.items()}
+        problem = int(s["prompt_id"].rsplit("/", 1)[1])
+        writer.writerow((problem, int(s["correct"]), stated, s["answer"], logprob, token, s["num_tokens"]))
+    return table.getvalue().encode()
 
 
 def curve(metrics: Path) -> bytes:
-    """CSV of ``CURVES``: the mean over every ``EVERY`` steps."""
+    """Return CSV of ``CURVES``: the mean over every ``STEPS_PER_POINT`` steps."""
     rows = [row for _, row in read_json_lines(metrics)]
     lines = [",".join(("step", *CURVES))]
-    for start in range(0, len(rows) - EVERY + 1, EVERY):
-        block = rows[start : start + EVERY]
+    for start in range(0, len(rows) - STEPS_PER_POINT + 1, STEPS_PER_POINT):
+        block = rows[start : start + STEPS_PER_POINT]
         values = [np.mean([np.nan if r.get(key) is None else r[key] for r in block]) for key in CURVES]
         lines.append(",".join((str(block[-1]["step"]), *(f"{value:.4g}" for value in values))))
     return ("\n".join(lines) + "\n").encode()

@@ -1,15 +1,15 @@
-"""``test.json`` and ``test_tables.md``: the tables of the test, from ``docs/lab/test_records.tar.xz`` alone.
+"""``test.json`` and ``test_tables.md``: the tables of the test, computed from ``test_records.tar.xz`` alone.
 
 Rows that need no training of their own are computed here from GRPO's responses, or from the adapter's: ``FITTED`` on the
-validation problems, never on the test's.
+validation problems, never on the test's. Rows in ``PUBLISHED`` were made by code that is no longer here (commit 80ba0e8).
 """
 
 from __future__ import annotations
 
 import csv
 import io
-import json
 import math
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -18,38 +18,43 @@ from typing import Any
 
 import numpy as np
 
-from lab.grid import METHODS
-from lab.results import crossed, read_archive, rounded
-from lab.runner import EXAMPLES
-from megatron_dcpo.calibration import (
-    accuracy_at_coverage,
-    aurc,
-    auroc,
-    bin_rows,
-    binned_error,
-    brier,
-    ece,
-    json_ready,
-    null_ece,
-)
+from lab.results import Interval, crossed, interval, read_archive, write_json
+from lab.testgrid import EXAMPLES, METHODS
+from megatron_dcpo.calibration import auroc, bin_rows, binned_error, brier, ece
 from megatron_dcpo.data.datasets import read_json_lines
 from megatron_dcpo.errors import UserError
 
 RECORDS = "test_records.tar.xz"
 POLICIES = MappingProxyType({"large": "qwen3_3", "qwen3": "qwen3_2", "llama": "llama"})  # as test.json names them
-METRICS = ("accuracy", "pass_at_8", "ece", "brier", "auroc", "skill", "ece_ood", "aurc", "accuracy_at_80", "utility")
-TITLES = {name: method.title for name, method in METHODS.items()} | {
-    "lookup": "lookup, one number per type",
-    "consistency": "agreement of 8 samples",
-    "logprob": "log-prob of the reasoning, isotonic",
-    "adapter_isotonic": "adapter, isotonic",
-    "adapter_tokens_isotonic": "adapter, tokens of its own, isotonic",
-}
+METRICS = ("accuracy", "pass_at_8", "ece", "brier", "auroc", "skill", "ece_2x2", "auroc_2x2")
+PUBLISHED = MappingProxyType(
+    {
+        "dcpo_proper_digits": "DCPO-proper, gradient over all digits (80ba0e8)",
+        "adapter": "adapter, text and log-probs (80ba0e8)",
+        "adapter_tokens": "adapter, text and log-probs, tokens of its own (80ba0e8)",
+    }
+)
+DERIVED = MappingProxyType(
+    {
+        "lookup": "lookup, one number per type",
+        "consistency": "agreement of 8 samples",
+        "logprob": "log-prob of the reasoning, isotonic",
+        "logprob_type": "log-prob of the reasoning, isotonic per type",
+        "logistic": "logistic regression: log-prob, length, type",
+        "adapter_isotonic": "adapter, isotonic",
+        "adapter_tokens_isotonic": "adapter, tokens of its own, isotonic",
+    }
+)
+TITLES = {name: method.title for name, method in METHODS.items()} | PUBLISHED | DERIVED
+LEAST_LOGPROB = -20.0  # of a response whose reasoning was not found
 
 
 @dataclass(frozen=True)
 class Records:
-    """Judged responses [N] to one part, in the order of the problems. ``confidence`` is NaN where none was stated."""
+    """Hold judged responses [N] to one part, in the order of the problems.
+
+    ``confidence`` and ``logprob`` are NaN where there is none; ``answer`` is "" and ``tokens`` 0 where not published.
+    """
 
     problem: np.ndarray
     kind: np.ndarray
@@ -57,46 +62,55 @@ class Records:
     confidence: np.ndarray
     logprob: np.ndarray
     answer: np.ndarray
+    tokens: np.ndarray
 
     def stating(self, confidence: np.ndarray) -> Records:
+        """Return the same responses with another confidence."""
         return replace(self, confidence=confidence)
 
 
 Run = Mapping[str, Records]  # part -> responses of one policy under one method
-Runs = dict[tuple[str, int], dict[str, Run]]  # (family, pretraining) -> method -> run
+Runs = dict[tuple[str, int, int], dict[str, Run]]  # (family, pretraining, seed of RL) -> method -> run
+Family = Mapping[int, Sequence[Mapping[str, Run]]]  # pretraining -> seeds of RL, in order; the first has every row
 
 
-def load(archive: Path, seed: int = 1, data: Path = EXAMPLES / "data") -> Runs:
-    """The responses of all cells of one seed to the problems of ``data``. Raises :class:`UserError` without an archive."""
+def load(archive: Path, data: Path = EXAMPLES / "data") -> Runs:
+    """Return the responses of all cells to the problems of ``data``. Raises :class:`UserError` without an archive."""
     if not archive.is_file():
         raise UserError(f"{archive}: no records; make them with: python -m lab test, then test-tables --grid")
     kinds = {path.stem: np.array([r["type"] for _, r in read_json_lines(path)]) for path in data.glob("*.jsonl")}
     runs: Runs = {}
     for path, content in sorted(read_archive(archive).items()):
-        policy, method, of_seed, file = path.split("/")
+        policy, method, seed, file = path.split("/")
         part = file.removesuffix(".csv")
-        if int(of_seed) == seed and part in (*kinds, "decoding"):
+        if part in (*kinds, "decoding"):
             family, _, pretraining = policy.partition(".")
-            run = runs.setdefault((family, int(pretraining or 0)), {}).setdefault(method, {})
+            run = runs.setdefault((family, int(pretraining or 0), int(seed)), {}).setdefault(method, {})
             assert isinstance(run, dict)
-            column = "token" if method in METHODS and METHODS[method].confidence == "token" else "confidence"
+            column = METHODS[method].confidence if method in METHODS else "confidence"
             run[part] = _records(content, kinds["test" if part == "decoding" else part], column)
     return runs
 
 
-def _records(content: bytes, kinds: np.ndarray, column: str = "confidence") -> Records:
-    """``column``: the kind of confidence that the row is made for."""
+def _records(content: bytes, kinds: np.ndarray, column: str) -> Records:
     rows = list(csv.DictReader(io.StringIO(content.decode())))
     rows.sort(key=lambda row: int(row["problem"]))
-    columns = {key: [row[key] for row in rows] for key in rows[0]}
-    problem = np.array(columns["problem"], int)
-    confidence, logprob = (np.array([float(v) if v else math.nan for v in columns[k]]) for k in (column, "logprob"))
-    correct = np.array(columns["correct"], float)
-    return Records(problem, kinds[problem], correct, confidence, logprob, np.array(columns["answer"]))
+
+    def numbers(key: str) -> np.ndarray:
+        return np.array([float(row.get(key) or math.nan) for row in rows])
+
+    problem = np.array([int(row["problem"]) for row in rows])
+    answer = np.array([row.get("answer", "") for row in rows])
+    tokens = np.nan_to_num(numbers("tokens"))
+    return Records(problem, kinds[problem], numbers("correct"), numbers(column), numbers("logprob"), answer, tokens)
 
 
 # ------------------------------------------------------------------------------------------------ fitted rows
+Stated = Callable[[Records], np.ndarray]
+
+
 def isotonic(x: np.ndarray, y: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
+    """Fit an isotonic curve of ``y`` over ``x``; a missing number is given the mean of ``y``."""
     from sklearn.isotonic import IsotonicRegression
 
     known = ~np.isnan(x)
@@ -104,34 +118,69 @@ def isotonic(x: np.ndarray, y: np.ndarray) -> Callable[[np.ndarray], np.ndarray]
     return lambda new: np.where(np.isnan(new), y.mean(), model.predict(np.nan_to_num(new)))
 
 
-def lookup(fit: Records) -> Callable[[Records], np.ndarray]:
-    """The accuracy on the type of problem, of all types where the type is new."""
+def lookup(fit: Records) -> Stated:
+    """Return the accuracy on the type of problem, of all types where the type is new."""
     table = {kind: fit.correct[fit.kind == kind].mean() for kind in np.unique(fit.kind)}
-    return lambda r: np.array([table.get(kind, fit.correct.mean()) for kind in r.kind])
+    of_all = fit.correct.mean()
+    return lambda r: np.array([table.get(kind, of_all) for kind in r.kind])
+
+
+def isotonic_per_type(fit: Records) -> Stated:
+    """Fit an isotonic curve of the log-prob on each type of problem, and one on all for a new type."""
+    kinds = {kind: _rows(fit, fit.kind == kind) for kind in np.unique(fit.kind)}
+    curves = {kind: isotonic(rows.logprob, rows.correct) for kind, rows in kinds.items()}
+    of_all = isotonic(fit.logprob, fit.correct)
+
+    def stated(r: Records) -> np.ndarray:
+        found = of_all(r.logprob)
+        for kind, curve in curves.items():
+            found = np.where(r.kind == kind, curve(r.logprob), found)
+        return found
+
+    return stated
+
+
+def logistic(fit: Records) -> Stated:
+    """Fit a logistic regression on log(-log-prob), the number of tokens and the type.
+
+    The mean log-prob is the sum over the length, so its logarithm adds nothing. This form had the least Brier score on the
+    validation problems among seven (docs/lab/README.md).
+    """
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    kinds = np.unique(fit.kind)
+
+    def features(r: Records) -> np.ndarray:
+        surprise = np.log(np.maximum(-np.nan_to_num(r.logprob, nan=LEAST_LOGPROB), 1e-4))
+        return np.column_stack([surprise, r.tokens, r.kind[:, None] == kinds])
+
+    model = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000)).fit(features(fit), fit.correct)
+    return lambda r: model.predict_proba(features(r))[:, 1]
 
 
 def agreement(r: Records) -> np.ndarray:
-    """Share of the problem's responses with the same answer."""
+    """Return the share of the problem's responses with the same answer."""
     keys = np.array([f"{p} {a}" for p, a in zip(r.problem, r.answer, strict=True)])
     _, group, count = np.unique(keys, return_inverse=True, return_counts=True)
     return count[group] / np.bincount(r.problem)[r.problem]
 
 
-Fit = Callable[[Records], Callable[[Records], np.ndarray]]
-
-
-def _isotonic_of(column: str) -> Fit:
-    def fit(records: Records) -> Callable[[Records], np.ndarray]:
+def _isotonic_of(column: str) -> Callable[[Records], Stated]:
+    def fit(records: Records) -> Stated:
         model = isotonic(getattr(records, column), records.correct)
         return lambda r: model(getattr(r, column))
 
     return fit
 
 
-FITTED: Mapping[str, tuple[str, Fit]] = MappingProxyType(
+FITTED: Mapping[str, tuple[str, Callable[[Records], Stated]]] = MappingProxyType(
     {
         "lookup": ("grpo", lookup),
         "logprob": ("grpo", _isotonic_of("logprob")),
+        "logprob_type": ("grpo", isotonic_per_type),
+        "logistic": ("grpo", logistic),
         "adapter_isotonic": ("adapter", _isotonic_of("confidence")),
         "adapter_tokens_isotonic": ("adapter_tokens", _isotonic_of("confidence")),
     }
@@ -139,19 +188,19 @@ FITTED: Mapping[str, tuple[str, Fit]] = MappingProxyType(
 
 
 def with_fitted(runs: dict[str, Run]) -> dict[str, Run]:
-    """The trained rows and those made of them. On the validation problems a fitted row is fitted on the other half."""
+    """Return the trained rows and those made of them; on the validation problems each half is fitted on the other one."""
     found = dict(runs)
     for name, (start, fit) in FITTED.items():
         if "heldout" not in runs.get(start, {}):
             continue
-        fitted, parts = runs[start]["heldout"], {}
-        for part, records in runs[start].items():
-            parts[part] = records.stating(fit(fitted)(records))
+        fitted = runs[start]["heldout"]
+        stated = fit(fitted)
+        parts = {part: records.stating(stated(records)) for part, records in runs[start].items()}
         halves = fitted.problem % 2 == 0
-        stated = np.empty(len(halves))
+        crossed_over = np.empty(len(halves))
         for half in (halves, ~halves):
-            stated[half] = fit(_rows(fitted, ~half))(_rows(fitted, half))
-        found[name] = parts | {"heldout": fitted.stating(stated)}
+            crossed_over[half] = fit(_rows(fitted, ~half))(_rows(fitted, half))
+        found[name] = parts | {"heldout": fitted.stating(crossed_over)}
     if "grpo" in runs:
         found["consistency"] = {part: records.stating(agreement(records)) for part, records in runs["grpo"].items()}
     return found
@@ -162,194 +211,243 @@ def _rows(r: Records, chosen: np.ndarray) -> Records:
 
 
 # ------------------------------------------------------------------------------------------------ metrics
-def pass_at(k: int, r: Records) -> float:
-    """Unbiased estimate (Chen et al. 2021): mean over problems of 1 - C(n - right, k) / C(n, k) for n responses each."""
-    n = np.bincount(r.problem)
-    right = np.bincount(r.problem, weights=r.correct).astype(int)
-    return float(np.mean([1 - math.comb(a - b, k) / math.comb(a, k) for a, b in zip(n, right, strict=True) if a]))
-
-
 def skill(r: Records) -> float:
-    """1 - Brier / Brier of the lookup that states the method's own accuracy on each type."""
+    """Return 1 - Brier / Brier of the lookup that states the method's own accuracy on each type."""
     own = lookup(r)(r)
     return 1 - brier(r.confidence, r.correct) / brier(own, r.correct)
 
 
-def utility(r: Records) -> float:
-    """Right +1, wrong -1, not answered 0, per question; answered where the confidence is at least a half."""
-    return float(((2 * r.correct - 1) * (np.nan_to_num(r.confidence, nan=-1) >= 0.5)).mean())
-
-
 def scores(run: Run, part: str = "test") -> dict[str, float]:
-    """``METRICS`` of one policy under one method; NaN where the part was not sampled."""
-    r, ood = run[part], run.get("ood")
-    c, y = r.confidence, r.correct
+    """Return ``METRICS`` of one policy under one method; NaN where a number is not defined."""
+    r = run[part]
+    c, y, between = (
+        r.confidence,
+        r.correct,
+        r.kind == "2x2",
+    )  # 2x2: the one type that is right in 20 to 60 % of the cases
     least = int(np.bincount(r.problem).min())
     return {
-        "accuracy": float(y.mean()), "pass_at_8": pass_at(8, r) if least >= 8 else math.nan,
+        "accuracy": float(y.mean()), "pass_at_8": np.mean(any_right(r)) if least == 8 else math.nan,
         "ece": ece(c, y), "brier": brier(c, y), "auroc": auroc(c, y), "skill": skill(r),
-        "ece_ood": ece(ood.confidence, ood.correct) if ood else math.nan,
-        "aurc": aurc(c, y), "accuracy_at_80": accuracy_at_coverage(c, y, 0.8), "utility": utility(r),
+        "ece_2x2": ece(c[between], y[between]) if between.any() else math.nan,
+        "auroc_2x2": auroc(c[between], y[between]) if between.any() else math.nan,
     }  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------ what is written
-def tables(archive: Path, out: Path) -> dict[str, Any]:
-    """Write ``test.json`` and ``test_tables.md``; returns the former. ``best`` is the row with the least Brier score on the
-    validation problems of the three-layer policies."""
-    runs = {policy: with_fitted(methods) for policy, methods in load(archive).items()}
-    families = {family: [runs[key] for key in sorted(runs) if key[0] == family] for family in POLICIES}
-    chosen = _validation(families["large"])
-    best = min(chosen, key=lambda name: chosen[name])
-    policies = {
-        POLICIES[family]: {
-            name: _columns([r[name] for r in of if name in r and "test" in r[name]]) for name in _names(of)
-        }
-        for family, of in families.items()
-        if of
-    }
-    band = [null_ece(r[best]["test"].confidence, resamples=400) for r in families["large"] if best in r]
-    result = {"best": best, "null_ece_95": float(np.mean(band)), "policies": policies}
-    (out / "test.json").write_text(json.dumps(rounded(json_ready(result)), indent=1) + "\n")
-    (out / "test_tables.md").write_text(_markdown(families, result, chosen))
-    return result
+def bands(rs: Sequence[Records], resamples: int = 200) -> tuple[float, float]:
+    """Return what 95 % of calibrated models stay below in the mean ECE of these runs: labels independent, and as alike
+    within a problem as here.
 
-
-def _names(of: Sequence[Mapping[str, Run]]) -> list[str]:
-    return [name for name in TITLES if any("test" in r.get(name, {}) for r in of)]
-
-
-def _columns(of: Sequence[Run]) -> dict[str, list[float]]:
-    rows = [scores(run) for run in of]
-    return {key: [row[key] for row in rows] for key in METRICS}
-
-
-def _validation(of: Sequence[Mapping[str, Run]]) -> dict[str, float]:
-    """Brier score on the validation problems, mean over the pretrainings, of the rows that every pretraining has there."""
-    names = [name for name in TITLES if all("heldout" in r.get(name, {}) for r in of)]
-    return {name: float(np.mean([scores(r[name], "heldout")["brier"] for r in of])) for name in names}
-
-
-def _markdown(
-    families: Mapping[str, Sequence[Mapping[str, Run]]], result: Mapping[str, Any], chosen: Mapping[str, float]
-) -> str:
-    lines = ["# Tables of the test", "", "Made by `python -m lab test-tables` from `test_records.tar.xz` alone.", ""]
-    for family, of in families.items():
-        if not of:
-            continue
-        columns = result["policies"][POLICIES[family]]
-        lines += [f"## {POLICIES[family]}", "", "Mean over the n pretrainings.", ""]
-        lines += [f"| | n | {' | '.join(METRICS)} |", "|---" * (len(METRICS) + 2) + "|"]
-        for name, row in columns.items():
-            shown = " | ".join(f"{np.mean(row[key]):.4f}" for key in METRICS)
-            lines.append(f"| {TITLES[name]} | {len(row['accuracy'])} | {shown} |")
-        lines += ["", "ECE of every pretraining: plug-in, corrected for its bias, 95 % interval over problems; what"]
-        lines += [BANDS, "", "| | pretraining | " + ECE_COLUMNS]
-        for name in columns:
-            for number, r in enumerate((r[name] for r in of if "test" in r.get(name, {})), start=1):
-                lines.append(f"| {TITLES[name]} | {number} | {ece_interval(r['test'])} |")
-        lines += ["", *_differences(of), "", *ladder(of)]
-        lines += ["The paper's decoding (T 0.7, top-p 0.8, top-k 20), mean over pretrainings:", ""]
-        lines += ["| | accuracy | ECE | Brier | AUROC |", "|---" * 5 + "|"]
-        for name in columns:
-            rows = [scores(r[name], "decoding") for r in of if "decoding" in r.get(name, {})]
-            if rows:
-                shown = " | ".join(
-                    f"{np.mean([r[k] for r in rows]):.4f}" for k in ("accuracy", "ece", "brier", "auroc")
-                )
-                lines.append(f"| {TITLES[name]} | {shown} |")
-        lines.append("")
-    lines += [
-        "## Choice of the best row",
-        "",
-        "Brier score on the validation problems (fitted rows: on the other half of them).",
-        "",
-    ]
-    lines += [
-        "| row | Brier |",
-        "|---|---|",
-        *(f"| {TITLES[k]} | {v:.4f} |" for k, v in sorted(chosen.items(), key=lambda i: i[1])),
-    ]
-    return "\n".join(lines) + "\n"
-
-
-ECE_COLUMNS = "ECE | corrected | interval | calibrated | within problems |\n" + "|---" * 7 + "|"
-BANDS = """95 % of calibrated models with these confidences stay below, where labels are independent of
-each other ("calibrated"), and where they are as alike within a problem as here."""
-
-
-def ece_interval(r: Records) -> str:
-    """Cells of a table: ECE, corrected for its bias, its interval over problems, both bands of calibrated models."""
-    found = binned_error(r.confidence, r.correct, r.problem, resamples=400)
-    plain, band = ece(r.confidence, r.correct), null_ece(r.confidence, resamples=200)
-    interval = f"{found.estimate:.4f} | {found.low:.4f} to {found.high:.4f}"
-    return f"{plain:.4f} | {interval} | {band:.4f} | {band_of_problems(r):.4f}"
-
-
-def band_of_problems(r: Records, resamples: int = 400) -> float:
-    """What the ECE of a calibrated model stays below in 95 % of all cases if what its confidences leave open is as alike
-    within a problem as here: a wild bootstrap of problems (simulated: of 92 to 93 %). Too wide where these confidences are
-    far from calibrated: residuals are not centred."""
-    known = ~np.isnan(r.confidence)
-    c, residual, problem = r.confidence[known], (r.confidence - r.correct)[known], r.problem[known]
-    index = np.searchsorted(bin_rows(c, r.correct[known]).edges[1:], c)
-    of_problem = np.zeros((problem.max() + 1, index.max() + 1))
-    np.add.at(of_problem, (problem, index), residual)
-    signs = np.random.default_rng(0).choice([-1.0, 1.0], size=(resamples, len(of_problem)))
-    return float(np.quantile(np.abs(signs @ of_problem).sum(axis=1) / len(c), 0.95))
-
-
-ERRORS: tuple[tuple[Callable[[Records], np.ndarray], int], ...] = (
-    (lambda r: r.correct, 100),
-    (lambda r: (r.confidence - r.correct) ** 2, 1),
-)
-
-
-def _differences(of: Sequence[Mapping[str, Run]]) -> list[str]:
-    """Accuracy (points) and Brier score against GRPO, with intervals for other pretrainings and other problems."""
-    lines = ["Minus GRPO, same problems and pretrainings; ± for other pretrainings and problems (crossed):", ""]
-    lines += ["| | accuracy, points | Brier |", "|---|---|---|"]
-    for name in _names(of):
-        both = [r for r in of if "test" in r.get(name, {}) and "test" in r.get("grpo", {})]
-        if name == "grpo" or not both:
-            continue
-        shown = []
-        for value, unit in ERRORS:
-            gap = crossed(np.array([_gap(r, name, "grpo", value) for r in both]))
-            half = "" if math.isnan(gap.low) else f" ± {unit * (gap.high - gap.mean):.3g}"
-            shown.append(f"{unit * gap.mean:+.3g}{half}")
-        lines.append(f"| {TITLES[name]} | {' | '.join(shown)} |")
-    return lines
-
-
-# from coupled to decoupled with everything else equal
-LADDER = tuple((f"coupled{rung}", f"dcpo{rung}") for rung in ("", "_mean", "_brier", "_brier_mean"))
-
-
-def ladder(of: Sequence[Mapping[str, Run]]) -> list[str]:
-    """Decoupled minus coupled on each pretraining that has both; empty where none has. The interval is over problems alone
-    and says nothing about another pretraining or seed."""
-    lines = ["Decoupled minus coupled, everything else equal; ± for other problems alone:", ""]
-    lines += ["| | pretraining | accuracy, points | Brier |", "|---|---|---|---|"]
-    head = len(lines)
-    for coupled, decoupled in LADDER:
-        for number, r in enumerate(of, start=1):
-            if "test" not in r.get(coupled, {}) or "test" not in r.get(decoupled, {}):
-                continue
-            shown = []
-            for value, unit in ERRORS:
-                gap = _gap(r, decoupled, coupled, value)
-                shown.append(f"{unit * gap.mean():+.3g} ± {unit * 1.96 * gap.std(ddof=1) / math.sqrt(len(gap)):.3g}")
-            lines.append(f"| {TITLES[decoupled]} - {TITLES[coupled]} | {number} | {' | '.join(shown)} |")
-    return [*lines, ""] if len(lines) > head else []
-
-
-def _gap(r: Mapping[str, Run], one: str, other: str, value: Callable[[Records], np.ndarray]) -> np.ndarray:
-    """[problems], one row minus the other."""
-    return by_problem(r[one]["test"], value) - by_problem(r[other]["test"], value)
+    The first draws labels from the confidences. The second is a wild bootstrap: it turns the signs of whole problems'
+    residuals. It is too wide where the confidences are far from calibrated, since residuals are not centered.
+    """
+    independent, alike = np.zeros(resamples), np.zeros(resamples)
+    for seed, r in enumerate(rs):
+        rng = np.random.default_rng(seed)
+        known = ~np.isnan(r.confidence)
+        c, y, problem = r.confidence[known], r.correct[known], r.problem[known]
+        index = np.searchsorted(bin_rows(c, y).edges[1:], c)
+        bins = index.max() + 1
+        residual = np.zeros((problem.max() + 1, bins))
+        np.add.at(residual, (problem, index), c - y)
+        signs = rng.choice([-1.0, 1.0], size=(resamples, len(residual)))
+        alike += np.abs(signs @ residual).sum(axis=1) / len(c) / len(rs)
+        values, of_value = np.unique(c, return_inverse=True)
+        drawn = rng.binomial(np.bincount(of_value), values, size=(resamples, len(values)))
+        in_bin = np.searchsorted(bin_rows(c, y).edges[1:], values)[:, None] == np.arange(bins)
+        expected = np.bincount(index, weights=c, minlength=bins)
+        independent += np.abs(expected - drawn @ in_bin.astype(float)).sum(axis=1) / len(c) / len(rs)
+    return float(np.quantile(independent, 0.95)), float(np.quantile(alike, 0.95))
 
 
 def by_problem(r: Records, value: Callable[[Records], np.ndarray]) -> np.ndarray:
-    """Mean of a value over each problem's responses; without a stated confidence a response counts as 0.5."""
+    """Return the mean of a value over each problem's responses; a missing confidence counts as 0.5."""
     filled = r.stating(np.nan_to_num(r.confidence, nan=0.5))
     return np.bincount(r.problem, weights=value(filled)) / np.bincount(r.problem)
+
+
+def any_right(r: Records) -> np.ndarray:
+    """Return [problems], 1 where at least one response is right: with eight responses, pass@8."""
+    return (np.bincount(r.problem, weights=r.correct) > 0).astype(float)
+
+
+VALUES: Mapping[str, Callable[[Records], np.ndarray]] = MappingProxyType(
+    {
+        "accuracy, points": lambda r: by_problem(r, lambda r: 100 * r.correct),
+        "pass@8, points": lambda r: 100 * any_right(r),
+        "Brier": lambda r: by_problem(r, lambda r: (r.confidence - r.correct) ** 2),
+    }
+)
+
+
+def difference(one: Run, other: Run, value: str) -> np.ndarray:
+    """Return [problems], one row minus the other on the test."""
+    return VALUES[value](one["test"]) - VALUES[value](other["test"])
+
+
+def shown(value: str, gap: Interval) -> str:
+    """Return a cell of a table."""
+    return gap.shown(4 if value == "Brier" else 2)
+
+
+# ------------------------------------------------------------------------------------------------ what is written
+def table(text: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return prose in lines of at most 100 columns and a table under it; nothing without rows."""
+    if not rows:
+        return []
+    lines = [*textwrap.wrap(text, 100), "", f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    return [*lines, *(f"| {' | '.join(row)} |" for row in rows), ""]
+
+
+def tables(archive: Path, out: Path) -> dict[str, Any]:
+    """Write ``test.json`` and ``test_tables.md``; return the former. ``best`` is the row with the least Brier score on the
+    validation problems of the first family of policies."""
+    runs = {key: with_fitted(methods) for key, methods in sorted(load(archive).items())}
+    families: dict[str, Family] = {
+        family: {
+            number: [r for key, r in runs.items() if key[:2] == (family, number)]
+            for number in dict.fromkeys(key[1] for key in runs if key[0] == family)
+        }
+        for family in POLICIES
+        if any(key[0] == family for key in runs)
+    }
+    chosen = _validation(next(iter(families.values())))
+    policies = {POLICIES[family]: {name: _columns(of, name) for name in _names(of)} for family, of in families.items()}
+    result = {"best": min(chosen, key=lambda name: chosen[name], default=None), "policies": policies}
+    write_json(out / "test.json", result)
+    lines = ["# Tables of the test", "", "Made by `python -m lab test-tables` from `test_records.tar.xz` alone.", ""]
+    for family, of in families.items():
+        lines += [f"## {POLICIES[family]}", "", *_family(of, policies[POLICIES[family]])]
+    ranked = [(TITLES[name], f"{value:.4f}") for name, value in sorted(chosen.items(), key=lambda i: i[1])]
+    text = "Brier score on the validation problems (fitted rows: on the other half)."
+    lines += ["## Choice of the best row", "", *table(text, ("Brier",), ranked)]
+    (out / "test_tables.md").write_text("\n".join(lines))
+    return result
+
+
+def _runs_of(of: Family, *names: str, part: str = "test") -> list[tuple[int, Mapping[str, Run]]]:
+    """Return pretraining and rows of every run (one seed on one pretraining) that sampled ``part`` with all ``names``."""
+    return [(n, r) for n, seeds in of.items() for r in seeds if all(part in r.get(name, {}) for name in names)]
+
+
+def _names(of: Family) -> list[str]:
+    return [name for name in TITLES if _runs_of(of, name)]
+
+
+def _by_pretraining(runs: Sequence[tuple[int, Any]], value: Callable[[Any], Any]) -> list[list[Any]]:
+    """Return [pretrainings][seeds] of ``value``."""
+    found: dict[int, list[Any]] = {}
+    for number, run in runs:
+        found.setdefault(number, []).append(value(run))
+    return list(found.values())
+
+
+def _columns(of: Family, name: str) -> dict[str, list[float]]:
+    """Return ``METRICS`` of one row: one number per pretraining, the mean over its seeds."""
+    rows = _by_pretraining(_runs_of(of, name), lambda r: scores(r[name]))
+    return {key: [float(np.mean([row[key] for row in seeds])) for seeds in rows] for key in METRICS}
+
+
+def _validation(of: Family) -> dict[str, float]:
+    """Return the Brier score on the validation problems of the rows that every pretraining has there, of its first seed,
+    as a mean over the pretrainings."""
+    first = [seeds[0] for seeds in of.values()]
+    names = [name for name in TITLES if all("heldout" in r.get(name, {}) for r in first)]
+    return {name: float(np.mean([scores(r[name], "heldout")["brier"] for r in first])) for name in names}
+
+
+def _family(of: Family, columns: Mapping[str, Mapping[str, list[float]]]) -> list[str]:
+    rows = []
+    for name, row in columns.items():
+        seeds = "/".join(str(n) for n in sorted({len(s) for s in _by_pretraining(_runs_of(of, name), id)}))
+        means = [interval(row[key]).shown(3) if key == "skill" else f"{np.mean(row[key]):.4f}" for key in METRICS]
+        rows.append((TITLES[name], str(len(row["accuracy"])), seeds, *means))
+    text = "Mean over the n pretrainings; a pretraining's number is the mean over its seeds of RL. Skill: ± for other "
+    trained = [name for name in columns if name in (*METHODS, "dcpo_proper_digits")]
+    return [
+        *table(text + "pretrainings (Student's t).", ("n", "seeds", *METRICS), rows),
+        *_errors(of),
+        *_spread(of),
+        *_differences(of, "grpo", trained, tuple(VALUES)),
+        *_differences(of, "logistic", list(columns), ("Brier",)),
+        *ladder(of),
+        *_decoding(of),
+    ]
+
+
+def _errors(of: Family) -> list[str]:
+    rows = []
+    for name in _names(of):
+        rs = [r[name]["test"] for _, r in _runs_of(of, name)]
+        plain = np.mean([ece(r.confidence, r.correct) for r in rs])
+        corrected = np.mean([binned_error(r.confidence, r.correct, r.problem, resamples=100).estimate for r in rs])
+        rows.append((TITLES[name], str(len(rs)), *(f"{number:.4f}" for number in (plain, corrected, *bands(rs)))))
+    text = (
+        "Mean ECE of all runs: plug-in; corrected for its bias; what 95 % of calibrated models stay below in the same "
+    )
+    text += "mean, where labels are independent, and where they are as alike within a problem as here."
+    return table(text, ("runs", "ECE", "corrected", "independent", "within problems"), rows)
+
+
+SHOWN = ("accuracy", "ece", "brier", "auroc")
+
+
+def _spread(of: Family) -> list[str]:
+    """Return standard deviations of the rows with several seeds on every pretraining."""
+    rows = []
+    for name in _names(of):
+        found = _by_pretraining(_runs_of(of, name), lambda r, name=name: scores(r[name]))
+        if len(found) < 2 or min(len(seeds) for seeds in found) < 2:
+            continue
+        cells = []
+        for key in SHOWN:
+            values = [[row[key] for row in seeds] for seeds in found]
+            within = math.sqrt(np.mean([np.var(v, ddof=1) for v in values]))
+            cells.append(f"{within:.4f} / {np.std([np.mean(v) for v in values], ddof=1):.4f}")
+        rows.append((TITLES[name], *cells))
+    text = "Standard deviation between the seeds of one pretraining / between the pretrainings' means:"
+    return table(text, SHOWN, rows)
+
+
+def _differences(of: Family, start: str, names: Sequence[str], values: Sequence[str]) -> list[str]:
+    """Compare ``names`` with the row ``start`` on the runs that have both. A seed belongs to its pretraining, so the spread
+    of the pretrainings' means holds the seeds' too: their means are crossed with the problems."""
+    rows = []
+    for name in names:
+        both = _runs_of(of, name, start)
+        if name == start or not both:
+            continue
+        cells = []
+        for value in values:
+            gaps = _by_pretraining(both, lambda r, n=name, v=value: difference(r[n], r[start], v))
+            means = np.array([np.mean(seeds, axis=0) for seeds in gaps])
+            cells.append(shown(value, crossed(means) if len(means) > 1 else interval(means[0])))
+        rows.append((TITLES[name], str(len(means)), *cells))
+    text = (
+        f"Minus {TITLES[start]}, same problems, pretrainings and seeds; ± for others of all three, or, in a row of one "
+    )
+    return table(text + "pretraining, for other problems alone:", ("pretrainings", *values), rows)
+
+
+def ladder(of: Family) -> list[str]:
+    """Compare decoupled with coupled on each run that has both. The interval is over problems alone and says nothing about
+    another pretraining or seed."""
+    rows = []
+    for rung in ("", "_mean", "_brier", "_brier_mean"):
+        coupled, decoupled = f"coupled{rung}", f"dcpo{rung}"
+        for number, r in _runs_of(of, coupled, decoupled):
+            cells = [shown(value, interval(difference(r[decoupled], r[coupled], value))) for value in VALUES]
+            rows.append((f"{TITLES[decoupled]} - {TITLES[coupled]}", str(number), *cells))
+    text = "Decoupled minus coupled, everything else equal; ± for other problems alone:"
+    return table(text, ("pretraining", *VALUES), rows)
+
+
+def _decoding(of: Family) -> list[str]:
+    rows = []
+    for name in _names(of):
+        if runs := _runs_of(of, name, part="decoding"):
+            found = _by_pretraining(runs, lambda r, name=name: scores(r[name], "decoding"))
+            means = [np.mean([np.mean([r[key] for r in seeds]) for seeds in found]) for key in SHOWN]
+            rows.append((TITLES[name], *(f"{mean:.4f}" for mean in means)))
+    text = "The paper's decoding (T 0.7, top-p 0.8, top-k 20), mean over pretrainings; of GRPO's policy alone:"
+    return table(text, SHOWN, rows)

@@ -1,8 +1,9 @@
 #!/bin/sh
 # The starting policies of the calibration lab, from random weights, about five CPU minutes each. Two stages: the quickstart's
 # (correct solutions, then imperfect ones), then text whose wrong answers are slips of the pen and whose author hesitates a
-# little after one. See examples/quickstart/make_policy.py. NAME.N is pretraining N of NAME, for the test: seed N, and no
-# problem of data/ in its text (the splits: make_splits.py); these are not in git. graphs.N: of the second world, graphs/.
+# little after one. See examples/quickstart/make_policy.py. large.N and llama.N are pretraining N of the test's policies: seed
+# N, and no problem of data/ in the text (the splits: make_splits.py); these are not in git. graphs.N: of the second world.
+# qwen3 is in git: it made data/train.jsonl and data/heldout.jsonl, and the tests start from it.
 set -e
 cd "$(dirname "$0")"
 build() { # NAME options of the architecture
@@ -22,13 +23,13 @@ build() { # NAME options of the architecture
     $make "$@" --clean-steps 0 --imperfect-steps "$slips" --hesitation 0.25 --start "$work/policy" --out "$name"
     rm -r "$work"
 }
-[ $# -gt 0 ] || set -- qwen3 llama large
+[ $# -gt 0 ] || set -- large.1 large.2 large.3 large.4 large.5
 for policy in "$@"; do
     case $policy in
-    qwen3 | qwen3.[1-9]) build "$policy" ;;
-    llama | llama.[1-9]) build "$policy" --family llama ;;
-    large | large.[1-9]) build "$policy" --layers 3 ;;
+    qwen3) build "$policy" ;;
+    llama.[1-9]) build "$policy" --family llama ;;
+    large.[1-9]) build "$policy" --layers 3 ;;
     graphs.[1-9]) build "$policy" ;;
-    *) echo "unknown policy $policy; known: qwen3 llama large, and pretrainings of them, as large.1; graphs.1" >&2 && exit 2 ;;
+    *) echo "unknown policy $policy; known: qwen3, and pretrainings: large.1, llama.1, graphs.1" >&2 && exit 2 ;;
     esac
 done

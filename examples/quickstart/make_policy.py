@@ -23,7 +23,7 @@ Beta(8, 0.8) (mean 0.91) for products with a one-digit factor, from Beta(4, 1) (
 harder. No metric of calibration is computed or used here. The shares of the types and the three distributions are
 choices made by hand, with pilot runs of the training that follows in view. The held-out problems, and their mirror
 images b*a, are in neither stage nor in the training file; the training problems are also in the supervised text, unless
-`--unseen` keeps them out. The calibration lab's policies are made by this script too (`make lab-policies`).
+`--unseen` keeps them out. The lab's policies are made by this script too (`examples/lab/make_policies.sh`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which confidence an objective asks for: the optimum of the expected score, and where training actually settles.
+"""Compute which confidence an objective asks for: the optimum of the expected score, and where training settles.
 
 ``optimum`` is exact: the level with the best expected score when labels are Bernoulli(p). ``settle`` trains a tabular
 confidence policy with the trainer's own advantages, so that it also shows what dividing by the standard deviation does.
@@ -10,21 +10,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from scipy import stats
 
 from lab.theory.gradient_conflict import sampled_gradient
 from megatron_dcpo.objectives import ObjectiveConfig, resolve
-from megatron_dcpo.objectives.advantages import MIN_BATCH_RMS, SCORES, Group, batch_scale
+from megatron_dcpo.objectives.advantages import SCORES, Group, batch_scale
 from megatron_dcpo.objectives.dcpo import score_group
-from megatron_dcpo.objectives.expected_digits import DigitBatch, digit_losses
 
 LEVELS = np.linspace(0, 1, 101)
-PLAIN = 1e9  # a damping so large that the plain gradient is left
 
 
 def optimum(score: str, lam: float, p: float, group_size: int = 0, q: float | None = None) -> float:
-    """The confidence with the best expected score, on the grid of two decimals.
+    """Return the confidence with the best expected score, on the grid of two decimals.
 
     t = lam * Rt + (1 - lam) * R_i with R_i ~ Bernoulli(``q``; default ``p``), the others Bernoulli(``p``). ``group_size`` 0:
     Rt is p exactly. ``q`` is the probability that this response is right, which the confidence may depend on.
@@ -43,13 +40,13 @@ def optimum(score: str, lam: float, p: float, group_size: int = 0, q: float | No
 
 
 def l1_optimum(lam: float, p: float) -> float:
-    """The median of t for an exact Rt: lam p + (1 - lam) above p = 1/2, lam p below (lam < 1)."""
+    """Return the median of t for an exact Rt: lam p + (1 - lam) above p = 1/2, lam p below (lam < 1)."""
     return lam * p + (1 - lam) * (p > 0.5)
 
 
 @dataclass(frozen=True)
 class Settled:
-    """Where a tabular confidence policy ends: mean and standard deviation of its confidence."""
+    """Hold where a tabular confidence policy ends: mean and standard deviation of its confidence."""
 
     mean: float
     sd: float
@@ -92,7 +89,7 @@ def settle(
 
 
 def saturated_push(objective: ObjectiveConfig, confidences: np.ndarray) -> float:
-    """Largest |A_c| times the block's weight in a group that is all right and states ``confidences`` [G].
+    """Return the largest |A_c| times the block's weight in a group that is all right and states ``confidences`` [G].
 
     Divided by the standard deviation it is the same however close the confidences are to each other and to 1: the push to
     exactly 1 never ends. Centred only, it fades with the differences themselves.
@@ -101,27 +98,3 @@ def saturated_push(objective: ObjectiveConfig, confidences: np.ndarray) -> float
     c = np.asarray(confidences, np.float64)
     A_c = score_group(Group(np.ones(len(c)), c, c), options).A_c
     return float(np.abs(A_c).max() * options.weight_confidence)
-
-
-def first_digit(damping: float | None, p: float, start: Sequence[float], *, steps: int, lr: float) -> np.ndarray:
-    """How often each first digit of ``0.d5`` is stated along training, [steps + 1, 10], from ``start`` [10] on.
-
-    Exact: the expectation over labels Bernoulli(p) of the step that ``confidence_gradient: digits`` takes with Brier and
-    ``batch_std``, on the logits of a softmax. ``damping`` None: the expected step of the sampled digit's gradient.
-    """
-    options = resolve(ObjectiveConfig(digit_damping=PLAIN if damping is None else damping))
-    levels = np.arange(10) / 10 + 0.05
-    scores = SCORES["brier"](levels, np.array([[1.0], [0.0]]), 0.0)  # [label, digit]
-    chance = np.array([[p], [1 - p]])
-    z = torch.tensor(np.log(start), dtype=torch.float64)
-    path = [torch.softmax(z, -1).numpy()]
-    for _ in range(steps):
-        said = path[-1] if damping is None else np.full(10, 0.1)  # A_c's scale is of what was said, the place's of all
-        rms = np.sqrt((chance * said * np.square(scores - scores @ said[:, None])).sum())
-        expected = torch.from_numpy((chance * scores).sum(0) / max(rms, MIN_BATCH_RMS))
-        z.requires_grad_()
-        rows = DigitBatch(torch.zeros(1, dtype=torch.int64), torch.log_softmax(z, -1)[None], expected[None])
-        (gradient,) = torch.autograd.grad(digit_losses(rows, options).sum(), z)
-        z = z.detach() - lr * gradient
-        path.append(torch.softmax(z, -1).numpy())
-    return np.array(path)

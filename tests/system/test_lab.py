@@ -1,4 +1,4 @@
-"""The lab end to end, three steps of it: two cells, cached, published; and ``dcpo probe`` on one and on two processes."""
+"""The lab end to end, three steps of it: a cell, cached, published; and ``dcpo probe`` on one and on two processes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from lab.publish import ARCHIVE
-from lab.results import read_archive
 from tests.helpers.paths import REPOSITORY
 
 RECIPE = [
@@ -26,19 +24,16 @@ def run(*arguments: str, launcher: tuple[str, ...] = ("-m",)) -> subprocess.Comp
     return subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, env=environment, timeout=500)
 
 
-def test_two_cells_are_trained_once_and_published(tmp_path: Path) -> None:
-    grid = ("lab", "run", "--smoke", "--families", "qwen3", "--methods", "base,dcpo_proper")
-    first = run(*grid, "--out", str(tmp_path / "lab"))
+def test_a_cell_is_trained_once_and_published(tmp_path: Path) -> None:
+    grid = ("lab", "test", "--smoke", "--policies", "qwen3", "--methods", "grpo", "--grid", str(tmp_path / "grid"))
+    first = run(*grid)
     assert first.returncode == 0, first.stderr
-    again = run(*grid, "--out", str(tmp_path / "lab"))
-    assert "0 of 2 cells to run" in again.stderr
-    shown = run("lab", "render", "--grid", str(tmp_path / "lab"), "--out", str(tmp_path / "docs"))
+    assert "0 of 1 cells to run" in run(*grid).stderr
+    shown = run("lab", "test-tables", "--grid", str(tmp_path / "grid"), "--out", str(tmp_path / "docs"))
     assert shown.returncode == 0, shown.stderr
-    summary = json.loads((tmp_path / "docs" / "summary.json").read_text())
-    assert len(summary["dcpo_proper"]["ece"]) == 1
-    cell = json.loads(read_archive(tmp_path / "docs" / ARCHIVE)["qwen3.dcpo_proper.1.json"])
-    assert str(tmp_path) not in json.dumps(cell), "commands are published without this machine's paths"
-    assert cell["commands"][0].startswith("dcpo train --config examples/lab/recipe.yaml")
+    found = json.loads((tmp_path / "docs" / "test.json").read_text())["policies"]["qwen3_2"]
+    assert len(found["grpo"]["ece"]) == len(found["logistic"]["ece"]) == 1
+    assert (tmp_path / "docs" / "test_curves.png").is_file()
 
 
 def test_probe_leaves_numbers_that_do_not_depend_on_the_layout(tmp_path: Path) -> None:
@@ -59,7 +54,6 @@ def test_probe_leaves_numbers_that_do_not_depend_on_the_layout(tmp_path: Path) -
     conflict, gradients = expected["conflict"], expected["gradients"]
     assert abs(conflict["dcpo"]["plain"]["all"]["cosine"]) < abs(conflict["coupled"]["plain"]["all"]["cosine"])
     assert gradients["counterfactual"]["variance"] < gradients["group_baseline"]["variance"]
-    assert gradients["all_digits"]["signal_to_noise"] > gradients["counterfactual"]["signal_to_noise"]
 
 
 def same(found: object, expected: object, where: str = "") -> None:

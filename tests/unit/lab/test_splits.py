@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import runpy
 
-from lab.runner import EXAMPLES
+from lab.testgrid import EXAMPLES
 
 SPLITS = runpy.run_path(str(EXAMPLES / "make_splits.py"))
 read_jsonl = SPLITS["read_jsonl"]
@@ -14,7 +14,6 @@ POLICY = runpy.run_path(str(EXAMPLES.parent / "quickstart" / "make_policy.py"))
 # of the commit that made them, before anything was evaluated on them
 SHA256 = {
     "test": "d63137096e390513e249a408a7ecac08c631e573d2e71ebeb22575ec8e0674cc",
-    "ood": "f182eb68134db3e420a58339aa21d69a31352f6357d03b1588b61922059c2fcd",
 }
 
 
@@ -28,7 +27,7 @@ def test_the_seed_makes_the_published_test_problems(tmp_path) -> None:
 def test_no_product_is_in_two_splits_or_in_the_supervised_text() -> None:
     products = {
         name: {tuple(sorted(p[:2])) for p in read_jsonl(EXAMPLES / "data" / f"{name}.jsonl")}
-        for name in ("train", "heldout", "test", "ood")
+        for name in ("train", "heldout", "test")
     }
     heldout, text = POLICY["given_problems"](EXAMPLES / "data")
     assert {tuple(sorted(p[:2])) for p in heldout} == products["heldout"]
@@ -38,4 +37,3 @@ def test_no_product_is_in_two_splits_or_in_the_supervised_text() -> None:
     for i, name in enumerate(names):
         for other in names[i + 1 :]:
             assert not products[name] & products[other], (name, other)
-    assert {p[2] for p in read_jsonl(EXAMPLES / "data" / "ood.jsonl")}.isdisjoint(POLICY["TYPES"])

@@ -1,0 +1,36 @@
+"""The parts of ``dcpo probe`` against the objectives' own advantages."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megatron_dcpo.objectives import ObjectiveConfig, as_method, build_objective, resolve
+from megatron_dcpo.training.probe import parts_of, without_regularizers
+from megatron_dcpo.types import Judgement
+
+PROPER = {
+    "lam": 0.0, "calibration_loss": "brier", "confidence_baseline": "counterfactual",
+    "advantage_normalization_confidence": "batch_std",
+}  # fmt: skip
+
+
+def test_the_probes_parts_add_up_to_the_objectives() -> None:
+    """The coupled parts sum to the coupled advantage, the DCPO parts to DCPO's, token by token."""
+    rng = np.random.default_rng(0)
+    judgements = []
+    for row in range(24):
+        ok, right = rng.random() < 0.8, float(rng.random() < 0.5)
+        confidence = float(rng.integers(0, 100)) / 100 if ok else None
+        judgements.append(Judgement(f"p{row % 4}", right, confidence, "ok" if ok else "missing", 3, 5))
+    for options in ({}, PROPER, {"preset": "verl_compat", "lam": 0.25}):
+        config = without_regularizers(ObjectiveConfig(**options, kl_coef=0.1, entropy_coef_confidence=0.1))
+        assert not any((*resolve(config).blocks("kl_coef"), *resolve(config).blocks("entropy_coef")))
+        parts = parts_of(judgements, config)
+        for name in ("coupled", "dcpo"):
+            whole = build_objective(as_method(config, name)).score(judgements)
+            for a, b, expected in zip(
+                parts[f"{name}_accuracy"].tokens, parts[f"{name}_calibration"].tokens, whole.tokens, strict=True
+            ):
+                assert a.advantages + b.advantages == pytest.approx(expected.advantages, abs=1e-9)
+        assert all(not t.advantages[:3].any() for t in parts["counterfactual"].tokens), "confidence tokens only"
