@@ -17,9 +17,8 @@ import numpy as np
 from scipy import stats
 
 from lab.theory.gradient_conflict import sampled_gradient, softmax
+from lab.theory.scoring_rules import confidence_advantages
 from megatron_dcpo.objectives import ObjectiveConfig, resolve
-from megatron_dcpo.objectives.advantages import Group
-from megatron_dcpo.objectives.dcpo import score_group
 
 
 def target_variance(p: float, group_size: int) -> float:
@@ -65,7 +64,7 @@ def confidence_gradient_noise(
     for n in range(samples):
         correct = (rng.random(group_size) < p).astype(np.float64)
         chosen = rng.choice(len(levels), group_size, p=pi)
-        A_c = score_group(Group(correct, levels[chosen], levels[chosen]), options).A_c
+        A_c = confidence_advantages(correct, levels[chosen], options)
         gradients[n] = sampled_gradient(pi, chosen, A_c)
     mean = gradients.mean(0)
     return GradientNoise(mean, float(((gradients - mean) ** 2).sum(1).mean()))

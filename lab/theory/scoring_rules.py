@@ -14,10 +14,16 @@ from scipy import stats
 
 from lab.theory.gradient_conflict import sampled_gradient
 from megatron_dcpo.objectives import ObjectiveConfig, resolve
-from megatron_dcpo.objectives.advantages import SCORES, Group, batch_scale
+from megatron_dcpo.objectives.advantages import SCORING_RULES, batch_scale
 from megatron_dcpo.objectives.dcpo import score_group
 
 LEVELS = np.linspace(0, 1, 101)
+
+
+def confidence_advantages(R: np.ndarray, c: np.ndarray, options: ObjectiveConfig) -> np.ndarray:
+    """Return the trainer's own A_c [G] of a group with labels ``R`` and confidences ``c`` (NaN: malformed)."""
+    *_, A_c = score_group(R, c, np.full_like(c, np.nan), options)
+    return A_c
 
 
 def optimum(score: str, lam: float, p: float, group_size: int = 0, q: float | None = None) -> float:
@@ -30,12 +36,12 @@ def optimum(score: str, lam: float, p: float, group_size: int = 0, q: float | No
     expected = np.zeros(len(LEVELS))
     for R, weight in ((1.0, q), (0.0, 1 - q)):
         if group_size == 0:
-            expected += weight * SCORES[score](LEVELS, np.full(len(LEVELS), lam * p + (1 - lam) * R), 0.01)
+            expected += weight * SCORING_RULES[score](LEVELS, np.full(len(LEVELS), lam * p + (1 - lam) * R))
             continue
         for k in range(group_size):
             t = lam * (k + R) / group_size + (1 - lam) * R
             chance = weight * stats.binom.pmf(k, group_size - 1, p)
-            expected += chance * SCORES[score](LEVELS, np.full(len(LEVELS), t), 0.01)
+            expected += chance * SCORING_RULES[score](LEVELS, np.full(len(LEVELS), t))
     return float(LEVELS[int(np.argmax(expected))])
 
 
@@ -77,8 +83,9 @@ def settle(
         A_c = np.zeros(chosen.shape)
         for place in np.ndindex(chosen.shape[:2]):
             c = levels[chosen[place]]
-            A_c[place] = score_group(Group(correct[place], c, c), options).A_c
-        A_c /= batch_scale(A_c, options)
+            A_c[place] = confidence_advantages(correct[place], c, options)
+        if options.advantage_normalization_confidence == "batch_std":
+            A_c /= batch_scale(A_c)
         for row, (picked, advantages) in enumerate(zip(chosen, A_c, strict=True)):
             theta[row] += lr * options.weight_confidence * sampled_gradient(pi[row], picked.ravel(), advantages.ravel())
         if step >= 3 * steps // 4:
@@ -96,5 +103,5 @@ def saturated_push(objective: ObjectiveConfig, confidences: np.ndarray) -> float
     """
     options = resolve(objective)
     c = np.asarray(confidences, np.float64)
-    A_c = score_group(Group(np.ones(len(c)), c, c), options).A_c
+    A_c = confidence_advantages(np.ones(len(c)), c, options)
     return float(np.abs(A_c).max() * options.weight_confidence)

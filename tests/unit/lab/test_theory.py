@@ -20,10 +20,9 @@ from lab.theory.drift import (
 )
 from lab.theory.gradient_conflict import LOSSES, fisher_conflict, negative_share, over_confident_policies, softmax
 from lab.theory.run import PROPER as PROPER_OPTIONS
+from lab.theory.scoring_rules import confidence_advantages
 from lab.world2 import RECORDS, rows
 from megatron_dcpo.objectives import ObjectiveConfig, resolve
-from megatron_dcpo.objectives.advantages import Group
-from megatron_dcpo.objectives.dcpo import score_group
 from tests.helpers.paths import REPOSITORY
 
 
@@ -74,7 +73,7 @@ def test_the_drifts_advantages_are_the_packages(rule: Advantage) -> None:
     )
     for _ in range(20):
         R, c = (rng.random(8) < 0.5).astype(float), rng.random(8)
-        assert advantages(c, R, rule) == pytest.approx(score_group(Group(R, c, c), options).A_c, abs=1e-9)
+        assert advantages(c, R, rule) == pytest.approx(confidence_advantages(R, c, options), abs=1e-9)
 
 
 def test_a_proper_score_drifts_to_the_accuracy_and_the_papers_away_from_it() -> None:
@@ -140,7 +139,7 @@ def test_counterfactual_advantage_is_unbiased_by_enumeration() -> None:
         for chosen in itertools.product(range(3), repeat=2):
             chance = np.prod([p if R else 1 - p for R in labels]) * np.prod([pi[k] for k in chosen])
             c = levels[list(chosen)]
-            A_c = score_group(Group(np.array(labels), c, c), options).A_c
+            A_c = confidence_advantages(np.array(labels), c, options)
             for k, advantage in zip(chosen, A_c, strict=True):
                 expected += chance * advantage / 2 * (np.eye(3)[k] - pi)
     score = -(p * (levels - 1) ** 2 + (1 - p) * levels**2)
@@ -149,14 +148,14 @@ def test_counterfactual_advantage_is_unbiased_by_enumeration() -> None:
 
 def test_counterfactual_advantage_with_malformed_responses_is_its_formula() -> None:
     R, c = np.array([1.0, 0.0, 1.0]), np.array([0.9, 0.4, np.nan])
-    score = score_group(Group(R, c, c), resolve(ObjectiveConfig(**PROPER_OPTIONS)))
+    A_c = confidence_advantages(R, c, resolve(ObjectiveConfig(**PROPER_OPTIONS)))
 
     def S(j: int, t: float) -> float:
         return -1.0 if np.isnan(c[j]) else -((c[j] - t) ** 2)
 
     for i in range(3):
         others = [S(j, R[i]) for j in range(3) if j != i]
-        assert score.A_c[i] == pytest.approx(S(i, R[i]) - np.mean(others))
+        assert A_c[i] == pytest.approx(S(i, R[i]) - np.mean(others))
 
 
 @pytest.mark.parametrize("lam", [0.0, 0.25, 0.5, 0.75])
