@@ -1,16 +1,16 @@
-"""The quickstart: one over-confident policy, four trainings, one picture. ``make quickstart [SEED=k]`` runs it.
+"""The quickstart: one over-confident policy, three trainings, one picture. ``make quickstart [SEED=k]`` runs it.
 
-``make quickstart-moe`` (``--experts``): the same from a Qwen3-MoE of four experts, without the adapter, which has no factors
-for experts.
+``make quickstart-moe`` (``--experts``): the same from a Qwen3-MoE of four experts.
 
-GRPO, DCPO (the paper's settings), DCPO-proper and DCPO with an adapter start from the same policy and differ in
-``objective`` only; the last trains GRPO's policy, bit for bit, and beside it the adapter that states the confidence. Base
-and the four results are evaluated on the same held-out problems. Everything is done by the same commands a user types
-(they are printed); trainings run two at a time, one core each.
+GRPO, DCPO (the paper's settings) and DCPO-proper start from the same policy and differ in ``objective`` only. Base and the
+three results are evaluated on the same held-out problems. Two rows need no training: GRPO, recalibrated, is GRPO's policy
+whose confidence is a logistic regression on its log-probs, fitted on responses to training problems; the lookup says of
+every problem how often GRPO is right on others of its kind. Everything is done by the same commands a user types (they are
+printed); trainings run two at a time, one core each.
 
-Leaves in --out: reliability.png, report.html, summary.json, and for base and each training a directory with
-evaluation.json, samples.jsonl, metrics.jsonl, checkpoints and the trained policy in Hugging Face format. An interrupted
-quickstart continues where it was killed.
+Leaves in --out: reliability.png, report.html, summary.json, and for every row a directory with evaluation.json,
+samples.jsonl, metrics.jsonl, checkpoints and the trained policy in Hugging Face format. An interrupted quickstart continues
+where it was killed.
 """
 
 from __future__ import annotations
@@ -30,13 +30,16 @@ from rich.console import Console
 from rich.table import Table
 
 HERE = Path(__file__).resolve().parent
-METHODS = ("grpo", "dcpo", "dcpo_proper", "dcpo_adapter")
+METHODS = ("grpo", "dcpo", "dcpo_proper")
+RECALIBRATED = "grpo_recalibrated"
+TRAINING_PROBLEMS = 500  # whose responses the recalibration is fitted on, 8 each
 COLUMNS = {
     "accuracy": "acc.",
     "ece": "ECE",
     "pce": "PCE",
     "brier": "Brier",
     "auroc": "AUROC",
+    "skill": "skill",
     "mean_confidence": "conf.",
     "violation_rate": "viol.",
 }
@@ -73,7 +76,19 @@ class Quickstart:
     def evaluate(self, name: str) -> None:
         run = self.out / name
         model = self.policy if name == "base" else run / "policy"
-        heldout = f"heldout={HERE / 'data' / 'heldout.jsonl'}"
+        self._sample(model, "heldout", run, "--confidence", "verbal,token,consistency")
+
+    def recalibrate(self) -> None:
+        """Fit a confidence on GRPO's responses to training problems and put it in the place of the stated one."""
+        run, fitted = self.out / RECALIBRATED, self.out / RECALIBRATED / "fitted"
+        self._sample(self.out / "grpo" / "policy", "train", fitted, "--limit", str(TRAINING_PROBLEMS))
+        calibrator = str(run / "calibrator.npz")
+        samples = ("--samples", str(fitted / "samples.jsonl"), "--held-out", "0")
+        self._call(run, "calibrate", "--kind", "logistic", *samples, "--out", calibrator)
+        samples = ("--samples", str(self.out / "grpo" / "samples.jsonl"), "--calibrator", calibrator)
+        self._call(run, "evaluate", *samples, "--confidence", "posthoc", "--out", str(run))
+
+    def _sample(self, model: Path, problems: str, out: Path, *options: str) -> None:
         # The policy is sampled as it was trained: temperature 1, nothing cut off.
         sampling = (
             "--temperature",
@@ -89,11 +104,12 @@ class Quickstart:
             "--engine",
             "transformers",
         )
-        options = ("--repeats", "8", "--confidence", "verbal,token,consistency", "--template", "raw", *sampling)
-        self._call(run, "evaluate", "--model", str(model), "--benchmarks", heldout, "--out", str(run), *options)
+        benchmark = f"{problems}={HERE / 'data' / problems}.jsonl"
+        options = ("--repeats", "8", "--template", "raw", *options, *sampling)
+        self._call(out, "evaluate", "--model", str(model), "--benchmarks", benchmark, "--out", str(out), *options)
 
     def report(self) -> None:
-        runs = (str(self.out / name) for name in ("base", *self.methods))
+        runs = (str(self.out / name) for name in ("base", *self.methods, RECALIBRATED))
         self._call(self.out / "base", "report", *runs, "--out", str(self.out / "report.html"))
 
     def _call(self, run: Path, *arguments: str) -> None:
@@ -121,17 +137,16 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2, help="processes at a time")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="options for all trainings")
     args = parser.parse_args()
-    methods = tuple(name for name in METHODS if not (args.experts and name == "dcpo_adapter"))
     policy = HERE / "moe" / "policy" if args.experts else HERE / "policy"
     start_over_unless_interrupted(args.out, args.seed)
     start = (f"model.path={policy}",) if args.experts else ()
-    quickstart = Quickstart(args.out, policy, methods, args.seed, (*start, *args.overrides))
+    quickstart = Quickstart(args.out, policy, METHODS, args.seed, (*start, *args.overrides))
 
     started = time.monotonic()
     with ThreadPoolExecutor(args.workers) as pool:
-        jobs = [pool.submit(run_one, quickstart, name) for name in ("base", *methods)]
-        wait(jobs, args.out, methods)
-    summary = summarise(args.out, methods)
+        jobs = [pool.submit(run_one, quickstart, name) for name in ("base", *METHODS)]
+        wait(jobs, args.out, METHODS)
+    summary = summarize(args.out, METHODS)
     quickstart.report()
     draw(args.out, summary)
     (args.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
@@ -144,7 +159,7 @@ def start_over_unless_interrupted(out: Path, seed: int) -> None:
     """Keep what an interrupted quickstart of the same seed has; remove what a finished or different one left."""
     marker = out / "seed.txt"
     if marker.is_file() and (marker.read_text() != str(seed) or (out / "summary.json").is_file()):
-        for name in ("base", *METHODS):
+        for name in ("base", *METHODS, RECALIBRATED):
             shutil.rmtree(out / name, ignore_errors=True)
         (out / "summary.json").unlink(missing_ok=True)
     out.mkdir(parents=True, exist_ok=True)
@@ -155,6 +170,8 @@ def run_one(quickstart: Quickstart, name: str) -> None:
     if name != "base":
         quickstart.train(name)
     quickstart.evaluate(name)
+    if name == "grpo":
+        quickstart.recalibrate()
 
 
 def wait(jobs: list[Future[None]], out: Path, methods: tuple[str, ...]) -> None:
@@ -175,17 +192,24 @@ def wait(jobs: list[Future[None]], out: Path, methods: tuple[str, ...]) -> None:
         job.result()
 
 
-def summarise(out: Path, methods: tuple[str, ...]) -> dict[str, dict[str, float]]:
-    """The held-out numbers of stated (verbal) confidence, read from each evaluation.json."""
+def summarize(out: Path, methods: tuple[str, ...]) -> dict[str, dict[str, float]]:
+    """Return the held-out numbers of every row, read from its evaluation.json: of the stated (verbal) confidence, or of the
+    one that stands in its place."""
     summary = {}
-    for name in ("base", *methods):
-        result = json.loads((out / name / "evaluation.json").read_text())["benchmarks"]["heldout"]
-        verbal = result["verbal"]
+    for name, kind in {
+        **dict.fromkeys(("base", *methods), "verbal"),
+        RECALIBRATED: "posthoc",
+        "lookup": "lookup",
+    }.items():
+        source = "grpo" if name == "lookup" else name
+        result = json.loads((out / source / "evaluation.json").read_text())["benchmarks"]["heldout"]
+        scores = result[kind]
         summary[name] = {
             "accuracy": result["accuracy"],
-            **{key: verbal[key] for key in ("ece", "pce", "brier", "auroc")},
-            "mean_confidence": verbal["mean"],
-            "violation_rate": result["violation_rate"],
+            **{key: scores[key] for key in ("ece", "pce", "brier", "auroc")},
+            "skill": scores.get("skill", 0.0),  # of the lookup by definition 0
+            "mean_confidence": scores["mean_confidence"],
+            "violation_rate": result["violation_rate"] if kind == "verbal" else 0.0,
             "n": result["n"],
         }
     return summary
@@ -197,20 +221,24 @@ def draw(out: Path, summary: dict[str, dict[str, float]]) -> None:
     from megatron_dcpo.evaluation.scoring import bins_from_json
 
     titles = {"base": "before RL", "grpo": "GRPO", "dcpo": "DCPO", "dcpo_proper": "DCPO, proper score"}
-    titles["dcpo_adapter"] = "DCPO, adapter"
+    titles[RECALIBRATED] = "GRPO, recalibrated"
     bins, notes = {}, {}
     for name, title in titles.items():
         if name not in summary:
             continue
         evaluation = json.loads((out / name / "evaluation.json").read_text())
-        bins[title] = bins_from_json(evaluation["benchmarks"]["heldout"]["verbal"]["bins"])
+        kind = "posthoc" if name == RECALIBRATED else "verbal"
+        bins[title] = bins_from_json(evaluation["benchmarks"]["heldout"][kind]["bins"])
         notes[title] = f"accuracy {summary[name]['accuracy']:.2f}\nECE {summary[name]['ece']:.3f}"
     save(comparison_grid(bins, notes, columns=len(bins)), out / "reliability.png")
 
 
 def show(summary: dict[str, dict[str, float]]) -> None:
-    caption = "acc.: accuracy; conf.: mean stated confidence; viol.: share of responses without a valid one"
-    table = Table(title="Held-out problems, stated confidence", caption=caption)
+    caption = (
+        "acc.: accuracy; skill: 1 - Brier / Brier of the lookup; conf.: mean confidence; viol.: share without a valid one. "
+        "lookup: GRPO's accuracy on other problems of the same kind, what a calibrated confidence has to beat"
+    )
+    table = Table(title="Held-out problems", caption=caption)
     table.add_column("", no_wrap=True)
     for heading in (*COLUMNS.values(), "n"):
         table.add_column(heading, justify="right", no_wrap=True)

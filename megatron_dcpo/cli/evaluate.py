@@ -50,7 +50,13 @@ def add_parser(subparsers: Any) -> None:
         "--confidence", help=f"kinds, comma separated (default verbal,token,consistency): {', '.join(KINDS)}"
     )
     parser.add_argument("--features", action="store_true", help="keep what dcpo calibrate --method confclass reads")
-    parser.add_argument("--posthoc", metavar="FILE", help="score the post-hoc confidence of dcpo calibrate as well")
+    parser.add_argument(
+        "--calibrator",
+        "--posthoc",
+        dest="posthoc",
+        metavar="FILE",
+        help="score the post-hoc confidence that dcpo calibrate fitted as well",
+    )
     parser.add_argument(
         "--marker", type=_marker, help="what opens the confidence line (default <conf>; of --samples: as before)"
     )

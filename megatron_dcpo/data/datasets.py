@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 Row = Mapping[str, Any]
 
 PROBLEM_COLUMNS = ("problem", "question", "prompt")
+KIND_COLUMNS = ("kind", "type", "level", "difficulty", "subject")
 ANSWER_COLUMNS = ("answer", "ground_truth", "final_answer")
 SUFFIXES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
 LONGEST = 1 << 30  # characters of a line, or of a JSON array: compressed, they may be a small file
@@ -51,7 +52,8 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?(@[\w.-]+)?\Z")
 class Record:
     """One problem of a data set. ``index`` is its row in the file, counted before anything was dropped.
 
-    A programming problem has packed ``tests``, and ``answer`` is their key (``code_problems.tests_key``).
+    A programming problem has packed ``tests``, and ``answer`` is their key (``code_problems.tests_key``). ``kind``: what the
+    row says of its problem in one of ``KIND_COLUMNS``.
     """
 
     task: str
@@ -59,6 +61,7 @@ class Record:
     messages: tuple[dict[str, str], ...]
     answer: str
     tests: bytes | None = None
+    kind: str | None = None
 
     @property
     def problem(self) -> str:
@@ -223,7 +226,7 @@ def to_record(
     code = code_problem(row, where, untested)
     if code is not None:
         packed = pack_tests(code.tests)
-        return Record(name, index, _as_messages(code.statement, where), tests_key(packed), packed)
+        return Record(name, index, _as_messages(code.statement, where), tests_key(packed), packed, _kind(row))
     problem = _first_column(row, PROBLEM_COLUMNS)
     reward_model = row.get("reward_model")
     has_ground_truth = isinstance(reward_model, Mapping) and "ground_truth" in reward_model
@@ -238,7 +241,13 @@ def to_record(
     raw = reward_model["ground_truth"] if has_ground_truth else row[str(answer_column)]  # type: ignore[index]
     answer = final_answer(raw, integer="aime" in name.lower() or "aime_number" in row)
     messages = _as_messages(row[problem], where)
-    return Record(name, index, messages, answer) if answer else None
+    return Record(name, index, messages, answer, kind=_kind(row)) if answer else None
+
+
+def _kind(row: Row) -> str | None:
+    """Return what the first of ``KIND_COLUMNS`` says; None where there is none, or it is no text or whole number."""
+    value = next((row[name] for name in KIND_COLUMNS if name in row), None)
+    return str(value)[:100] if isinstance(value, str | int) and not isinstance(value, bool) else None
 
 
 def final_answer(raw: Any, integer: bool = False) -> str:

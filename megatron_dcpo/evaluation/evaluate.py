@@ -18,6 +18,7 @@ import numpy as np
 
 from megatron_dcpo.calibration import diagrams
 from megatron_dcpo.data import LoadedBenchmark
+from megatron_dcpo.data.datasets import Record
 from megatron_dcpo.evaluation.posthoc import features
 from megatron_dcpo.evaluation.report import Run, read_run, summary_of, write_report
 from megatron_dcpo.evaluation.samples import (
@@ -74,7 +75,7 @@ def evaluate_benchmark(
     in which an engine finishes. What ``log`` holds already is not asked for; what is new is written to it as soon as it
     is judged, also where the rest does not come.
     """
-    problems = {record.prompt_id: record.problem for record in benchmark.records}
+    records = {record.prompt_id: record for record in benchmark.records}
     by_id = {prompt.prompt_id: prompt for prompt in prompts}
     total = len(by_id) * repeats
     logged = log.finished(benchmark.name) if log else {}
@@ -89,7 +90,7 @@ def evaluate_benchmark(
         for response, judgement in zip(responses, judgements.result(), strict=True):
             name = response.prompt_id
             truth = by_id[name].ground_truth
-            sample = _sample(benchmark.name, problems[name], truth, response, judgement, keep_features)
+            sample = _sample(benchmark.name, records[name], truth, response, judgement, keep_features)
             samples[name, response.sample_index] = sample
             if log is not None:
                 log.add(sample)
@@ -198,7 +199,7 @@ def _verdict(judgement: Judgement) -> dict[str, Any]:
 
 
 def _sample(
-    benchmark: str, problem: str, truth: str, response: Response, judgement: Judgement, keep_features: bool
+    benchmark: str, record: Record, truth: str, response: Response, judgement: Judgement, keep_features: bool
 ) -> Sample:
     logprobs = [float(value) for value in response.logprobs]
     assert response.text is not None
@@ -206,7 +207,7 @@ def _sample(
         benchmark=benchmark,
         prompt_id=response.prompt_id,
         repeat=response.sample_index,
-        problem=problem,
+        problem=record.problem,
         response=response.text,
         ground_truth=truth,
         token_confidence=geometric_mean_probability(logprobs),
@@ -216,5 +217,7 @@ def _sample(
         mean_entropy=mean_entropy(response.top_logprobs),
         features=features(response.top_logprobs) if keep_features else None,
         reasoning_logprob=min(0.0, sum(logprobs[: judgement.boundary])) if judgement.boundary is not None else None,
+        reasoning_tokens=judgement.boundary,
+        kind=record.kind,
         **_verdict(judgement),
     )

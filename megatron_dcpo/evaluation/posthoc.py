@@ -3,9 +3,14 @@ r"""Confidence after the fact: predictors trained on judged samples, the policy 
 | method | predicts | from |
 |---|---|---|
 | ``confclass`` | the share of correct repeats of the problem (soft target) | the 20 largest log-probs of every token |
+| ``logistic`` | a logistic regression | stated confidence, sum and mean of the reasoning's log-probs, length |
 | ``temperature`` | :math:`\sigma(\mathrm{logit}(c)/T)` | one kind of confidence c |
 | ``platt`` | :math:`\sigma(a\,\mathrm{logit}(c)+b)` | one kind of confidence c |
 | ``isotonic`` | the best non-decreasing step function of c | one kind of confidence c |
+
+``logistic`` reads whether a confidence is stated, its logit, the sum s of the reasoning block's log-probs, log(1 - s), their
+mean and the number of tokens, standardized, with an L2 penalty. It is the row to beat: a confidence that a policy states is
+worth its training where it knows more than that (docs/lab/README.md).
 
 Of a kind in nats (``logprob``: the sum of the reasoning block's log-probs) there is no logit: ``platt`` scales the value.
 
@@ -28,7 +33,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -50,7 +55,7 @@ Weights = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Posthoc:
-    """A fitted predictor. ``source``: ``mean`` or ``full`` features, or the kind of confidence that is scaled."""
+    """A fitted predictor. ``source``: ``mean`` or ``full`` features, ``response``, or the kind of confidence scaled."""
 
     method: str
     source: str
@@ -114,7 +119,10 @@ def features(top_logprobs: np.ndarray | None) -> list[float] | None:
 
 def inputs_of(samples: Sequence[Sample], source: str) -> tuple[np.ndarray, np.ndarray]:
     """Inputs [n, D] and the indices [n] of the samples that have them."""
-    if source in ("mean", "full"):
+    rows: list[list[float] | None]
+    if source == "response":
+        rows = [response_features(s) for s in samples]
+    elif source in ("mean", "full"):
         width = TOP_LOGPROBS if source == "mean" else 3 * TOP_LOGPROBS
         rows = [None if s.features is None else s.features[:width] for s in samples]
     else:
@@ -123,6 +131,17 @@ def inputs_of(samples: Sequence[Sample], source: str) -> tuple[np.ndarray, np.nd
         rows = [[value] if lowest <= value <= highest else None for value in values]
     known = [index for index, row in enumerate(rows) if row is not None]
     return np.array([rows[index] for index in known], np.float64), np.array(known, int)
+
+
+def response_features(sample: Sample) -> list[float] | None:
+    """Return [6]: whether a confidence is stated and its logit, sum s of the reasoning's log-probs, log(1 - s), their mean,
+    the number of tokens; None where the log-probs are not known."""
+    s, length = sample.reasoning_logprob, sample.reasoning_tokens
+    if s is None or length is None:
+        return None
+    stated = sample.confidence is not None
+    logit = float(_logit(np.array(sample.confidence))) if stated else 0.0
+    return [float(stated), logit, s, math.log1p(-s), s / max(length, 1), float(length)]
 
 
 def _on_scale(method: str, source: str, inputs: np.ndarray) -> np.ndarray:
@@ -161,17 +180,18 @@ def fit(
     epochs: int = 200,
     width: int = WIDTH,
 ) -> tuple[Posthoc, list[Sample]]:
-    """Fit on the problems that are not held out. Returns the predictor and the held-out samples with its predictions.
+    """Fit on the problems that are not held out (``held_out`` 0: on all).
+
+    Returns the predictor and the held-out samples with its predictions.
 
     Raises :class:`UserError` when there is nothing to learn from: no inputs, one class only, no problem on one side.
     """
     if method not in METHODS:
         raise UserError(f"unknown method {method!r}; known: {', '.join(METHODS)}")
-    source = source or ("mean" if method == "confclass" else "token")
-    if (method == "confclass") != (source in ("mean", "full")):
-        raise UserError(
-            f"{method} does not read {source!r}; confclass reads features (mean, full), scalings a confidence"
-        )
+    source = source or {"confclass": "mean", "logistic": "response"}.get(method, "token")
+    reads = {"confclass": ("mean", "full"), "logistic": ("response",)}.get(method, tuple(CONFIDENCE_KINDS))
+    if source not in reads:
+        raise UserError(f"{method} does not read {source!r}; it reads {', '.join(reads)}")
     if method == "temperature" and source in RANKING_ONLY:
         raise UserError(f"temperature does not read {source}, which is no probability; take platt or isotonic")
     outside = [is_held_out(problem_of(sample), held_out, seed) for sample in samples]
@@ -185,7 +205,8 @@ def fit(
             raise UserError(f"no samples with {source} for {name}; more problems are needed{hint}")
         return inputs, targets[np.array(index)[known]]
 
-    side("holding out", outside)
+    if held_out:
+        side("holding out", outside)
     inputs, goals = side("fitting", [not out for out in outside])
     if goals.min() == goals.max():
         raise UserError("every response is " + ("correct" if goals.min() else "wrong") + ": nothing to learn from")
@@ -198,6 +219,8 @@ def fit(
         both = all(any(chosen) for chosen in sides)
         fitted, stopping = (side("fitting", c) for c in sides) if both else ((inputs, goals), (inputs, goals))
         weights: Weights = _fit_perceptron(*fitted, *stopping, seed, epochs, width)
+    elif method == "logistic":
+        weights = _fit_logistic(inputs, goals)
     else:
         weights = _FIT[method](_on_scale(method, source, inputs)[:, 0], goals)
     predictor = Posthoc(method, source, MappingProxyType(dict(weights)))
@@ -230,6 +253,18 @@ def _fit_platt(z: np.ndarray, y: np.ndarray) -> Weights:
 
     model = LogisticRegression(C=1e10, max_iter=1000, tol=1e-10).fit(z[:, None], y)
     return {"slope": model.coef_[0, 0], "intercept": model.intercept_[0]}
+
+
+def _fit_logistic(x: np.ndarray, y: np.ndarray) -> Weights:
+    from sklearn.linear_model import LogisticRegression
+
+    mean, deviation = x.mean(0), np.maximum(x.std(0), 1e-6)
+    model = LogisticRegression(C=1.0, max_iter=1000, tol=1e-8).fit((x - mean) / deviation, y)
+    return {"mean": mean, "deviation": deviation, "slopes": model.coef_[0], "intercept": model.intercept_[0]}
+
+
+def _predict_logistic(weights: Weights, x: np.ndarray) -> np.ndarray:
+    return _sigmoid((x - weights["mean"]) / weights["deviation"] @ weights["slopes"] + weights["intercept"])
 
 
 def _fit_isotonic(c: np.ndarray, y: np.ndarray) -> Weights:
@@ -287,13 +322,13 @@ _FIT: Mapping[str, Callable[[np.ndarray, np.ndarray], Weights]] = MappingProxyTy
 _PREDICT: Mapping[str, Callable[[Weights, np.ndarray], np.ndarray]] = MappingProxyType(
     {
         "confclass": _predict_perceptron,
+        "logistic": _predict_logistic,
         "temperature": lambda w, x: _sigmoid(x[:, 0] / w["temperature"]),
         "platt": lambda w, x: _sigmoid(w["slope"] * x[:, 0] + w["intercept"]),
         "isotonic": lambda w, x: np.interp(x[:, 0], w["x"], w["y"]),
     }
 )
 METHODS: tuple[str, ...] = tuple(_PREDICT)
-Method = Literal["confclass", "temperature", "platt", "isotonic"]
 
 
 def scores(samples: Sequence[Sample], kind: str = "posthoc") -> dict[str, Any]:

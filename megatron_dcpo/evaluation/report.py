@@ -36,6 +36,7 @@ LABELS = {
     "pce": "PCE",
     "brier": "Brier",
     "auroc": "AUROC",
+    "skill": "Skill",
     "mean_confidence": "Mean conf.",
     "violation_rate": "Violations",
     "n": "n",

@@ -30,7 +30,8 @@ class Sample:
 
     ``confidence`` (verbal) is ``None`` exactly when ``status`` is not ``ok``. ``token_confidence`` is exp(mean log p),
     the geometric mean over the ``num_tokens`` sampled tokens, EOS included, of the raw logits (no temperature);
-    ``reasoning_logprob`` (nats) is the sum over the reasoning block alone, where an engine tells which tokens those are;
+    ``reasoning_logprob`` (nats) is the sum over the ``reasoning_tokens`` of the reasoning block alone, where an engine tells
+    which those are; ``kind`` of the problem, where the data says it;
     ``min_logprob`` (nats) is the least likely of them, ``mean_entropy`` (nats) the mean over tokens of the entropy of
     the engine's largest log-probs, what is left of the mass counting as one more token, hence a lower bound.
     ``consistency_confidence`` is the share of the problem's repeats whose answer is equivalent to this one; ``None``
@@ -58,16 +59,21 @@ class Sample:
     posthoc_confidence: float | None = None
     category: str | None = None
     reasoning_logprob: float | None = None
+    reasoning_tokens: int | None = None
+    kind: str | None = None
 
 
 # left out of the file where there is none
-_OPTIONAL = frozenset({"mean_entropy", "features", "posthoc_confidence", "category", "reasoning_logprob"})
+_OPTIONAL = frozenset(
+    {"mean_entropy", "features", "posthoc_confidence", "category", "reasoning_logprob", "reasoning_tokens", "kind"}
+)
 
 
 # beyond them scoring would overflow; engines round a log-prob of 0 up
 _RANGES = {
     "num_tokens": (0, 1 << 40),
     "repeat": (0, 1 << 40),
+    "reasoning_tokens": (0, 1 << 40),
     "token_confidence": (0, 1),
     "min_logprob": (-math.inf, 1e-3),
     "mean_entropy": (-1e-3, math.inf),

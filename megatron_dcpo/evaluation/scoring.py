@@ -33,9 +33,9 @@ CONFIDENCE_KINDS: Mapping[str, Callable[[Sample], float | None]] = MappingProxyT
 )
 RANKING_ONLY = frozenset({"token_mean_logprob", "logprob"})  # in nats, no probability: they rank, nothing else
 BETTER: Mapping[str, Callable[..., float]] = MappingProxyType(
-    {"accuracy": max, "ece": min, "pce": min, "brier": min, "auroc": max, "violation_rate": min}
+    {"accuracy": max, "ece": min, "pce": min, "brier": min, "auroc": max, "skill": max, "violation_rate": min}
 )
-HEADLINE = ("accuracy", "ece", "pce", "brier", "auroc", "mean_confidence", "violation_rate", "n")
+HEADLINE = ("accuracy", "ece", "pce", "brier", "auroc", "skill", "mean_confidence", "violation_rate", "n")
 
 
 def _power(base: float | None, exponent: int) -> float | None:
@@ -139,6 +139,8 @@ def _score(samples: Sequence[Sample], kinds: Sequence[str], bins: int, resamples
     if any(sample.category is not None for sample in samples):
         categories = Counter(sample.category for sample in samples if sample.category is not None)
         scores["categories"] = {name: count / len(samples) for name, count in sorted(categories.items())}
+    lookup = lookup_confidence(samples)
+    scores["lookup"] = {"kinds": len({(s.benchmark, s.kind) for s in samples}), **summarize(lookup, correct)}
     intervals: dict[str, Any] = {}
     for kind in kinds:
         confidences = [CONFIDENCE_KINDS[kind](sample) for sample in samples]
@@ -157,6 +159,7 @@ def _score(samples: Sequence[Sample], kinds: Sequence[str], bins: int, resamples
         intervals["accuracy"] = ci95.pop("accuracy", None)
         intervals[kind] = ci95
         block["mean"] = block["mean_confidence"]
+        block["skill"] = math.nan if kind in RANKING_ONLY else skill(confidences, lookup, correct)
         block["bins"] = bins_to_json(metrics.bin_rows(confidences, correct, bins))
         # all rows with a score where only the rank counts, else the valid ones
         rows = metrics.ranked_rows if kind in RANKING_ONLY else metrics.valid_rows
@@ -167,6 +170,39 @@ def _score(samples: Sequence[Sample], kinds: Sequence[str], bins: int, resamples
     if resamples:
         scores["ci95"] = intervals
     return scores
+
+
+def lookup_confidence(samples: Sequence[Sample]) -> list[float | None]:
+    """Return for each sample the accuracy of the other problems of its benchmark and kind; of its benchmark where there is
+    no other of the kind, None where there is none at all. What every calibrated method has to beat."""
+    groups: dict[tuple[str, ...], list[Sample]] = {}
+    for sample in samples:
+        for group in (
+            (sample.benchmark,),
+            (sample.benchmark, str(sample.kind)),
+            (sample.benchmark, "", sample.prompt_id),
+        ):
+            groups.setdefault(group, []).append(sample)
+    right = {group: (sum(s.correct for s in members), len(members)) for group, members in groups.items()}
+
+    def others(sample: Sample) -> float | None:
+        own = right[sample.benchmark, "", sample.prompt_id]
+        for group in ((sample.benchmark, str(sample.kind)), (sample.benchmark,)):
+            if right[group][1] > own[1]:
+                return (right[group][0] - own[0]) / (right[group][1] - own[1])
+        return None
+
+    return [others(sample) for sample in samples]
+
+
+def skill(confidences: Sequence[float | None], lookup: Sequence[float | None], correct: Sequence[float]) -> float:
+    """Return 1 - Brier / Brier of the lookup, on the samples that have both; not a number where the lookup is perfect."""
+    rows = [row for row in zip(confidences, lookup, correct, strict=True) if row[0] is not None and row[1] is not None]
+    if not rows:
+        return math.nan
+    c, guess, y = (np.array(column, float) for column in zip(*rows, strict=True))
+    reference = float(np.mean((guess - y) ** 2))
+    return 1.0 - float(np.mean((c - y) ** 2)) / reference if reference else math.nan
 
 
 def _per_run(samples: Sequence[Sample], kind: str, repeats: Sequence[int], bins: int) -> dict[str, Any]:

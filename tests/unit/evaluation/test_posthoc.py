@@ -77,6 +77,47 @@ def test_the_reasonings_logprob_is_scaled_to_a_confidence(method: str, tmp_path:
         posthoc.fit("temperature", samples, "logprob")
 
 
+def with_logprobs(seed: int = 3) -> list[Sample]:
+    """Samples whose reasoning's log-probs tell right from wrong, and longer responses are worse."""
+    generator = np.random.default_rng(seed)
+    samples = []
+    for sample in SAMPLES:
+        nats = -3 + 2 * sample.correct + generator.standard_normal()
+        length = int(20 + 5 * (not sample.correct) + generator.integers(0, 8))
+        samples.append(replace(sample, reasoning_logprob=min(0.0, float(nats)), reasoning_tokens=length))
+    return samples
+
+
+def test_logistic_reads_log_probs_length_and_what_is_stated(tmp_path: Path) -> None:
+    samples = with_logprobs()
+    predictor, held_out = posthoc.fit("logistic", samples, held_out=0.3)
+    after = posthoc.scores(held_out)
+    assert after["auroc"] > 0.93
+    assert after["ece"] < 0.05
+    _, same = posthoc.fit("isotonic", samples, "logprob", held_out=0.3)
+    assert after["brier"] < posthoc.scores(same)["brier"] - 0.01, "the length and the stated confidence tell more"
+    predictor.save(tmp_path / "p.npz")
+    assert posthoc.Posthoc.load(tmp_path / "p.npz").predict(held_out) == [s.posthoc_confidence for s in held_out]
+    unstated = [replace(s, confidence=None, status="missing") for s in samples]
+    assert all(c is not None for c in predictor.predict(unstated)), "a response that states nothing has log-probs"
+    assert predictor.predict([SAMPLES[0]]) == [None], "no log-probs, no confidence"
+
+
+def test_logistic_is_the_peers_regression() -> None:
+    """Standardized inputs, L2 penalty 1: scikit-learn's pipeline gives the same probabilities."""
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    samples = with_logprobs()
+    predictor, nothing = posthoc.fit("logistic", samples, held_out=0.0)
+    assert nothing == []
+    x = np.array([posthoc.response_features(s) for s in samples])
+    peer = make_pipeline(StandardScaler(), LogisticRegression(C=1.0, max_iter=1000, tol=1e-8))
+    expected = peer.fit(x, [s.correct for s in samples]).predict_proba(x)[:, 1]
+    np.testing.assert_allclose(predictor.predict(samples), expected, atol=1e-6)
+
+
 def test_calibrate_kind_logprob(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     generator = np.random.default_rng(4)
     samples = [replace(s, reasoning_logprob=-20 - 9 * (not s.correct) - generator.random()) for s in SAMPLES]
@@ -138,7 +179,7 @@ def test_errors_are_named(tmp_path: Path) -> None:
         (("platt", [replace(s, correct=True) for s in SAMPLES]), "every response is correct"),
         (("platt", SAMPLES[:1]), "more problems"),
         (("guess", SAMPLES), "unknown method 'guess'"),
-        (("platt", SAMPLES, "mean"), "confclass reads features"),
+        (("platt", SAMPLES, "mean"), "it reads verbal, token"),
     ):
         with pytest.raises(UserError, match=message):
             posthoc.fit(*arguments)
