@@ -68,10 +68,6 @@ def add_parser(subparsers: Any) -> None:
         "--untested", action="store_true", help="keep programming problems whose tests assert nothing (3 of MBPP+)"
     )
     parser.add_argument("--rejudge", action="store_true", help="with --samples: judge the responses anew as well")
-    uses = parser.add_argument_group("what the confidence is for")
-    uses.add_argument("--use", action="store_true", help="score abstention, votes and best of n by confidence as well")
-    uses.add_argument("--route-to", metavar="FILE", help="and routing to the model of this samples.jsonl")
-    uses.add_argument("--route-cost", type=float, help="its cost per answer, of this model's (default 10)")
     sampling = parser.add_argument_group("sampling (defaults: the paper's evaluation)")
     sampling.add_argument("--temperature", type=float, help="default 0.7")
     sampling.add_argument("--top-p", type=float, help="default 0.8")

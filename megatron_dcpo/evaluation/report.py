@@ -192,7 +192,6 @@ def render_report(
         published=published.compare({run.name: run.evaluation for run in runs}, against),
         panels=_panels(runs, kinds, benchmarks),
         coverage=_coverage(runs, kinds),
-        uses=_uses(runs),
         legend=list(zip(trained, colours, strict=True)),
         curves=[
             _Picture(_svg(diagrams.curve_figure(trained, curve), curve.title))
@@ -321,17 +320,6 @@ def _coverage(runs: Sequence[Run], kinds: Sequence[str]) -> list[_Picture]:
             figure = diagrams.coverage_figure(curves, f"{kind} confidence")
             pictures.append(_Picture(_svg(figure, f"coverage {kind}"), f"AURC: {aurc}"))
     return pictures
-
-
-def _uses(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """What the confidence is for (``dcpo evaluate --use``), per run, benchmark and kind of confidence."""
-    return [
-        {"name": f"{run.name}, {benchmark}, {kind} confidence", "routing": [], **use}
-        for run in runs
-        if run.evaluation is not None
-        for benchmark, scores in run.evaluation["benchmarks"].items()
-        for kind, use in scores.get("use", {}).items()
-    ]
 
 
 def _samples(run: Run) -> list[dict[str, str]]:

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_dcpo.calibration.summary import json_ready
 from megatron_dcpo.config import ValidationConfig
 from megatron_dcpo.data import LoadedBenchmark, render_prompts
 from megatron_dcpo.data.datasets import message_prompts
@@ -29,7 +28,7 @@ from megatron_dcpo.evaluation.heldout import judge_of, load_problems
 from megatron_dcpo.evaluation.posthoc import TOP_LOGPROBS, Posthoc
 from megatron_dcpo.evaluation.programs import is_code, read_tests, same_program, write_tests
 from megatron_dcpo.evaluation.samples import Sample, SampleLog, read_samples
-from megatron_dcpo.evaluation.scoring import parse_kinds, score_samples, use_scores
+from megatron_dcpo.evaluation.scoring import parse_kinds, score_samples
 from megatron_dcpo.judging.programs import PackedTests, ProgramVerifier
 from megatron_dcpo.judging.token_bytes import token_bytes
 from megatron_dcpo.rollout import SamplingConfig, VllmOptions, choose_engine
@@ -61,8 +60,6 @@ class EvaluationConfig:
     a directory whose tokenizer renders the prompts for ``endpoint``, as training does (thinking off); their token ids
     are sent instead of messages. ``dtype`` auto: bf16 on a GPU, else fp32. ``batch_size``: responses of ``model``
     sampled at once; 0: 512 by vLLM on a GPU, else 64.
-    ``use``: score what the confidence is for; ``route_to``: the ``samples.jsonl`` of a second model, ``route_cost``
-    times as expensive.
     """
 
     out: str | Path
@@ -82,9 +79,6 @@ class EvaluationConfig:
     corrections: bool = _saved(False)
     untested: bool = _saved(False)
     rejudge: bool = False
-    use: bool = False
-    route_to: str | None = None
-    route_cost: float = 10.0
     resamples: int = 1000
     # sampling: the paper's evaluation
     temperature: float = _saved(ValidationConfig.temperature)
@@ -154,7 +148,6 @@ def run_evaluation(config: EvaluationConfig, progress: Progress | None = None) -
         features=config.features or (predictor is not None and predictor.method == "confclass"),
         marker=config.marker or before.get("marker") or CONFIDENCE_TAG,
     )
-    second = _second(config)
     if config.samples:
         samples, model = _old_samples(config), before.get("model", "")
     else:
@@ -164,36 +157,11 @@ def run_evaluation(config: EvaluationConfig, progress: Progress | None = None) -
     if predictor is not None:
         samples = predictor.apply(samples)
         kinds = tuple(dict.fromkeys((*kinds, "posthoc")))
-    uses: dict[str, Any] = {}
-    if config.use or config.route_to:
-        problems = {(s.benchmark, s.prompt_id) for s in samples}
-        if second and problems.isdisjoint((s.benchmark, s.prompt_id) for s in second):
-            raise UserError(
-                f"{config.route_to} has none of these problems; sample the second model on the same benchmarks"
-            )
-        uses = use_scores(samples, kinds, _agree, second, config.route_cost, config.seed)
     evaluation = score_samples(samples, kinds, model, resamples=config.resamples, seed=config.seed)
-    for name, scores in uses.items():
-        evaluation["benchmarks"][name]["use"] = json_ready(scores)
     if config.marker != CONFIDENCE_TAG:
         evaluation["marker"] = config.marker
     write_evaluation(config.out, evaluation, samples)
     return evaluation
-
-
-def _second(config: EvaluationConfig) -> list[Sample]:
-    """The samples of the model that questions are routed to, none without one."""
-    if not config.route_cost >= 0:
-        raise UserError(f"--route-cost must be at least 0, not {config.route_cost}")
-    if config.route_to is None:
-        return []
-    if not (second := read_samples(config.route_to)):
-        raise UserError(f"{config.route_to}: no samples in it")
-    return second
-
-
-def _agree(sample: Sample, a: str, b: str) -> bool:
-    return (same_program if is_code(sample) else equivalent_math)(a, b)
 
 
 def _evaluation_beside(samples: str) -> dict[str, Any]:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from itertools import groupby
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from megatron_dcpo.calibration import metrics, use
+from megatron_dcpo.calibration import metrics
 from megatron_dcpo.calibration.metrics import DEFAULT_BINS, Bins, coverage_to_json
 from megatron_dcpo.calibration.summary import INTERVALS, json_ready, summarize, violation_rates
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.evaluation.samples import Sample, answer_classes
+from megatron_dcpo.evaluation.samples import Sample
 
 CONFIDENCE_KINDS: Mapping[str, Callable[[Sample], float | None]] = MappingProxyType(
     {
@@ -77,40 +75,6 @@ def score_samples(
     overall = dict(*benchmarks.values()) if len(benchmarks) == 1 else _score(samples, kinds, **options)
     overall["macro"] = _macro(benchmarks, kinds)
     return json_ready({"model": model, "benchmarks": benchmarks, "overall": overall})
-
-
-def use_scores(
-    samples: Sequence[Sample],
-    kinds: Sequence[str],
-    equivalent: Callable[[Sample, str, str], bool],
-    second: Sequence[Sample] = (),
-    cost: float = 10.0,
-    seed: int = 0,
-) -> dict[str, dict[str, Any]]:
-    """``{benchmark: {kind: ...}}``: abstention, votes, and where given routing to ``second``, another model's samples.
-
-    Kinds that only rank are left out. ``equivalent(sample, a, b)``: whether two answers to the sample's problem agree.
-    """
-    rates: dict[str, list[float]] = {}
-    for sample in second:
-        rates.setdefault(f"{sample.benchmark}/{sample.prompt_id}", []).append(float(sample.correct))
-    found: dict[str, dict[str, Any]] = {}
-    for name in dict.fromkeys(sample.benchmark for sample in samples):
-        rows = sorted((s for s in samples if s.benchmark == name), key=lambda s: s.prompt_id)
-        problems = [f"{s.benchmark}/{s.prompt_id}" for s in rows]
-        answers: list[str | None] = []
-        for _, group in groupby(rows, key=lambda s: s.prompt_id):
-            same = list(group)
-            answers += answer_classes([s.answer for s in same], partial(equivalent, same[0]))
-        y = metrics.as_correct([float(s.correct) for s in rows])
-        found[name] = {}
-        for kind in (kind for kind in kinds if kind not in RANKING_ONLY):
-            c = metrics.as_confidences([CONFIDENCE_KINDS[kind](s) for s in rows])
-            found[name][kind] = use.use_summary(problems, c, y, answers, seed)
-            if second:
-                means = {problem: float(np.mean(values)) for problem, values in rates.items()}
-                found[name][kind]["routing"] = use.routing(problems, c, y, means, cost)
-    return found
 
 
 def headline(evaluation: Mapping[str, Any], kind: str = "verbal", benchmark: str | None = None) -> dict[str, Any]:
