@@ -26,12 +26,12 @@ class Stopped(Exception):
 
 
 def one_line(message: object, longest: int | None = None) -> str:
-    """A message of several lines as one, cut at ``longest`` characters."""
+    """Return a message of several lines as one, cut at ``longest`` characters."""
     return " ".join(str(message).split())[:longest]
 
 
 def nearest(word: object, known: Iterable[str], cutoff: float = 0.4) -> str | None:
-    """The one of ``known`` that is most like ``word``; None when none is at least ``cutoff`` (0 to 1) like it."""
+    """Return the one of ``known`` that is most like ``word``; None when none is at least ``cutoff`` (0 to 1) like it."""
     return next(iter(difflib.get_close_matches(str(word), list(known), n=1, cutoff=cutoff)), None)
 
 
@@ -43,7 +43,8 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
 
 
 def validation_message(error: Any) -> str:
-    """The first thing wrong in a pydantic ``ValidationError``, one line: ``section.key: what is wrong (found value)``."""
+    """Return the first thing wrong in a pydantic ``ValidationError``, one line: ``section.key: what is wrong (found
+    value)``."""
     first = error.errors()[0]
     message = one_line(first["msg"]).removeprefix("Value error, ")
     if not isinstance(first["input"], str | int | float | bool | list | type(None)):

@@ -70,7 +70,7 @@ def binned_error(
 
 
 def null_ece(confidences: Confidences, bins: int = DEFAULT_BINS, resamples: int = 1000, seed: int = 0) -> float:
-    """What the plug-in ECE of a perfectly calibrated model with these confidences stays below in 95 % of all cases.
+    """Return what the plug-in ECE of a perfectly calibrated model with these confidences stays below in 95 % of all cases.
 
     Its labels are y ~ Bernoulli(c), independent of each other: repeats of a problem that share what c leaves open have
     a wider band, so this one is strict.

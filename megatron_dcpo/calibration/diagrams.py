@@ -30,7 +30,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 from megatron_dcpo.calibration.metrics import Bins, wilson_interval
 from megatron_dcpo.runtime.text import printable
 
-# Okabe-Ito: told apart with every kind of colour vision. The order is the order of runs.
+# Okabe-Ito: told apart with every kind of color vision. The order is the order of runs.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7A5195", "#8C8C8C")
 _INK = "#1c1d1f"  # replaced by currentColor in inline SVG
 _OVER, _UNDER = "#D55E00", "#0072B2"
@@ -97,7 +97,7 @@ def reliability_diagram(bins: Bins, title: str = "", note: str = "") -> Figure:
 
 @rc_context(_STYLE)
 def confidence_histogram(bins: Bins, title: str = "") -> Figure:
-    """Number of samples per confidence bin, logarithmic, split into correct and wrong."""
+    """Draw the number of samples per confidence bin, logarithmic, split into correct and wrong."""
     figure = _figure(4.6, 3.2)
     axes = figure.add_subplot()
     draw_histogram(axes, bins, title)
@@ -139,7 +139,7 @@ def comparison_grid(runs: Mapping[str, Bins], notes: Mapping[str, str] | None = 
 
 @rc_context(_STYLE)
 def run_panel(bins: Bins, title: str = "", note: str = "", most: int | None = None) -> Figure:
-    """One run of ``comparison_grid`` alone, for pages that flow. ``most``: the largest bin of all runs shown."""
+    """Draw one run of ``comparison_grid`` alone, for pages that flow. ``most``: the largest bin of all runs shown."""
     figure = _figure(3.5, 4.6)
     upper, lower = figure.subplots(2, 1, height_ratios=[3, 1.15], sharex=True)
     draw_reliability(upper, bins, title, note)
@@ -153,7 +153,7 @@ def run_panel(bins: Bins, title: str = "", note: str = "", most: int | None = No
 
 @rc_context(_STYLE)
 def curve_figure(runs: Mapping[str, Sequence[Mapping[str, Any]]], curve: Curve) -> Figure:
-    """One panel of the training curves alone, without a legend."""
+    """Draw one panel of the training curves alone, without a legend."""
     figure = _figure(4.4, 2.5)
     draw_curve(figure.add_subplot(), runs, curve)
     return figure
@@ -178,7 +178,7 @@ def coverage_figure(curves: Mapping[str, Mapping[str, Sequence[float]]], title: 
 def logged_curves(
     runs: Mapping[str, Sequence[Mapping[str, Any]]], curves: Sequence[Curve] = TRAINING_CURVES
 ) -> list[Curve]:
-    """The curves for which at least one run has logged a defined value."""
+    """Return the curves for which at least one run has logged a defined value."""
     return [c for c in curves if any(len(series(rows, key)[0]) for rows in runs.values() for key in c.keys)]
 
 
@@ -238,7 +238,7 @@ def draw_reliability(axes: Axes, bins: Bins, title: str = "", note: str = "") ->
 
 
 def draw_histogram(axes: Axes, bins: Bins, title: str = "") -> None:
-    """Counts per bin on a log axis: all samples, and in front of them the correct ones."""
+    """Draw counts per bin on a log axis: all samples, and in front of them the correct ones."""
     width = np.diff(bins.edges)
     center = bins.edges[:-1] + width / 2
     axes.bar(center, bins.count, 0.94 * width, color="#b4bac2", label="all")
@@ -251,7 +251,7 @@ def draw_histogram(axes: Axes, bins: Bins, title: str = "") -> None:
 
 
 def draw_curve(axes: Axes, runs: Mapping[str, Sequence[Mapping[str, Any]]], curve: Curve) -> None:
-    """All runs overlaid; thin raw values under a running mean."""
+    """Draw all runs overlaid; thin raw values under a running mean."""
     for position, (name, rows) in enumerate(runs.items()):
         color = PALETTE[position % len(PALETTE)]
         for key, style in zip(curve.keys, ("-", (0, (4, 2))), strict=False):
@@ -283,7 +283,7 @@ def save(figure: Figure, path: str | Path) -> list[Path]:
 
 
 def inline_svg(figure: Figure, label: str) -> str:
-    """The figure as an ``<svg>`` element for HTML: transparent, ink in ``currentColor``, scales to its container.
+    """Return the figure as an ``<svg>`` element for HTML: transparent, ink in ``currentColor``, scales to its container.
 
     ``label`` becomes the accessible name and keeps the ids of several figures on one page apart.
     """
@@ -309,14 +309,14 @@ def _literal(text: str) -> str:
 
 
 def _figure(width: float, height: float) -> Figure:
-    """A figure of that size in inches, with its own canvas."""
+    """Return a figure of that size in inches, with its own canvas."""
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
 
 def _share_colorbar(figure: Figure, axes: list[Axes]) -> None:
-    """The legend of the bar shade: share of samples, on the square-root scale of the shades."""
+    """Draw the legend of the bar shade: share of samples, on the square-root scale of the shades."""
     shades = ScalarMappable(PowerNorm(0.5, 0.0, 1.0), _SHADES)
     bar = figure.colorbar(shades, ax=axes, shrink=0.5, aspect=28, pad=0.02, location="right")
     bar.set_label("Share of samples", fontsize=8.5)
@@ -335,7 +335,7 @@ def _percent(value: float, _position: int = 0) -> str:
 
 
 def series(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps [n] and values [n] of one logged key, without missing and undefined values."""
+    """Return steps [n] and values [n] of one logged key, without missing and undefined values."""
     points = [(row["step"], row[key]) for row in rows if row.get(key) is not None and "step" in row]
     points = [(s, v) for s, v in points if isinstance(v, int | float) and math.isfinite(v)]
     return np.array([s for s, _ in points], float), np.array([v for _, v in points], float)
@@ -358,7 +358,7 @@ def _all_positive(axes: Axes) -> bool:
 def saved_figure(
     path: Path, columns: int = 1, rows: int = 1, width: float = 4.6, height: float = 3.3
 ) -> Iterator[list[Axes]]:
-    """A figure of ``columns`` x ``rows`` axes, saved as ``path`` when the block ends."""
+    """Open a figure of ``columns`` x ``rows`` axes, saved as ``path`` when the block ends."""
     with rc_context(_PLAIN_STYLE):
         drawn = Figure(figsize=(width * columns, height * rows), layout="constrained")
         FigureCanvasAgg(drawn)

@@ -125,7 +125,7 @@ def bin_rows(confidences: Confidences, correct: Correct, bins: int = DEFAULT_BIN
 def ece(
     confidences: Confidences, correct: Correct, bins: int = DEFAULT_BINS, denominator: Denominator = "valid"
 ) -> float:
-    """Expected calibration error, in [0, 1]."""
+    """Return the expected calibration error, in [0, 1]."""
     total = _denominator(confidences, correct, denominator)
     return float(np.abs(bin_rows(confidences, correct, bins).excess).sum() / total) if total else float("nan")
 
@@ -162,7 +162,7 @@ def brier(confidences: Confidences, correct: Correct) -> float:
 
 
 def brier_decomposition(confidences: Confidences, correct: Correct, bins: int = DEFAULT_BINS) -> BrierParts:
-    """What the Brier score is made of: miscalibration, discrimination, difficulty, and what the bins blur."""
+    """Return what the Brier score is made of: miscalibration, discrimination, difficulty, and what the bins blur."""
     rows = bin_rows(confidences, correct, bins)
     n = float(rows.count.sum())
     if n == 0:
@@ -340,7 +340,7 @@ def valid_rows(confidences: Confidences, correct: Correct) -> tuple[np.ndarray, 
 
 
 def ranked_rows(scores: Confidences, correct: Correct) -> tuple[np.ndarray, np.ndarray]:
-    """The rows with a score, of any size."""
+    """Return the rows with a score, of any size."""
     s, y = as_confidences(scores), as_correct(correct)
     _same_length(s, y)
     ranked = ~np.isnan(s)
@@ -360,7 +360,7 @@ def _mean(values: np.ndarray) -> float:
 
 
 def _ratio(numerator: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """numerator / count [M], NaN where the bin is empty."""
+    """Return numerator / count [M], NaN where the bin is empty."""
     return np.divide(numerator, count, out=np.full(len(count), np.nan), where=count > 0)
 
 
@@ -435,7 +435,7 @@ def selective_summary(confidences: Confidences, correct: Correct) -> dict[str, f
 
 
 def coverage_to_json(confidences: Confidences, correct: Correct, points: int = 101) -> dict[str, Sequence[Any]]:
-    """The curve thinned to at most ``points`` equally spaced coverages, for pictures."""
+    """Return the curve thinned to at most ``points`` equally spaced coverages, for pictures."""
     coverage, accuracy = accuracy_coverage(confidences, correct)
     chosen = np.unique(np.linspace(0, len(coverage) - 1, min(points, len(coverage))).round().astype(int))
     return {"coverage": coverage[chosen].tolist(), "accuracy": accuracy[chosen].tolist()}

@@ -35,7 +35,7 @@ def summarize(
     seed: int = 0,
     ranking_only: bool = False,
 ) -> dict[str, Any]:
-    """All metrics of N judged samples. ``None``/NaN/out-of-range confidences are unparsed.
+    """Return all metrics of N judged samples. ``None``/NaN/out-of-range confidences are unparsed.
 
     ``accuracy`` is over all N samples, calibration metrics are over the parsed ones (``accuracy_parsed`` is theirs),
     ``*_worst`` over all N with every unparsed confidence at the wrong end. ``violation_rate`` is the share of
@@ -126,8 +126,8 @@ def intervals(
 
 
 def json_ready(value: Any) -> Any:
-    """The same structure with NaN and infinities as ``None``, NumPy values as Python's and lone surrogates as U+FFFD, for
-    strict JSON in UTF-8."""
+    """Return the same structure with NaN and infinities as ``None``, NumPy values as Python's and lone surrogates as
+    U+FFFD, for strict JSON in UTF-8."""
     if isinstance(value, dict):
         return {encodable(str(key)): json_ready(item) for key, item in value.items()}
     if isinstance(value, str):

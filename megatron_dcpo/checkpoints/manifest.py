@@ -27,13 +27,14 @@ def iteration_dir(directory: Path, iteration: int) -> Path:
 
 
 def iterations(directory: Path) -> list[int]:
-    """The iterations of which ``directory`` holds a checkpoint, intact or not, oldest first."""
+    """Return the iterations of which ``directory`` holds a checkpoint, intact or not, oldest first."""
     names = [path.name.removeprefix("iter_") for path in directory.glob("iter_*") if path.is_dir()]
     return sorted(int(name) for name in names if _NUMBER.fullmatch(name))
 
 
 def latest_iteration(directory: Path) -> int | None:
-    """What ``latest_checkpointed_iteration.txt`` names; without a usable file the newest there is, ``None`` for none."""
+    """Return what ``latest_checkpointed_iteration.txt`` names; without a usable file the newest there is, ``None`` for
+    none."""
     try:
         text = (directory / LATEST).read_text().strip()
     except (OSError, UnicodeDecodeError):
@@ -68,7 +69,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def listed_files(directory: Path, iteration: int) -> dict[str, dict[str, Any]]:
-    """The manifest's files. Raises :class:`ValueError` saying what is wrong with the manifest."""
+    """Return the manifest's files. Raises :class:`ValueError` saying what is wrong with the manifest."""
     path = directory / MANIFEST
     try:
         manifest = parse_json(path.read_bytes())
@@ -91,7 +92,7 @@ def listed_files(directory: Path, iteration: int) -> dict[str, dict[str, Any]]:
 def damage(
     directory: Path, files: Iterable[tuple[str, dict[str, Any]]], kept: dict[Path, bytes] | None = None
 ) -> str | None:
-    """The first of ``files`` that is not as the manifest says, or ``None``. What was read is added to ``kept``."""
+    """Return the first of ``files`` that is not as the manifest says, or ``None``. What was read is added to ``kept``."""
     for name, expected in files:
         path = directory / name
         try:

@@ -36,7 +36,8 @@ def is_distributed(optimizer: Any) -> bool:
 
 
 def optimizer_state(optimizer: Any, model: dict[str, Any], is_loading: bool) -> dict[str, Any]:
-    """The sharded state of ``optimizer``; ``model``: the sharded state of the model. Loading fills the tensors in place."""
+    """Return the sharded state of ``optimizer``; ``model``: the sharded state of the model. Loading fills the tensors
+    in place."""
     if optimizer is None:
         return {}
     if not is_distributed(optimizer):
@@ -66,7 +67,8 @@ def restore(optimizer: Any, loaded: dict[str, Any]) -> None:
 
 
 def _identity(group: dict[str, Any]) -> tuple[Any, ...]:
-    """By which a group is found again, at other sizes as well: an expert's parameter is in a group like any other's."""
+    """Return by what a group is found again, at other sizes as well: an expert's parameter is in a group like any
+    other's."""
     return tuple(group[key] for key in param_group_identifier_keys if key != _EXPERTS)
 
 
@@ -119,7 +121,7 @@ def _shards(
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """The flat range [``start``, ``stop``) of a tensor of ``shape`` as boxes, in order; none if it is empty."""
+    """Return the flat range [``start``, ``stop``) of a tensor of ``shape`` as boxes, in order; none if it is empty."""
     if start >= stop:
         return []
     if len(shape) == 1:

@@ -114,7 +114,7 @@ def _identity(part: Any) -> Any:
 
 
 def cause(error: BaseException) -> BaseException:
-    """What a rank met, of the error that the collective load makes of it."""
+    """Return what a rank met, of the error that the collective load makes of it."""
     if isinstance(error, CheckpointException) and error.failures:
         return next(iter(error.failures.values()))[0]
     return error

@@ -121,7 +121,7 @@ class Saver:
             self.wait()
 
     def wait(self) -> None:
-        """The same, however long the writing takes."""
+        """Do the same, however long the writing takes."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -236,7 +236,7 @@ class Saver:
 
 
 def last_complete(directory: Path) -> str:
-    """What the first rank finds there, in words. Collective."""
+    """Return what the first rank finds there, in words. Collective."""
     last = broadcast_object(latest_iteration(directory))
     return (
         f"the last complete checkpoint is iteration {last}" if last is not None else "there is no complete checkpoint"
@@ -257,7 +257,7 @@ class _Planner(TorchDistSaveShardedStrategy):
 
 
 def _storages(sharded: Any) -> set[int]:
-    """Where the values of a sharded state lie."""
+    """Return where the values of a sharded state lie."""
     tensors = (
         part.data for part in nested_values(sharded) if isinstance(part, ShardedTensor) and part.data is not None
     )
@@ -303,7 +303,8 @@ def _refreshed(plan: _Plan, directory: Path, parts: list[Any]) -> list[Any]:
 
 
 def _snapshot(buckets: list[Any] | None, shared: set[int]) -> list[Any]:
-    """The tensors to write, on the CPU, none of them in a ``shared`` storage. Megatron has copied views of one already."""
+    """Return the tensors to write, on the CPU, none of them in a ``shared`` storage. Megatron has copied views of one
+    already."""
     staged = []
     for path, key, (data, tensors) in buckets or []:
         on_host = [(item, t.clone() if t.untyped_storage().data_ptr() in shared else t) for item, t in
@@ -313,7 +314,7 @@ def _snapshot(buckets: list[Any] | None, shared: set[int]) -> list[Any]:
 
 
 def _write(pending: Pending) -> None:
-    """This rank's files, forced to the disk, with their digests. Whatever goes wrong is kept in ``error``."""
+    """Write this rank's files, force them to the disk and take their digests. Whatever goes wrong is kept in ``error``."""
     try:
         if pending.rank == 0:
             with (pending.temporary / COMMON).open("wb") as file:

@@ -60,8 +60,8 @@ def checkpoint_state(policy: Policy, optimizer: Optimizer, iteration: int, run: 
 
 
 def newest_intact(directory: Path, topology: Topology) -> tuple[int | None, dict[int, str]]:
-    """The newest checkpoint, of those up to the announced one, whose files are as they were written, and what is wrong
-    with the newer ones. Every rank reads its share of the files. Collective.
+    """Return the newest checkpoint, of those up to the announced one, whose files are as they were written, and what is
+    wrong with the newer ones. Every rank reads its share of the files. Collective.
 
     Raises :class:`UserError` when there are checkpoints, but no intact one: training anew would not be a resumption.
     """
@@ -158,7 +158,7 @@ def _check_parts(path: Path, optimizer: Optimizer) -> None:
 
 
 def gather_rng_states(topology: Topology) -> dict[str, Any]:
-    """The generators of each tensor- and pipeline-parallel rank; data-parallel replicas have the same. Collective."""
+    """Return the generators of each tensor- and pipeline-parallel rank; data-parallel replicas have the same. Collective."""
     _, keys, *rest = np.random.get_state(legacy=True)
     own = {
         "random_rng_state": random.getstate(),
@@ -192,12 +192,13 @@ def _restore_rng_states(topology: Topology, states: dict[str, Any]) -> None:
 
 
 def _place(topology: Topology) -> str:
-    """The tensor- and pipeline-parallel rank in its layout."""
+    """Return the tensor- and pipeline-parallel rank in its layout."""
     return f"tp{topology.tp_rank}of{topology.tp_size}_pp{topology.pp_rank}of{topology.pp_size}"
 
 
 def _check(path: Path, iteration: int, topology: Topology) -> str | None:
-    """What is wrong with a checkpoint, found by all ranks together. At the same layout, a rank reads what it wrote."""
+    """Return what is wrong with a checkpoint, found by all ranks together. At the same layout, a rank reads what it
+    wrote."""
     problem: str | None = None
     CHECKED.clear()
     try:

@@ -87,7 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _write_safely(debug: bool) -> None:
-    """Logs and tracebacks quote what others wrote: nothing of it may steer the terminal, and no character end a run."""
+    """Write logs and tracebacks, which quote what others wrote: nothing of it may steer the terminal, and no character
+    end a run."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Formatter("%(asctime)s %(name)s: %(message)s" if debug else "%(message)s"))
     logging.basicConfig(level=logging.DEBUG if debug else logging.INFO, handlers=[handler])
@@ -123,7 +124,7 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
 
 
 def add_sandbox_arguments(parser: Any) -> None:
-    """Where programs run, and their limits (``program_limits``)."""
+    """Add where programs run, and their limits (``program_limits``)."""
     parser.add_argument(
         "--sandbox",
         default="auto",
@@ -140,7 +141,7 @@ def add_sandbox_arguments(parser: Any) -> None:
 
 
 def program_limits(args: argparse.Namespace) -> CodeLimits:
-    """The limits as given, the defaults of ``CodeLimits`` otherwise. Raises :class:`UserError`."""
+    """Return the limits as given, the defaults of ``CodeLimits`` otherwise. Raises :class:`UserError`."""
     from megatron_dcpo.sandbox.local import CodeLimits
 
     names = ("test_seconds", "program_seconds", "memory_mb")
@@ -148,7 +149,7 @@ def program_limits(args: argparse.Namespace) -> CodeLimits:
 
 
 def positive_int(text: str) -> int:
-    """A whole number of at least 1."""
+    """Return a whole number of at least 1."""
     try:
         value = int(text)
     except ValueError:

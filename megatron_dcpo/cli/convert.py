@@ -89,7 +89,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 
 def main(direction: str, description: str | None) -> int:
-    """The whole program of ``tools/hf_to_megatron.py`` and ``tools/megatron_to_hf.py``."""
+    """Run the whole program of ``tools/hf_to_megatron.py`` and ``tools/megatron_to_hf.py``."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     (add_import_arguments if direction == "import" else add_export_arguments)(parser)
     args = parser.parse_args(namespace=argparse.Namespace(direction=direction))
@@ -139,7 +139,7 @@ def _line(result: Conversion) -> str:
 
 @contextmanager
 def _progress(what: str) -> Iterator[Progress]:
-    """A bar on a terminal, nothing elsewhere."""
+    """Show a bar on a terminal, nothing elsewhere."""
     if not sys.stderr.isatty():
         yield lambda done, total: None
         return

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine() -> list[Finding]:
-    """All findings; the required ones first."""
+    """Return all findings; the required ones first."""
     from megatron_dcpo.runtime.device import backend, current_device
 
     pins = _constraints()
@@ -77,7 +77,7 @@ def examine() -> list[Finding]:
 
 
 def _sandbox() -> Finding:
-    """Optional: needed for programs only."""
+    """Look for sandboxes, which are needed for programs only."""
     from megatron_dcpo.sandbox.local import problem_of
 
     problems = {level: problem_of(level) for level in ("bubblewrap", "landlock")}  # type: ignore[arg-type]
@@ -94,7 +94,7 @@ def _version(name: str) -> str | None:
 
 
 def _constraints() -> dict[str, str]:
-    """The versions this release was tested with: of the installed package, or of the checkout it is run from."""
+    """Return the versions this release was tested with: of the installed package, or of the checkout it is run from."""
     package = Path(__file__).parents[1]
     path = next(p for p in (package / "constraints.txt", package.parent / "constraints.txt") if p.is_file())
     return dict(re.findall(r"^([A-Za-z0-9_.-]+)==([^\s;]+)", path.read_text(), flags=re.MULTILINE))

@@ -144,7 +144,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def as_trained(path: str, server: bool) -> dict[str, Any]:
-    """The options that make the prompts of an evaluation those of the run with the configuration at ``path``."""
+    """Return the options that make the prompts of an evaluation those of the run with the configuration at ``path``."""
     from megatron_dcpo.config import load_config
 
     config = load_config(path)
@@ -158,7 +158,7 @@ def as_trained(path: str, server: bool) -> dict[str, Any]:
 
 @contextmanager
 def _progress() -> Iterator[Progress]:
-    """A bar with time left on a terminal, log lines elsewhere; of several ranks the first one's share."""
+    """Show a bar with time left on a terminal, log lines elsewhere; of several ranks the first one's share."""
     if int(os.environ.get("RANK", "0")):
         yield lambda name, done, total: None
         return

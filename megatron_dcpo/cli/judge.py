@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _judge_programs(args: argparse.Namespace) -> int:
-    """One line per program, printed in order as soon as it is known."""
+    """Print one line per program, printed in order as soon as it is known."""
     from megatron_dcpo.judging.answers import extract_program
     from megatron_dcpo.sandbox.judge import CodePool
     from megatron_dcpo.sandbox.tests import check_syntax, checked_tests
@@ -89,7 +89,7 @@ def _judge_programs(args: argparse.Namespace) -> int:
 
 
 def _read_programs(path: str) -> list[tuple[str, str, Any]]:
-    """Where each stands, for messages; the response; its tests."""
+    """Return where each stands, for messages; the response; its tests."""
     from megatron_dcpo.data.datasets import read_json_lines
 
     rows = []
@@ -136,7 +136,7 @@ class JudgedPair:
 
 
 def read_answer(prediction: str) -> str:
-    """The last complete box before the confidence line; a prediction without any box is a bare answer itself.
+    """Return the last complete box before the confidence line; a prediction without any box is a bare answer itself.
 
     In training and evaluation a response without a box is wrong. Here pairs of bare answers are judged as well, so
     only a text that has begun a box and not closed it has no answer.
@@ -164,7 +164,7 @@ def judge_pairs(pairs: Sequence[tuple[str, str]]) -> list[JudgedPair]:
 
 
 def report(judged: Sequence[JudgedPair]) -> dict[str, Any]:
-    """Counts, and the distinct pairs on which the two disagree, the most frequent first."""
+    """Return counts, and the distinct pairs on which the two disagree, the most frequent first."""
     differing = Counter((p.answer, p.reference, p.correct) for p in judged if p.correct != p.string_equal)
     return {
         "pairs": len(judged),

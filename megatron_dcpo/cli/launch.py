@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def exit_status(exit_codes: list[int]) -> int:
-    """One status for several failed workers: first what a user has to correct, then what a requeue continues.
+    """Return one status for several failed workers: first what a user has to correct, then what a requeue continues.
 
     Bad input (2) > a worker's own failure > stopped and saved (99, 130) > lost or killed (98).
     """
@@ -87,7 +87,7 @@ def exit_status(exit_codes: list[int]) -> int:
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """torchrun's options and the verb's arguments. argparse drops a ``--`` that follows N at once."""
+    """Return torchrun's options and the verb's arguments. argparse drops a ``--`` that follows N at once."""
     at = arguments.index("--") if "--" in arguments else 0
     options, verb = arguments[:at], [word for word in arguments[at : at + 1] if word != "--"] + arguments[at + 1 :]
     if not verb or verb[0].startswith("-"):
@@ -96,7 +96,7 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _end_when_alone() -> None:
-    """torchrun waits minutes for the launcher of a node that has failed, although its own workers have ended."""
+    """End the launcher when its own workers have ended: torchrun waits minutes for that of a node that has failed."""
     begun, since = False, time.monotonic()
     while True:
         time.sleep(1)
@@ -122,7 +122,7 @@ def _pass_on(number: int, _: Any) -> None:
 
 
 def _workers() -> list[int]:
-    """The processes that this one started to run a verb and that have not ended."""
+    """Return the processes that this one started to run a verb and that have not ended."""
     import psutil
 
     workers = []

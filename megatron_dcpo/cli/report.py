@@ -82,7 +82,7 @@ def _print_published(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def print_table(numbers: Mapping[str, Mapping[str, Any]], first: str = "run") -> None:
-    """One line per name, the headline metrics as columns."""
+    """Print one line per name, the headline metrics as columns."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

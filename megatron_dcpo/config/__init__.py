@@ -332,12 +332,12 @@ def validate(values: Any, source: str = "config") -> Config:
 
 
 def to_yaml(config: Config) -> str:
-    """The whole configuration, defaults included, as ``config.yaml`` of a run directory has it."""
+    """Return the whole configuration, defaults included, as ``config.yaml`` of a run directory has it."""
     return OmegaConf.to_yaml(OmegaConf.create(as_dict(config)))
 
 
 def as_dict(config: Config) -> dict[str, Any]:
-    """The configuration as plain dictionaries; options of the objective that were not set are ``None``."""
+    """Return the configuration as plain dictionaries; options of the objective that were not set are ``None``."""
     return dataclasses.asdict(config) | {"objective": config.objective.written()}
 
 
@@ -366,7 +366,7 @@ def _fields(kind: Any) -> dict[str, Any]:
 
 
 def _elsewhere(key: str) -> str | None:
-    """The place of a key that is given in another section, as ``section.key``."""
+    """Return the place of a key that is given in another section, as ``section.key``."""
     for section, kind in _fields(Config).items():
         if key in _fields(kind):
             return f"{section}.{key}"

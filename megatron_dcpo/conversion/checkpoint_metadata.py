@@ -37,7 +37,7 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")  # of a file in the di
 
 
 def read_metadata(directory: Path) -> Metadata:
-    """The metadata of the checkpoint in ``directory``, checked. Raises :class:`UserError` naming the file."""
+    """Return the metadata of the checkpoint in ``directory``, checked. Raises :class:`UserError` naming the file."""
     path = directory / METADATA
     try:
         if path.stat().st_size > _MOST_BYTES:

@@ -180,7 +180,7 @@ def import_checkpoint(
 
 
 def _new_chunks(arch: Architecture, reader: HFReader, padded: int) -> Iterator[NewChunk]:
-    """The checkpoint's tensors as chunks that are made of views of the source when they are written."""
+    """Yield the checkpoint's tensors as chunks that are made of views of the source when they are written."""
     kinds = interleavings(arch, WHOLE_MODEL, Coordinates())
     for megatron, copies in row_copies(arch).items():
         rows, *columns = megatron_shape(arch, copies)
@@ -340,7 +340,7 @@ def _recorded_files(side: Path, specs: Specs) -> dict[str, str] | None:
 
 
 def _one_dtype(where: Path, specs: Specs) -> str:
-    """The common element type. Raises :class:`UserError` naming the first tensor that differs."""
+    """Return the common element type. Raises :class:`UserError` naming the first tensor that differs."""
     expected = _float_dtype(where, specs)
     for name, (_, dtype) in specs.items():
         if dtype != expected:
@@ -349,8 +349,8 @@ def _one_dtype(where: Path, specs: Specs) -> str:
 
 
 def _float_dtype(where: Path, specs: Specs) -> str:
-    """The element type of the embedding. Megatron's local RMSNorm is fp32 in a bf16 model that was never wrapped, so in
-    a checkpoint other tensors may differ from it; they keep their bits."""
+    """Return the element type of the embedding. Megatron's local RMSNorm is fp32 in a bf16 model that was never
+    wrapped, so in a checkpoint other tensors may differ from it; they keep their bits."""
     for name, (_, dtype) in specs.items():
         if dtype not in FLOATS:
             raise UserError(f"{where}: {name} has dtype {dtype}; known: {', '.join(sorted(FLOATS))}")
@@ -376,7 +376,7 @@ def _verify(arch: Architecture, checkpoint: MegatronCheckpoint, reader: HFReader
 
 @contextmanager
 def _threads() -> Iterator[ThreadPoolExecutor]:
-    """A few threads; what they have not begun when the block ends or fails is dropped."""
+    """Open a few threads; what they have not begun when the block ends or fails is dropped."""
     pool, inner = ThreadPoolExecutor(_THREADS), torch.get_num_threads()
     torch.set_num_threads(1)  # torch's own threads beside these would wait for a core, spinning
     try:
@@ -387,7 +387,7 @@ def _threads() -> Iterator[ThreadPoolExecutor]:
 
 
 def _in_threads(function: Callable[[list[Slice]], _T], parameters: Iterable[list[Slice]]) -> Iterator[_T]:
-    """``function`` of each parameter, few of which exist at a time: a parameter of joined chunks takes memory."""
+    """Yield ``function`` of each parameter, few of which exist at a time: a parameter of joined chunks takes memory."""
     with _threads() as pool:
         pending: deque[Future[_T]] = deque()
         for parameter in parameters:

@@ -48,7 +48,7 @@ CONFIG = {
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor as ``uint8`` [*shape, bytes per element], which shares its memory."""
+    """Return a contiguous tensor as ``uint8`` [*shape, bytes per element], which shares its memory."""
     return tensor.reshape(-1).view(torch.uint8).view(*tensor.shape, tensor.element_size())
 
 
@@ -90,7 +90,7 @@ class StoredTensor:
         return StoredTensor(self.key, self.shape[1:], self.dtype, chunks, (*self.place, number))
 
     def append(self, below: StoredTensor) -> StoredTensor:
-        """This tensor and the rows of ``below`` after its own."""
+        """Return this tensor and the rows of ``below`` after its own."""
         rows = self.shape[0]
         shifted = tuple(replace(c, offsets=(c.offsets[0] + rows, *c.offsets[1:])) for c in below.chunks)
         return replace(self, shape=(rows + below.shape[0], *self.shape[1:]), chunks=self.chunks + shifted)

@@ -61,7 +61,7 @@ def checkpoint_key(megatron: str) -> tuple[str, tuple[int, ...]]:
 
 
 def stack(arch: Architecture, place: Sequence[int]) -> tuple[int, ...]:
-    """The leading axes of a checkpoint's tensor in which the parameter at ``place`` is one entry."""
+    """Return the leading axes of a checkpoint's tensor in which the parameter at ``place`` is one entry."""
     return (arch.num_layers, arch.num_experts)[: len(place)]
 
 
@@ -131,7 +131,7 @@ def _added(values: Tensor, dtype: torch.dtype, addition: Tensor) -> Tensor:
 
 
 def locate(arch: Architecture, checkpoint: MegatronCheckpoint) -> dict[str, StoredTensor]:
-    """Every Megatron parameter in the checkpoint.
+    """Return every Megatron parameter in the checkpoint.
 
     Raises :class:`UserError` when the checkpoint lacks a tensor, has one too many, or of another shape.
     """
@@ -154,7 +154,8 @@ def locate(arch: Architecture, checkpoint: MegatronCheckpoint) -> dict[str, Stor
 def _find(
     model: Mapping[str, StoredTensor], prefix: str, megatron: str, arch: Architecture, path: Path, used: set[str]
 ) -> StoredTensor:
-    """The tensor under any of the names Megatron gives it: layers and experts stacked or apart, norms fused or not."""
+    """Return the tensor under any of the names Megatron gives it: layers and experts stacked or apart, norms fused or
+    not."""
     key, place = checkpoint_key(megatron)
     for name in (key, _other_name(key)):
         apart = [prefix + name]
@@ -177,7 +178,7 @@ def _find(
 
 
 def _other_name(key: str) -> str:
-    """The same in the other layer spec: the local one names the norm before experts as if it were fused."""
+    """Return the same in the other layer spec: the local one names the norm before experts as if it were fused."""
     for fused, local in LOCAL_NAMES.items():
         for name, other in ((fused, local), (local, fused)):
             if key.endswith(f".{name}"):

@@ -199,7 +199,7 @@ _WINDOW = re.compile(r"(\d{4}-\d{2}-\d{2})\.\.(\d{4}-\d{2}-\d{2})")
 
 
 def find_benchmark(name: str) -> Benchmark:
-    """By name, whatever its spelling: MATH-500, math_500, AIME24, aime-2024."""
+    """Return a benchmark by its name, whatever the spelling: MATH-500, math_500, AIME24, aime-2024."""
     key = re.sub(r"[^a-z0-9]", "", name.lower().replace("+", "plus"))
     key = _ALIASES.get(key, key)
     if key not in BENCHMARKS:
@@ -210,7 +210,7 @@ def find_benchmark(name: str) -> Benchmark:
 def load_benchmark(
     spec: str, data_dir: str | Path | None = None, corrections: bool = False, untested: bool = False
 ) -> LoadedBenchmark:
-    """A registered benchmark by name, or ``NAME=PATH``. ``corrections`` repairs documented defects of the data;
+    """Return a registered benchmark by name, or ``NAME=PATH``. ``corrections`` repairs documented defects of the data;
     ``untested`` keeps programming problems whose tests assert nothing.
 
     A name may be followed by another window of contest dates: ``lcbv5:2024-10-01..2025-02-01``, the last day left out.
@@ -241,7 +241,7 @@ def load_benchmark(
 
 
 def _rows_of(entry: Benchmark, sources: Sequence[str], corrections: bool) -> Iterator[tuple[int, Row]]:
-    """The rows of the window with their numbers, each question once, corrected on request."""
+    """Yield the rows of the window with their numbers, each question once, corrected on request."""
     first, end = entry.window or ("", "")
     seen = set()
     # decided before anything of a row is decoded

@@ -58,7 +58,7 @@ def tests_key(packed: bytes) -> str:
 
 
 def code_problem(row: Row, where: str = "row", untested: bool = False) -> CodeProblem | None:
-    """The problem of a row in any of the known formats, None for a row that is not a programming problem.
+    """Return the problem of a row in any of the known formats, None for a row that is not a programming problem.
 
     Raises :class:`UserError` for a row that looks like one of them and cannot be read as one, and :class:`Untested`,
     unless ``untested`` ones are wanted, for tests that any program passes.
@@ -77,7 +77,7 @@ def code_problem(row: Row, where: str = "row", untested: bool = False) -> CodePr
 
 
 def _can_fail(tests: Tests) -> bool:
-    """Whether the tests assert anything. Three tasks of MBPP+ compute whether the output is right, and drop it."""
+    """Return whether the tests assert anything. Three tasks of MBPP+ compute whether the output is right, and drop it."""
     return tests["kind"] in ("stdin", "function") or any(
         _ASSERTS.search(text) for text in [str(tests.get("code", "")), *tests.get("asserts", ())]
     )
@@ -87,7 +87,7 @@ def _can_fail(tests: Tests) -> bool:
 
 
 def tests_of(value: Any) -> Tests:
-    """The tests of a ``tests`` column: ours (with ``kind``), rllm's, DeepCoder's, PRIME's, as JSON text or parsed."""
+    """Return the tests of a ``tests`` column: ours (with ``kind``), rllm's, DeepCoder's, PRIME's, as JSON text or parsed."""
     value = _parsed(value)
     if isinstance(value, Mapping):
         if "kind" in value:
@@ -109,7 +109,7 @@ def tests_of(value: Any) -> Tests:
 
 
 def _cases(cases: Sequence[Mapping[str, Any]], name: str | None) -> Tests:
-    """Inputs with outputs: a function's when it has a name, a whole program's otherwise."""
+    """Return inputs with outputs: a function's when it has a name, a whole program's otherwise."""
     if name is None:
         return {"kind": "stdin", "cases": [{"input": _lines(c["input"]), "output": _lines(c["output"])} for c in cases]}
     arguments, expected = [], []
@@ -158,7 +158,7 @@ def _functional(code: str) -> Tests:
 
 
 def _native(row: Row) -> CodeProblem:
-    """A statement column and a ``tests`` column."""
+    """Return a statement column and a ``tests`` column."""
     tests = tests_of(row["tests"])
     statement = str(next(row[name] for name in ("problem", "question", "prompt") if name in row)).strip()
     return _stated(statement, tests)
@@ -195,7 +195,7 @@ def _human_eval(row: Row) -> CodeProblem:
 
 
 def _evalplus(row: Row) -> CodeProblem:
-    """evalplus' own format: inputs only; the expected values are what the reference solution returns on them."""
+    """Read evalplus' own format: inputs only; the expected values are what the reference solution returns on them."""
     if str(row["task_id"]).startswith("Mbpp"):
         raise ValueError("MbppPlus.jsonl leaves tuples and sets as lists; use MbppPlus-OriginFmt.jsonl")
     before = _before_function(row["prompt"], row["entry_point"])
@@ -215,7 +215,7 @@ def _completion_statement(prompt: str) -> str:
 
 
 def _before_function(prompt: str, name: str) -> str:
-    """Imports and helper functions that a prompt gives before the function to be written."""
+    """Return imports and helper functions that a prompt gives before the function to be written."""
     start = re.search(rf"^def {re.escape(name)}\b", prompt, re.MULTILINE)
     return prompt[: start.start()] if start else ""
 
@@ -285,7 +285,7 @@ def _live_code_bench(row: Row) -> CodeProblem:
 
 
 def _verl_ground_truth(row: Row) -> Any:
-    """The tests of a verl-style row, None when its ground truth is not a set of tests."""
+    """Return the tests of a verl-style row, None when its ground truth is not a set of tests."""
     reward_model = row.get("reward_model")
     raw = reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None
     truth = _parsed(raw) if isinstance(raw, str) and raw.lstrip()[:1] in ("{", "[") else raw

@@ -65,7 +65,7 @@ class Record:
 
     @property
     def problem(self) -> str:
-        """The problem text without the reference's confidence request."""
+        """Return the problem text without the reference's confidence request."""
         return prompts.bare_problem(self.messages[-1]["content"])
 
     @property
@@ -86,7 +86,8 @@ def load_prompts(
     marker: str = CONFIDENCE_TAG,
     untested: bool = False,
 ) -> list[Prompt]:
-    """The prompts of a data set: rendered, tokenised, each with an id of its own (equal problems stay separate groups).
+    """Return the prompts of a data set: rendered, tokenized, each with an id of its own (equal problems stay separate
+    groups).
 
     ``path_or_name``: a file, a directory with one data file, or a hub name ``owner/name[:config][@split]``.
     Prompts of more than ``max_prompt_length`` tokens are dropped, ``limit`` keeps the first ones that are left
@@ -105,7 +106,7 @@ def render_prompts(
     marker: str = CONFIDENCE_TAG,
     source: str = "the data set",
 ) -> list[Prompt]:
-    """Records through the prompt template. Stops reading at ``limit`` prompts."""
+    """Render records through the prompt template. Stops reading at ``limit`` prompts."""
     kept: list[Prompt] = []
     too_long = 0
     for record in records:
@@ -126,7 +127,7 @@ def render_prompts(
 def message_prompts(
     records: Sequence[Record], template: str = "paper", limit: int | None = None, marker: str = CONFIDENCE_TAG
 ) -> list[Prompt]:
-    """The same prompts for a server, which has its own tokenizer and chat template: messages, no token ids."""
+    """Return the same prompts for a server, which has its own tokenizer and chat template: messages, no token ids."""
     return [
         Prompt(
             record.prompt_id,
@@ -155,7 +156,7 @@ def draw_prompts(prompts: Sequence[Prompt], first: int, count: int, *, seed: int
 
 
 def fingerprint(prompts: Sequence[Prompt]) -> str:
-    """A short name for these prompts in this order: equal when a resumed run would train on the same."""
+    """Return a short name for these prompts in this order: equal when a resumed run would train on the same."""
     digest = hashlib.sha256()
     for prompt in prompts:
         digest.update(repr((prompt.prompt_id, list(map(int, prompt.token_ids)), prompt.ground_truth)).encode())
@@ -171,7 +172,7 @@ def _order(n: int, epoch: int, seed: int) -> np.ndarray:
 
 
 def load_records(path_or_name: str | Path, task: str | None = None, untested: bool = False) -> list[Record]:
-    """All problems with an answer. ``task`` names them, by default the row's ``data_source`` or the file's name.
+    """Return all problems with an answer. ``task`` names them, by default the row's ``data_source`` or the file's name.
     ``untested`` keeps programming problems whose tests assert nothing."""
     name, rows = task or _task_name(path_or_name), enumerate(read_rows(path_or_name))
     records, left_out, dropped = sorted_out(rows, name, task is not None, str(path_or_name), untested)
@@ -187,8 +188,8 @@ def load_records(path_or_name: str | Path, task: str | None = None, untested: bo
 def sorted_out(
     rows: Iterable[tuple[int, Row]], task: str, forced: bool, source: str, untested: bool
 ) -> tuple[list[Record], list[str], Counter[str]]:
-    """The problems among the numbered ``rows``, the names of those whose tests assert nothing, and how many were dropped
-    for which other reason."""
+    """Return the problems among the numbered ``rows``, the names of those whose tests assert nothing, and how many were
+    dropped for which other reason."""
     records: list[Record] = []
     left_out: list[str] = []
     dropped: Counter[str] = Counter()
@@ -216,7 +217,7 @@ def untested_note(names: Sequence[str]) -> str:
 def to_record(
     row: Row, index: int, task: str, forced: bool = True, source: str = "row", untested: bool = False
 ) -> Record | None:
-    """One row as a problem with its answer; ``None`` when the answer is null or empty.
+    """Return one row as a problem with its answer; ``None`` when the answer is null or empty.
 
     Raises :class:`UserError` for unreadable rows, ``OtherLanguage`` for programs that are not to be Python's, and, unless
     ``untested`` ones are wanted, ``Untested`` for tests that assert nothing.
@@ -251,7 +252,7 @@ def _kind(row: Row) -> str | None:
 
 
 def final_answer(raw: Any, integer: bool = False) -> str:
-    r"""The answer key as text: GSM8K's part behind ``####`` without thousands commas, whole floats as integers.
+    r"""Return the answer key as text: GSM8K's part behind ``####`` without thousands commas, whole floats as integers.
 
     ``integer`` (AIME keys): leading zeros and a degree sign are notation: 025 -> 25, 336^\circ -> 336.
     """
@@ -271,7 +272,7 @@ def final_answer(raw: Any, integer: bool = False) -> str:
 
 
 def read_rows(path_or_name: str | Path) -> Iterator[Row]:
-    """The rows of a file, of a directory's only data file, or of a hub data set."""
+    """Yield the rows of a file, of a directory's only data file, or of a hub data set."""
     path = Path(path_or_name).expanduser()
     if path.is_dir():
         path = _only_data_file(path)
@@ -329,7 +330,7 @@ def _open_text(path: str | Path) -> Iterator[TextIO]:
 
 
 def _read_json(path: Path) -> Iterator[Row]:
-    """A JSON array of objects, or one object per line (also under a plain .json name)."""
+    """Yield a JSON array of objects, or one object per line (also under a plain .json name)."""
     with _open_text(path) as file:
         head = next((line for line in iter(lambda: file.readline(LONGEST), "") if line.strip()), "")
         if head.startswith("version https://git-lfs"):
@@ -407,7 +408,7 @@ def _first_column(row: Row, names: Sequence[str]) -> str | None:
 
 
 def _as_messages(problem: Any, where: str) -> tuple[dict[str, str], ...]:
-    """A problem column is text, or a verl-style list of chat messages."""
+    """Return the messages of a problem column, which is text or a verl-style list of chat messages."""
     if isinstance(problem, str) and problem.strip():
         return ({"role": "user", "content": problem},)
     if isinstance(problem, list | tuple) and problem:

@@ -34,7 +34,7 @@ class _TextOnly(pickle._Unpickler):  # type: ignore[name-defined, misc]
 
 
 def decode_private(encoded: str) -> list[Mapping[str, Any]]:
-    """The private tests: JSON as in the public column, or the packed form. Raises ValueError for anything else."""
+    """Return the private tests: JSON as in the public column, or the packed form. Raises ValueError for anything else."""
     try:
         return _case_list(parse_json(encoded))
     except json.JSONDecodeError:

@@ -97,7 +97,7 @@ def find_template(name: str) -> Template:
 
 
 def bare_problem(text: str) -> str:
-    """The problem without the confidence request of the reference's own data files."""
+    """Return the problem without the confidence request of the reference's own data files."""
     line = _REFERENCE_LINE.search(text, 0, max(0, text.rfind("CONFIDENCE")))
     return text if line is None else text[: line.start()].rstrip().removesuffix(_REFERENCE_BOX).rstrip()
 
@@ -105,7 +105,7 @@ def bare_problem(text: str) -> str:
 def ask(
     messages: tuple[Message, ...], template: str, marker: str = CONFIDENCE_TAG, code: bool = False
 ) -> tuple[Message, ...]:
-    """The messages as sent. ``messages``: what the data set holds, the problem being the last user turn. ``code``: it
+    """Return the messages as sent. ``messages``: what the data set holds, the problem being the last user turn. ``code``: it
     is a programming problem."""
     if not messages or messages[-1]["role"] != "user":
         raise UserError("a prompt must end with a user message")
@@ -115,14 +115,14 @@ def ask(
 
 
 def plain_text(messages: tuple[Message, ...]) -> str:
-    """The messages without a chat template."""
+    """Return the messages without a chat template."""
     return "\n\n".join(message["content"] for message in messages)
 
 
 def render(
     tokenizer: Any, messages: tuple[Message, ...], template: str, marker: str = CONFIDENCE_TAG, code: bool = False
 ) -> tuple[tuple[Message, ...], list[int]]:
-    """The messages as sent and their token ids, ready to be continued."""
+    """Return the messages as sent and their token ids, ready to be continued."""
     asked = ask(messages, template, marker, code)
     if not find_template(template).chat:
         return asked, list(tokenizer.encode(plain_text(asked)))

@@ -53,7 +53,7 @@ Equivalent = Callable[[str, str], bool]
 
 
 def equivalent_math(a: str, b: str) -> bool:
-    """Whether two boxed answers are the same number, set, expression ..."""
+    """Return whether two boxed answers are the same number, set, expression ..."""
     return equivalent_many([(a, b)])[0]
 
 
@@ -111,7 +111,8 @@ def evaluate_benchmark(
 
 
 def complete_at_once(stream: Stream, tokens: TokenBytes, eos_ids: Collection[int]) -> Complete:
-    """An engine in this process as ``Complete``: it gets all requests together, and how many run at once is its affair.
+    """Return an engine in this process as ``Complete``: it gets all requests together, and how many run at once is its
+    affair.
 
     ``eos_ids``: the tokens that end a response, no part of its text.
     """
@@ -126,7 +127,7 @@ def complete_at_once(stream: Stream, tokens: TokenBytes, eos_ids: Collection[int
 def rejudge(
     samples: Sequence[Sample], judge: Judge = judge_many, equivalent: Equivalent = equivalent_math
 ) -> list[Sample]:
-    """The same responses judged anew, for instance by a better verifier."""
+    """Return the same responses judged anew, for instance by a better verifier."""
     prompts = {str(i): Prompt(str(i), (), (), sample.ground_truth, "") for i, sample in enumerate(samples)}
     none = np.empty(0)
     responses = [
@@ -176,19 +177,19 @@ def _draw(scores: Mapping[str, Any], run: Run, benchmark: str | None, pictures: 
 
 
 def _draw_grids(benchmarks: Mapping[str, Mapping[str, Any]], pictures: Path) -> None:
-    """One picture per kind of confidence: all benchmarks side by side, on the same axes."""
+    """Draw one picture per kind of confidence: all benchmarks side by side, on the same axes."""
     for kind in dict.fromkeys(kind for scores in benchmarks.values() for kind in scored_kinds(scores)):
         bins = {name: bins_from_json(scores[kind]["bins"]) for name, scores in benchmarks.items() if kind in scores}
         diagrams.save(diagrams.comparison_grid(bins), pictures / f"grid_{kind}")
 
 
 def scored_kinds(scores: Mapping[str, Any]) -> list[str]:
-    """The kinds of confidence that one benchmark's scores hold."""
+    """Return the kinds of confidence that one benchmark's scores hold."""
     return [key for key, block in scores.items() if isinstance(block, Mapping) and "bins" in block]
 
 
 def _verdict(judgement: Judgement) -> dict[str, Any]:
-    """What a sample keeps of a judgement."""
+    """Return what a sample keeps of a judgement."""
     return {
         "answer": judgement.answer,
         "correct": judgement.correct == 1,

@@ -41,7 +41,7 @@ class Problems:
 def load_problems(
     benchmarks: str, marker: str, limits: CodeLimits, sandbox: str, *options: Any, **more: Any
 ) -> list[Problems]:
-    """The ``benchmarks`` of a list of names and files; ``options`` are those of ``load_benchmark``.
+    """Load the ``benchmarks`` of a list of names and files; ``options`` are those of ``load_benchmark``.
 
     Raises :class:`UserError` for everything that can be wrong with the data, or with running programs here.
     """
@@ -58,7 +58,7 @@ def load_problems(
 
 
 def judge_of(marker: str, programs: ProgramVerifier | None) -> Judge:
-    """The judge of programs where there is a verifier of programs, else of mathematics."""
+    """Return the judge of programs where there is a verifier of programs, else of mathematics."""
     if programs is None:
         return partial(judge_many, marker=marker)
     return partial(judge_many, marker=marker, verifier=programs, form=FENCED)
@@ -78,7 +78,7 @@ class HeldOut:
 
     @property
     def longest(self) -> int:
-        """Of the prompts, in tokens."""
+        """Return the length of the longest prompt in tokens."""
         return max(len(prompt.token_ids) for prompt in self.prompts.values())
 
     def judged(self, responses: Sequence[Response], eos_ids: Sequence[int]) -> list[Sample]:
@@ -124,7 +124,7 @@ class HeldOut:
 
 
 def load_held_out(config: Config, tokenizer: Any, tokens: TokenBytes) -> HeldOut | None:
-    """What ``evaluation`` of a run asks for; None where it is off. Raises :class:`UserError`."""
+    """Return what ``evaluation`` of a run asks for; None where it is off. Raises :class:`UserError`."""
     options, judging = config.evaluation, config.judging
     if not options.interval:
         return None
@@ -153,7 +153,7 @@ def benchmark_list(options: ValidationConfig) -> str:
 
 
 def benchmark_names(options: ValidationConfig) -> list[str]:
-    """Of the benchmarks of a run, as its metrics have them."""
+    """Return the names of the benchmarks of a run, as its metrics have them."""
     specs = parse_specs(benchmark_list(options))
     return [s.partition("=")[0].strip() if "=" in s else find_benchmark(s.partition(":")[0]).name for s in specs]
 
@@ -175,7 +175,7 @@ def check_validation(config: Config) -> None:
 
 
 def value_of(metrics: Mapping[str, float], word: str) -> float:
-    """What ``training.keep_best`` names: ``BENCHMARK/METRIC``, or ``METRIC``, its mean over the benchmarks."""
+    """Return what ``training.keep_best`` names: ``BENCHMARK/METRIC``, or ``METRIC``, its mean over the benchmarks."""
     benchmark, _, metric = word.removeprefix("evaluation/").rpartition("/")
     wanted = f"evaluation/{benchmark}/{metric}" if benchmark else f"/{metric}"
     found = [value for key, value in metrics.items() if key.endswith(wanted)]
@@ -183,7 +183,7 @@ def value_of(metrics: Mapping[str, float], word: str) -> float:
 
 
 def improves(word: str, metrics: Mapping[str, float], best: Mapping[str, float] | None) -> bool:
-    """Whether ``metrics`` are better than the ``best`` before; an undefined value never is."""
+    """Return whether ``metrics`` are better than the ``best`` before; an undefined value never is."""
     new, old = value_of(metrics, word), math.nan if best is None else value_of(best, word)
     return not math.isnan(new) and (
         math.isnan(old) or (new != old and BETTER[word.rpartition("/")[2]](new, old) == new)

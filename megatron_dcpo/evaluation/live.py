@@ -25,7 +25,7 @@ _POINTS = 1000  # of a curve: what a screen shows
 
 
 def live_server(run: str | Path, port: int) -> ThreadingHTTPServer:
-    """Listening on this machine alone; ``port`` 0: any free one. Raises :class:`UserError`."""
+    """Return a server that listens on this machine alone; ``port`` 0: any free one. Raises :class:`UserError`."""
     root = Path(run)
     if not root.is_dir():
         raise UserError(f"{root}: no such run directory; start the training first")
@@ -37,7 +37,8 @@ def live_server(run: str | Path, port: int) -> ThreadingHTTPServer:
 
 
 def state(root: Path) -> dict[str, Any]:
-    """What the page shows of the run: ``step``, ``curves`` (title, percent, lines of [step, value] points), ``samples``."""
+    """Return what the page shows of the run: ``step``, ``curves`` (title, percent, lines of [step, value] points),
+    ``samples``."""
     run = read_run(root)
     trained = {run.name: run.metrics}
     curves = diagrams.logged_curves(trained, (*diagrams.TRAINING_CURVES, *diagrams.validation_curves(trained)))
@@ -61,7 +62,7 @@ def _line(rows: Sequence[Mapping[str, Any]], key: str) -> list[list[float]]:
 
 
 def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A sample; ``pieces``: [text, block, advantage or None] of tokens that follow one another."""
+    """Return a sample; ``pieces``: [text, block, advantage or None] of tokens that follow one another."""
     blocks = (("reasoning", "reasoning"), ("confidence", "confidence_block"))
     pieces = row.get("pieces") or [[row.get(key, ""), block, None] for block, key in blocks]
     kept = ("step", "problem", "ground_truth", "correct", "confidence", "status")
@@ -69,7 +70,7 @@ def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tag(root: Path) -> str:
-    """Changes when the run has written something that the page shows."""
+    """Return a text that changes when the run has written something that the page shows."""
     files = [root / "metrics.jsonl", *sorted((root / "samples").glob("*.jsonl"))[-1:]]
     return "-".join(f"{f.stat().st_mtime_ns}.{f.stat().st_size}" for f in files if f.exists())
 

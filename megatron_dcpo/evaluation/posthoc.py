@@ -17,8 +17,8 @@ Of a kind in nats (``logprob``: the sum of the reasoning block's log-probs) ther
 ConfClass has the settings of the DCPO paper (docs/evaluation.md#post-hoc-confidence): 20 runs, top-20 log-probs, a
 three-layer perceptron of width 2048, cross-entropy with soft targets, lr 1e-4. Where the paper is silent: the mean over
 the tokens of the 20 sorted log-probs is the input (``full`` adds their standard deviation and the last token's),
-standardised; Adam, batches of 256, early stopping on a tenth of the fitted problems. The scalings are controls: if one of
-them does as well, the classifier has learnt nothing but the scale. Fitting, stopping and reporting never share a problem:
+standardized; Adam, batches of 256, early stopping on a tenth of the fitted problems. The scalings are controls: if one of
+them does as well, the classifier has learned nothing but the scale. Fitting, stopping and reporting never share a problem:
 the split is by problem, by a hash, so that it is the same in every run and for every method.
 """
 
@@ -77,7 +77,7 @@ class Posthoc:
         return predictions
 
     def apply(self, samples: Sequence[Sample]) -> list[Sample]:
-        """The samples with ``posthoc_confidence``."""
+        """Return the samples with ``posthoc_confidence``."""
         return [replace(s, posthoc_confidence=c) for s, c in zip(samples, self.predict(samples), strict=True)]
 
     def save(self, path: str | Path) -> None:
@@ -88,7 +88,7 @@ class Posthoc:
 
     @classmethod
     def load(cls, path: str | Path) -> Posthoc:
-        """Raises :class:`UserError` for anything that ``save`` has not written."""
+        """Read a predictor. Raises :class:`UserError` for anything that ``save`` has not written."""
         try:
             with np.load(path, allow_pickle=False) as file:
                 header = parse_json(str(file["header"]))
@@ -118,7 +118,7 @@ def features(top_logprobs: np.ndarray | None) -> list[float] | None:
 
 
 def inputs_of(samples: Sequence[Sample], source: str) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs [n, D] and the indices [n] of the samples that have them."""
+    """Return inputs [n, D] and the indices [n] of the samples that have them."""
     rows: list[list[float] | None]
     if source == "response":
         rows = [response_features(s) for s in samples]
@@ -145,12 +145,12 @@ def response_features(sample: Sample) -> list[float] | None:
 
 
 def _on_scale(method: str, source: str, inputs: np.ndarray) -> np.ndarray:
-    """What a scaling is linear in: logits of a probability, nats as they are. The other methods read their inputs."""
+    """Return what a scaling is linear in: logits of a probability, nats as they are. The other methods read their inputs."""
     return _logit(inputs) if method in ("temperature", "platt") and source not in RANKING_ONLY else inputs
 
 
 def is_held_out(problem: str, share: float, seed: int) -> bool:
-    """Whether a problem belongs to the held-out share; all its repeats do, or none."""
+    """Return whether a problem belongs to the held-out share; all its repeats do, or none."""
     digest = hashlib.blake2b(f"{seed}/{problem}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") < share * 2.0**64
 
@@ -277,7 +277,7 @@ def _fit_isotonic(c: np.ndarray, y: np.ndarray) -> Weights:
 def _fit_perceptron(
     x: np.ndarray, y: np.ndarray, x_stop: np.ndarray, y_stop: np.ndarray, seed: int, epochs: int, width: int
 ) -> Weights:
-    """Three layers, standardised inputs; the weights of the epoch with the least cross-entropy on the stopping problems."""
+    """Three layers, standardized inputs; the weights of the epoch with the least cross-entropy on the stopping problems."""
     import torch
 
     mean, deviation = x.mean(0), np.maximum(x.std(0), 1e-6)

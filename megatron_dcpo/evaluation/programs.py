@@ -22,12 +22,12 @@ from megatron_dcpo.sandbox.tests import checked_tests
 
 
 def is_code(sample: Sample) -> bool:
-    """Whether the ground truth of a sample is the key of its tests."""
+    """Return whether the ground truth of a sample is the key of its tests."""
     return sample.ground_truth.startswith("tests:")
 
 
 def write_tests(tests: PackedTests, path: Path) -> None:
-    """One line per set of tests, so that the samples beside it can be judged again without the benchmark's files."""
+    """Write one line per set of tests, so that the samples beside it can be judged again without the benchmark's files."""
     lines = (json.dumps({"key": key, "tests": unpack_tests(packed)}) + "\n" for key, packed in sorted(tests.items()))
     with open(path, "wb") as file, gzip.GzipFile("", "wb", mtime=0, fileobj=file) as packed_file:
         for line in lines:
@@ -35,7 +35,7 @@ def write_tests(tests: PackedTests, path: Path) -> None:
 
 
 def read_tests(path: Path, keys: Iterable[str]) -> dict[str, bytes]:
-    """The tests of ``keys``. Raises :class:`UserError` for missing ones and for tests that are not the key's."""
+    """Return the tests of ``keys``. Raises :class:`UserError` for missing ones and for tests that are not the key's."""
     missing, tests = set(keys), {}
     if path.exists():
         for where, row in read_json_lines(path):
@@ -55,7 +55,8 @@ MAX_PROGRAM = 20_000  # characters; beyond it programs are compared as they are
 
 
 def normal_form(program: str) -> str:
-    """The same text for programs that differ in layout and names only; the program itself where Python cannot read it.
+    """Return the same text for programs that differ in layout and names only; the program itself where Python cannot
+    read it.
 
     Renamed are names that the program assigns. Parameters, functions, classes, imported names, and whatever is also
     used as an attribute or a keyword, keep theirs: tests and other parts of the program refer to them.
@@ -70,7 +71,7 @@ def normal_form(program: str) -> str:
 
 
 def same_program(a: str, b: str) -> bool:
-    """Whether two programs have the same normal form."""
+    """Return whether two programs have the same normal form."""
     return a == b or normal_form(a) == normal_form(b)
 
 

@@ -54,7 +54,7 @@ def load_published(name: str) -> list[Published]:
 
 
 def our_value(evaluation: Mapping[str, Any] | None, row: Published) -> float | None:
-    """The same number of an evaluation; overall is the mean of its benchmarks, as the paper has it, where defined."""
+    """Return the same number of an evaluation; overall is the mean of its benchmarks, as the paper has it, where defined."""
     if evaluation is None:
         return None
     scores = evaluation["overall"] if row.benchmark == "overall" else evaluation["benchmarks"].get(row.benchmark)
@@ -69,7 +69,7 @@ def our_value(evaluation: Mapping[str, Any] | None, row: Published) -> float | N
 
 
 def compare(evaluations: Mapping[str, Mapping[str, Any] | None], rows: Sequence[Published]) -> list[dict[str, Any]]:
-    """Every published row with the value of every run, for JSON and for the page."""
+    """Return every published row with the value of every run, for JSON and for the page."""
     return [
         {**vars(row), "ours": {name: our_value(evaluation, row) for name, evaluation in evaluations.items()}}
         for row in rows

@@ -61,7 +61,7 @@ class Run:
 
 
 def find_runs(paths: Sequence[str | Path]) -> list[Run]:
-    """The runs at or below ``paths``, in the order given, subdirectories by name.
+    """Return the runs at or below ``paths``, in the order given, subdirectories by name.
 
     A training run without an evaluation of its own takes the one evaluation below it, if there is exactly one.
     """
@@ -173,13 +173,13 @@ def write_report(
 def render_report(
     runs: Sequence[Run], title: str = "Accuracy and calibration", against: Sequence[Published] = ()
 ) -> str:
-    """The page as one string (``report.html.j2``). ``against``: published numbers to set beside."""
+    """Return the page as one string (``report.html.j2``). ``against``: published numbers to set beside."""
     environment = pages()
     environment.filters["breakable"] = lambda name: re.split(r"(?<=[_/-])", name)
     environment.filters["four_digits"] = lambda value: "–" if value is None else f"{value:.4g}"
     kinds, benchmarks = kinds_of(runs), benchmarks_of(runs)
     trained = {run.name: run.metrics for run in runs if run.metrics}
-    colours = (diagrams.PALETTE[i % len(diagrams.PALETTE)] for i in range(len(trained)))
+    colors = (diagrams.PALETTE[i % len(diagrams.PALETTE)] for i in range(len(trained)))
     return environment.get_template("report.html.j2").render(
         title=title,
         runs=[run.name for run in runs],
@@ -192,7 +192,7 @@ def render_report(
         published=published.compare({run.name: run.evaluation for run in runs}, against),
         panels=_panels(runs, kinds, benchmarks),
         coverage=_coverage(runs, kinds),
-        legend=list(zip(trained, colours, strict=True)),
+        legend=list(zip(trained, colors, strict=True)),
         curves=[
             _Picture(_svg(diagrams.curve_figure(trained, curve), curve.title))
             for curve in diagrams.logged_curves(
@@ -205,7 +205,7 @@ def render_report(
 
 
 def pages() -> Environment:
-    """The templates of this room."""
+    """Return the templates of this room."""
     loader = PackageLoader("megatron_dcpo.evaluation", "")
     return Environment(loader=loader, autoescape=True, trim_blocks=True, undefined=StrictUndefined)
 
@@ -216,12 +216,12 @@ class _Picture(NamedTuple):
 
 
 def _svg(figure: Any, name: str) -> Markup:
-    """The picture is our own HTML: what it says of a run is escaped by matplotlib."""
+    """Return the picture as HTML of our own: what it says of a run is escaped by matplotlib."""
     return Markup(diagrams.inline_svg(figure, name))
 
 
 def _tables(runs: Sequence[Run], kinds: Sequence[str], benchmarks: Sequence[str]) -> list[dict[str, Any]]:
-    """The headline table, then one per benchmark and kind of confidence when there are several."""
+    """Return the headline table, then one per benchmark and kind of confidence when there are several."""
     first = kinds[0] if kinds else "verbal"
     tables = [{"name": "", "rows": _cells({run.name: summary_of(run, first) for run in runs})}]
     for benchmark in [None, *benchmarks] if len(benchmarks) > 1 else [None]:
@@ -258,7 +258,7 @@ def _best(key: str, values: Sequence[Any]) -> float | None:
 
 
 def format_value(key: str, value: Any) -> str:
-    """A table cell: percentages with one decimal, errors with three, a dash for undefined."""
+    """Return a table cell: percentages with one decimal, errors with three, a dash for undefined."""
     if not _is_number(value):
         return "–"
     if key in _PERCENT:
@@ -305,7 +305,7 @@ def _reliability(runs: Sequence[Run], kind: str, benchmark: str | None) -> list[
 
 
 def _short(name: str, width: int = 30) -> str:
-    """A name that fits over a panel: its middle is what is left out."""
+    """Return a name that fits over a panel: its middle is what is left out."""
     return name if len(name) <= width else f"{name[: width // 2 - 1]}…{name[-(width // 2) :]}"
 
 
@@ -323,7 +323,7 @@ def _coverage(runs: Sequence[Run], kinds: Sequence[str]) -> list[_Picture]:
 
 
 def _samples(run: Run) -> list[dict[str, str]]:
-    """What the page shows of a few responses of a run."""
+    """Return what the page shows of a few responses of a run."""
     marker = (run.evaluation or {}).get("marker", CONFIDENCE_TAG)
     shown = []
     for row in choose_samples(run.samples):

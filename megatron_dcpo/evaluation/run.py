@@ -45,8 +45,8 @@ TESTS_FILE = "tests.jsonl.gz"  # beside samples.jsonl: what judging programs aga
 
 
 def _saved(default: Any) -> Any:
-    """An option that samples depend on: an evaluation is continued with the same value only. The address of a server,
-    its load and the number of repeats may change between two runs."""
+    """Declare an option that samples depend on: an evaluation is continued with the same value only. The address of a
+    server, its load and the number of repeats may change between two runs."""
     return field(default=default, metadata={"saved": True})
 
 
@@ -120,7 +120,7 @@ class EvaluationConfig:
         )
 
     def settings(self, model: str) -> dict[str, Any]:
-        """What ``settings.json`` holds of the samples of ``model``."""
+        """Return what ``settings.json`` holds of the samples of ``model``."""
         saved = {option.name: getattr(self, option.name) for option in fields(self) if option.metadata.get("saved")}
         saved |= {"top_logprobs": self.top_logprobs, "model": model}
         # not in the settings of evaluations that know no other
@@ -165,7 +165,7 @@ def run_evaluation(config: EvaluationConfig, progress: Progress | None = None) -
 
 
 def _evaluation_beside(samples: str) -> dict[str, Any]:
-    """The evaluation.json beside old samples, nothing where there is none."""
+    """Return the evaluation.json beside old samples, nothing where there is none."""
     path = Path(samples).with_name("evaluation.json")
     return read_json_object(path) if path.exists() else {}
 
@@ -174,7 +174,7 @@ def _evaluation_beside(samples: str) -> dict[str, Any]:
 
 
 def _old_samples(config: EvaluationConfig) -> list[Sample]:
-    """The responses of an earlier evaluation, judged anew where asked for."""
+    """Read the responses of an earlier evaluation, judged anew where asked for."""
     assert config.samples is not None
     samples = read_samples(config.samples)
     if not samples:
@@ -205,8 +205,8 @@ def _judged_anew(samples: list[Sample], tests: PackedTests, config: EvaluationCo
 
 
 def _new_samples(config: EvaluationConfig, progress: Progress | None, ranks: int) -> tuple[list[Sample], str]:
-    """The model or the server sampled on every benchmark, judged; and the name of the model. Of several ``ranks`` each
-    samples its share, and gets what all have."""
+    """Sample the model or the server on every benchmark and judge; and the name of the model. Of several
+    ``ranks`` each samples its share, and gets what all have."""
     if not config.benchmarks:
         raise UserError("--benchmarks is missing; name at least one, for instance --benchmarks math500")
     find_template(config.template)
@@ -279,7 +279,7 @@ def _server(config: EvaluationConfig) -> tuple[str, Render, Complete]:
 
 
 def as_ids(config: EvaluationConfig, tokenizer: Any, benchmark: LoadedBenchmark) -> list[Prompt]:
-    """The prompts of a benchmark as training has them: through its template and the tokenizer."""
+    """Return the prompts of a benchmark as training has them: through its template and the tokenizer."""
     return render_prompts(
         benchmark.records,
         tokenizer,
@@ -291,7 +291,7 @@ def as_ids(config: EvaluationConfig, tokenizer: Any, benchmark: LoadedBenchmark)
 
 
 def _local_model(config: EvaluationConfig, loaded: Sequence[LoadedBenchmark]) -> tuple[str, Render, Complete]:
-    """The same for a checkpoint directory, sampled in this process."""
+    """Return the same for a checkpoint directory, sampled in this process."""
     from megatron_dcpo.rollout import build_local_engine, load_tokenizer
     from megatron_dcpo.rollout.engine import check_model_dir
 

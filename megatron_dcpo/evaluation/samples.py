@@ -121,7 +121,7 @@ def sample_line(sample: Sample) -> str:
 
 
 def read_samples(path: str | Path, allow_truncated: bool = False) -> list[Sample]:
-    """Samples as written; unknown keys are ignored, a broken or incomplete line is a ``UserError``.
+    """Return samples as written; unknown keys are ignored, a broken or incomplete line is a ``UserError``.
 
     ``allow_truncated``: a broken last line, as a killed evaluation leaves it, is left out.
     """
@@ -144,7 +144,7 @@ def read_samples(path: str | Path, allow_truncated: bool = False) -> list[Sample
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether ``value`` is of one of the types in ``hint``."""
+    """Return whether ``value`` is of one of the types in ``hint``."""
     if value is None:
         return type(None) in get_args(hint)
     kinds = [kind for kind in get_args(hint) or (hint,) if kind is not type(None)]
@@ -193,7 +193,7 @@ class SampleLog:
         self._file: IO[str] = open(self.path, "a", encoding="utf-8")  # noqa: SIM115
 
     def finished(self, benchmark: str) -> dict[tuple[str, int], Sample]:
-        """The samples of a benchmark that were on disk, by prompt id and repeat."""
+        """Return the samples of a benchmark that were on disk, by prompt id and repeat."""
         return {(s.prompt_id, s.repeat): s for s in self._on_disk if s.benchmark == benchmark}
 
     def add(self, sample: Sample) -> None:

@@ -78,14 +78,14 @@ def score_samples(
 
 
 def headline(evaluation: Mapping[str, Any], kind: str = "verbal", benchmark: str | None = None) -> dict[str, Any]:
-    """The one-line summary of an evaluation: ``HEADLINE`` of one kind of confidence, overall or of one benchmark."""
+    """Return the one-line summary of an evaluation: ``HEADLINE`` of one kind of confidence, overall or of one benchmark."""
     scores = evaluation["benchmarks"][benchmark] if benchmark else evaluation["overall"]
     flat = {**scores.get(kind, {}), "accuracy": scores["accuracy"], "n": scores["n"]}
     return {key: flat.get(key) for key in HEADLINE}
 
 
 def _score(samples: Sequence[Sample], kinds: Sequence[str], bins: int, resamples: int, seed: int) -> dict[str, Any]:
-    """One benchmark (or all of them pooled): accuracy, then one block per kind of confidence."""
+    """Score one benchmark (or all of them pooled): accuracy, then one block per kind of confidence."""
     correct = [float(sample.correct) for sample in samples]
     problems = [f"{sample.benchmark}/{sample.prompt_id}" for sample in samples]
     repeats = sorted({sample.repeat for sample in samples})
@@ -170,7 +170,7 @@ def skill(confidences: Sequence[float | None], lookup: Sequence[float | None], c
 
 
 def _per_run(samples: Sequence[Sample], kind: str, repeats: Sequence[int], bins: int) -> dict[str, Any]:
-    """The calibration metrics of every repeat on its own: mean and sample standard deviation over the repeats."""
+    """Return the calibration metrics of every repeat on its own: mean and sample standard deviation over the repeats."""
     values: dict[str, list[float]] = {name: [] for name in INTERVALS if name != "accuracy"}
     for repeat in repeats:
         rows = [sample for sample in samples if sample.repeat == repeat]

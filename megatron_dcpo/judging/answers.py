@@ -31,7 +31,7 @@ class Outcome(NamedTuple):
 
 
 def find_marker_after_box(content: bytes, marker: bytes) -> int | None:
-    """With several markers, the first one behind the last complete box: the answer and everything before it is
+    """Return, with several markers, the first one behind the last complete box: the answer and everything before it is
     reasoning even where the marker was only talked about. When no marker follows the last box, the last marker."""
     box = last_box(content)
     after = content.find(marker, box.end if box else 0)
@@ -52,7 +52,7 @@ class Box(NamedTuple):
 
 
 def last_box(text: bytes) -> Box | None:
-    """The complete box that opens last, or None. Linear, however many boxes stay open."""
+    """Return the complete box that opens last, or None. Linear, however many boxes stay open."""
     best: Box | None = None
     open_braces: list[tuple[int, int, bool]] = []
     for token in _TOKEN.finditer(text):
@@ -89,7 +89,7 @@ class Fence:
 
 
 def last_fence(content: bytes) -> Fence | None:
-    """The last complete block that is marked as Python or not marked at all.
+    """Return the last complete block that is marked as Python or not marked at all.
 
     A block ends at a line with nothing but at least as many of the same character. An opening fence that is never
     closed opens nothing: blocks before it count. Blocks in other languages are passed over. Linear in the length.
@@ -130,13 +130,13 @@ def find_marker_after_program(content: bytes, marker: bytes) -> int | None:
 
 
 def extract_fenced(reasoning: str) -> str | None:
-    """The last complete fenced program of a reasoning block, None when there is none."""
+    """Return the last complete fenced program of a reasoning block, None when there is none."""
     fence = last_fence(reasoning.encode(errors="surrogatepass"))
     return None if fence is None else fence.program.decode(errors="surrogatepass")
 
 
 def extract_program(response: str, marker: str = CONFIDENCE_TAG) -> str | None:
-    """The same of a whole response. A block after the confidence line is not an answer: R does not depend on it."""
+    """Return the same of a whole response. A block after the confidence line is not an answer: R does not depend on it."""
     content = response.encode(errors="surrogatepass")
     fence = last_fence(content[: find_marker_after_program(content, marker.encode())])
     return None if fence is None else fence.program.decode(errors="surrogatepass")

@@ -33,7 +33,7 @@ class Split:
 
     @property
     def reasoning(self) -> bytes:
-        """The bytes before the marker, all of them when there is none."""
+        """Return the bytes before the marker, all of them when there is none."""
         return self.content if self.marker is None else self.content[: self.marker]
 
 
@@ -73,13 +73,13 @@ def split_text(text: str, marker: str, form: AnswerForm = BOXED, token_ends: np.
 
 
 def _tokens_before(ends: np.ndarray, first: int, second: int) -> tuple[int, int]:
-    """How many tokens begin before either byte."""
+    """Return how many tokens begin before either byte."""
     starts = np.concatenate([[0], ends])[:-1]
     return int(np.searchsorted(starts, first)), int(np.searchsorted(starts, second))
 
 
 def ends_of_tokens(lengths: Sequence[int], text: str) -> np.ndarray | None:
-    """The byte behind each token, from their ``lengths`` in bytes; None where they do not make up ``text``, or characters
-    were replaced in it. One end token may stand behind the text."""
+    """Return the byte behind each token, from their ``lengths`` in bytes; None where they do not make up ``text``, or
+    characters were replaced in it. One end token may stand behind the text."""
     ends, size = np.cumsum([0, *lengths]), len(text.encode(errors="surrogatepass"))
     return ends[1:] if size in ends[-2:] and "\ufffd" not in text else None

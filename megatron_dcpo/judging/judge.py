@@ -68,7 +68,7 @@ def judge_many(
 
 
 def with_text(response: Response, tokens: TokenBytes, eos_ids: Collection[int]) -> Response:
-    """The same response with its ``text``: byte by byte, without its end token; other special tokens stay.
+    """Return the same response with its ``text``: byte by byte, without its end token; other special tokens stay.
 
     ``finish_reason`` becomes ``stop`` where an EOS closes the response, so that the text is judged as the ids are.
     """

@@ -36,7 +36,7 @@ class ProgramVerifier:
         atexit.register(self.pool.close)
 
     def __call__(self, pairs: Sequence[tuple[str | None, str]]) -> list[Outcome]:
-        """The outcome of each (program or None, key of its tests)."""
+        """Return the outcome of each (program or None, key of its tests)."""
         for _, key in pairs:
             if key not in self.tests:
                 raise UserError(f"no tests for {key!r}: the data of a code run must be programming problems")

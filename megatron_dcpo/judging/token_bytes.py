@@ -31,12 +31,12 @@ class TokenBytes:
         return self.table[token_id] if 0 <= token_id < len(self.table) else b""
 
     def pieces(self, token_ids: Iterable[int] | np.ndarray) -> list[bytes]:
-        """The bytes of each token."""
+        """Return the bytes of each token."""
         return [self[int(token_id)] for token_id in token_ids]
 
 
 def token_bytes(tokenizer: Any) -> TokenBytes:
-    """The table of a Hugging Face tokenizer (fast), read once from its JSON.
+    """Return the table of a Hugging Face tokenizer (fast), read once from its JSON.
 
     A special or added token stands for its own content. The first token of a sentencepiece response keeps its
     leading space: a response continues a prompt. Raises :class:`UserError` for another kind of tokenizer.

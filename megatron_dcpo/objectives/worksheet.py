@@ -114,7 +114,7 @@ def parse_options(method: Any, options: Any) -> ObjectiveConfig:
 
 
 def parse_judgement(response: Mapping[str, Any], index: int) -> Judgement:
-    """One response of the input. Without a marker the EOS, last of the reasoning tokens, is the confidence block."""
+    """Return one response of the input. Without a marker the EOS, last of the reasoning tokens, is the confidence block."""
     where = f"responses[{index}]"
     for name in REQUIRED:
         if name not in response:
@@ -142,7 +142,7 @@ def parse_judgement(response: Mapping[str, Any], index: int) -> Judgement:
 
 
 def read(path: str) -> Mapping[str, Any]:
-    """The JSON object in ``path``, or on stdin. Raises :class:`UserError`."""
+    """Return the JSON object in ``path``, or on stdin. Raises :class:`UserError`."""
     try:
         text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
         group = parse_json(text)
@@ -154,7 +154,7 @@ def read(path: str) -> Mapping[str, Any]:
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """One line per response for people."""
+    """Return one line per response for people."""
     names = ("target", "R", "R_c", "A reasoning", "A confidence")
     advantages = result["advantages"]
     columns = (result["targets"], result["R"], result["R_c"], advantages["reasoning"], advantages["confidence"])

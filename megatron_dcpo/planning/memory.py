@@ -62,14 +62,14 @@ def adapter_bytes(arch: Architecture, layout: Layout, config: Config, stage: int
 
 
 def expert_replicas(layout: Layout, data_parallel: int) -> int:
-    """How many ranks of a stage hold the same experts, of ``data_parallel`` that hold the same of the rest."""
+    """Return how many ranks of a stage hold the same experts, of ``data_parallel`` that hold the same of the rest."""
     ranks = layout.tensor_model_parallel_size * data_parallel
     return ranks // (layout.expert_model_parallel_size * layout.expert_tensor)
 
 
 def stage_state(arch: Architecture, layout: Layout, config: Config, stage: int, data_parallel: int) -> State:
-    """The state of a rank of pipeline ``stage``; with the distributed optimizer, of the one with the largest shard. Of a
-    frozen policy there are weights and an adapter, whose gradients are all that is reduced."""
+    """Return the state of a rank of pipeline ``stage``; with the distributed optimizer, of the one with the largest
+    shard. Of a frozen policy there are weights and an adapter, whose gradients are all that is reduced."""
     itemsize, parallel = dtype_bytes(config.model.params_dtype), config.parallel
     numel, lengths, shards = 0, [0, 0], [[0] * data_parallel, [0] * expert_replicas(layout, data_parallel)]
     for virtual in range(layout.virtual_pipeline_model_parallel_size):
@@ -235,7 +235,7 @@ def layer_bytes(arch: Architecture, layout: Layout, config: Config, recompute: s
 
 
 def stage_layers_bytes(arch: Architecture, layout: Layout, config: Config, stage: int) -> float:
-    """The same of all layers of a pipeline stage, as ``parallel.recompute_method`` divides them."""
+    """Return the same of all layers of a pipeline stage, as ``parallel.recompute_method`` divides them."""
     parallel, vp = config.parallel, layout.virtual_pipeline_model_parallel_size
     # of a model chunk, the stage's largest: of an uneven stage the schedule may hold it most often
     layers = max(map(len, chunk_layers(arch.num_layers, layout)[stage :: layout.pipeline_model_parallel_size]))
@@ -249,7 +249,7 @@ def stage_layers_bytes(arch: Architecture, layout: Layout, config: Config, stage
 
 
 def recomputed_share(arch: Architecture, layout: Layout, config: Config) -> float:
-    """How much of a forward pass the backward pass repeats, roughly."""
+    """Return how much of a forward pass the backward pass repeats, roughly."""
     parallel = config.parallel
     if parallel.recompute_granularity == "none":
         return 0.0
@@ -267,15 +267,15 @@ def _mlp(w: Widths, transformer_engine: bool) -> float:
 
 
 def _routing(arch: Architecture, w: Widths, transformer_engine: bool) -> float:
-    """Of experts besides: the router's scores and choices; per choice the permuted token, two indices and two weights; the
-    local one keeps SwiGLU's output before it is weighted."""
+    """Return what experts keep besides: the router's scores and choices; per choice the permuted token, two indices and
+    two weights; the local one keeps SwiGLU's output before it is weighted."""
     kept = w.bytes * (arch.hidden_size + (0 if transformer_engine else w.ffn)) + 24
     return w.routed * kept + 5 * arch.num_experts * w.hidden / arch.hidden_size
 
 
 def _local(arch: Architecture, w: Widths) -> float:
     b, q, k = w.bytes, w.queries, w.keys
-    norms = 2 * ((4 + 2 * b) * w.hidden + 4)  # fp32 input, normalised, scaled (the next linear's input); 1/rms
+    norms = 2 * ((4 + 2 * b) * w.hidden + 4)  # fp32 input, normalized, scaled (the next linear's input); 1/rms
     qkv = b * (q + 2 * k)  # the projection's output, which the values point into
     qk_norms = 0
     if arch.qk_layernorm:
@@ -333,8 +333,8 @@ def kept_per_token(arch: Architecture, layout: Layout, config: Config, stage: in
 def stage_activations(
     arch: Architecture, layout: Layout, config: Config, stage: int, tokens: int, responses: int, micro_batches: int
 ) -> Activations:
-    """The activations of a rank of pipeline ``stage`` with micro-batches of which it has ``tokens``, ``responses`` of them
-    scored."""
+    """Return the activations of a rank of pipeline ``stage`` with micro-batches of which it has ``tokens``,
+    ``responses`` of them scored."""
     w, recompute = widths(arch, layout, config), config.parallel.recompute_granularity
     b, flying = w.bytes, in_flight(layout, stage, micro_batches)
     last = stage == layout.pipeline_model_parallel_size - 1
@@ -357,7 +357,8 @@ def stage_activations(
 
 
 def output_layer_bytes(w: Widths, hidden: int, tokens: int, responses: int) -> int:
-    """What the output layer works with at its peak (``policy/output_layer.py``): a chunk's logits in fp32 and once more in
-    the model's type (or an eighth of them), the hidden states of all rows, those of the response rows and their gradient."""
+    """Return what the output layer works with at its peak (``policy/output_layer.py``): a chunk's logits in fp32 and
+    once more in the model's type (or an eighth of them), the hidden states of all rows, those of the response rows and
+    their gradient."""
     chunk = min(LOGITS_AT_ONCE, w.vocab * responses)
     return int(chunk * (4 + (2 if w.bytes == 2 else 0.5)) + w.bytes * hidden * (tokens + 2 * responses))

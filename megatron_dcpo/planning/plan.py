@@ -169,7 +169,7 @@ def make_plan(config: Config, machine: Machine, rates: Rates | None = None) -> P
 
 
 def _check_gpus(layout: Layout, context_parallel_size: int, gpus: int) -> int:
-    """How many ranks hold the same part of the model: data- times context-parallel size."""
+    """Return how many ranks hold the same part of the model: data- times context-parallel size."""
     if not 1 <= gpus <= MOST_GPUS:
         raise UserError(f"--gpus {gpus} is outside 1 ... {MOST_GPUS}")
     tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
@@ -178,7 +178,7 @@ def _check_gpus(layout: Layout, context_parallel_size: int, gpus: int) -> int:
 
 
 def _work(config: Config, layout: Layout, machine: Machine, data_parallel: int) -> tuple[Work, int, int, int]:
-    """A step's work; tokens of the largest micro-batch, those of them that are scored, micro-batches of an update."""
+    """Return a step's work; tokens of the largest micro-batch, those of them that are scored, micro-batches of an update."""
     training, parallel = config.training, config.parallel
     prompt, longest = config.data.max_prompt_length, config.rollout.max_response_length
     mean = machine.response_tokens or longest
@@ -247,7 +247,7 @@ def _stage(
 
 
 def _of_each(state: State, weights: int, replicas: int, expert_replicas: int) -> int:
-    """A rank's share of the weights that others hold as well."""
+    """Return a rank's share of the weights that others hold as well."""
     experts = weights * state.expert_numel // max(state.buffer_numel, 1)
     return (weights - experts) // replicas + experts // expert_replicas
 
@@ -301,7 +301,7 @@ def _resharding(arch: Architecture, layout: Layout, config: Config, engine: Engi
 
 
 def advice(plan: Plan) -> list[str]:
-    """What to change, the cheapest first; empty when the plan fits."""
+    """Return what to change, the cheapest first; empty when the plan fits."""
     if plan.fits:
         return []
     parallel, largest, changes = plan.config.parallel, plan.largest, []
@@ -329,7 +329,7 @@ def advice(plan: Plan) -> list[str]:
 
 
 def less_recomputation(plan: Plan) -> tuple[str, Plan] | None:
-    """The first of the faster ways to recompute that fits as well: its name, and the plan with it."""
+    """Return the first of the faster ways to recompute that fits as well: its name, and the plan with it."""
     parallel = plan.config.parallel
     ways = (replace(parallel, recompute_granularity="none"), replace(parallel, recompute_granularity="selective"))
     for way in ways[: {"full": 2, "selective": 1, "none": 0}[parallel.recompute_granularity] if plan.fits else 0]:
@@ -358,7 +358,7 @@ def _engine_advice(plan: Plan, limit: float) -> list[str]:
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:
-    """The plan as plain data; sizes in bytes, times in seconds."""
+    """Return the plan as plain data; sizes in bytes, times in seconds."""
     stages = []
     for stage, layers in zip(plan.stages, layers_per_stage(plan.arch.num_layers, plan.layout), strict=True):
         acts = stage.activations

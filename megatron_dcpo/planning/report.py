@@ -146,7 +146,8 @@ def _gb(nbytes: float) -> str:
 
 
 def reshard_facts(config: Any, gpus: int | None = None) -> dict[str, Any]:
-    """The plan of one synchronization as plain data; bytes. Raises :class:`UserError` on a layout that does not fit."""
+    """Return the plan of one synchronization as plain data; bytes. Raises :class:`UserError` on a layout that does not
+    fit."""
     arch, layout = read_architecture(config.model.path), Layout.of(config.parallel)
     check_layout(arch, layout)
     check_options(arch, layout, config.model, config.parallel)

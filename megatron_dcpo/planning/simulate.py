@@ -130,7 +130,7 @@ class _Engine:
 
 
 def simulate(costs: Costs, draw: Iterator[int], responses: int, steps: int, partial: bool = False) -> list[Step]:
-    """``steps`` steps of ``responses`` responses, dealt in turn to the engines; lengths from ``draw``.
+    """Simulate ``steps`` steps of ``responses`` responses, dealt in turn to the engines; lengths from ``draw``.
 
     ``partial``: engines never run dry; a rollout ends with its last wanted response, and what is unfinished is carried.
     """
@@ -164,7 +164,7 @@ def simulate(costs: Costs, draw: Iterator[int], responses: int, steps: int, part
 
 
 def costs_of(plan: Plan, environment: Environment, rollout_gpus: int | None = None) -> Costs:
-    """The planner's rates as costs. ``rollout_gpus``: more of them for the rollout alone."""
+    """Return the planner's rates as costs. ``rollout_gpus``: more of them for the rollout alone."""
     engine, rates, config, arch = plan.engine, plan.rates, plan.config, plan.arch
     size, gpus = engine.tensor_model_parallel_size, plan.machine.gpus
     hbm, per_second = rates.hbm_gbps * 1e9, size * rates.peak_tflops * 1e12 * rates.mfu
@@ -223,7 +223,7 @@ class Scenario:
 
     @property
     def shares(self) -> dict[str, float]:
-        """How busy each resource is, of the whole step: at most 1. ``slots``: of the rollout's decoding positions."""
+        """Return how busy each resource is, of the whole step: at most 1. ``slots``: of the rollout's decoding positions."""
         total = self.mean("seconds")
         return {
             "engines": self.mean("engine_busy") / self.costs.engines / total,
@@ -236,7 +236,8 @@ class Scenario:
 def scenarios(
     config: Config, machine: Machine, rates: Rates, environment: Environment, lengths: Sequence[int] = ()
 ) -> list[Scenario]:
-    """As configured; with partial rollouts; with twice the GPUs for the rollout; in the fastest other layout that fits."""
+    """Yield the run as configured; with partial rollouts; with twice the GPUs for the rollout; in the fastest other
+    layout that fits."""
     most = config.rollout.max_response_length
     mean = round(float(np.mean(np.minimum(lengths, most)))) if lengths else machine.response_tokens or -(-most // 3)
     machine = replace(machine, response_tokens=min(max(1, mean), most))
@@ -300,7 +301,7 @@ def scenario_facts(found: Sequence[Scenario]) -> list[dict[str, Any]]:
 
 
 def scenario_lines(found: Sequence[Scenario], rates: Rates, environment: Environment, lengths: str | None) -> list[str]:
-    """A table of the scenarios, what waits in the first, the assumptions."""
+    """Return a table of the scenarios, what waits in the first, the assumptions."""
     lines = [f"{'seconds of a step':32}" + "".join(f"{part:>10}" for part in ("total", *PARTS[1:]))
              + "   busy: engines, their slots, judges, trainers"]  # fmt: skip
     for one in found:

@@ -110,7 +110,7 @@ def forward_flops(arch: Architecture, layout: Layout, work: Work) -> float:
 
 
 def sequence_flops(arch: Architecture, layout: Layout, tokens: int, length: float) -> float:
-    """The same for ``tokens`` in sequences of ``length``."""
+    """Return the same for ``tokens`` in sequences of ``length``."""
     per_layer, output = _flops_per_token(arch, layout, length)
     return tokens * (arch.num_layers * per_layer + output)
 
@@ -124,7 +124,7 @@ def slowest_stage(arch: Architecture, layout: Layout, length: float) -> float:
 
 
 def _flops_per_token(arch: Architecture, layout: Layout, length: float) -> tuple[float, float]:
-    """Of a layer, of the output layer."""
+    """Return the operations per token of a layer and of the output layer."""
     d = arch.kv_channels
     q, k = arch.num_attention_heads * d, arch.num_query_groups * d
     h, f = arch.hidden_size, arch.ffn_hidden_size
@@ -148,8 +148,8 @@ def step_seconds(
     responses_per_engine: int,
     rates: Rates,
 ) -> Seconds:
-    """The estimate. ``engine_weights``: bytes per engine rank; ``engine_kv``: bytes per token and rank; ``concurrent``:
-    sequences an engine decodes at once.
+    """Estimate the seconds of a step. ``engine_weights``: bytes per engine rank; ``engine_kv``: bytes per token and rank;
+    ``concurrent``: sequences an engine decodes at once.
 
     A rollout reads the engine's weights and the running sequences' keys and values once per token position; a training
     pass computes at ``mfu`` of the peak and waits for the slowest stage and for the pipeline to fill, (PP - 1) /

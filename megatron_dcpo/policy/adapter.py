@@ -72,7 +72,7 @@ class Adapter:
             self.active = True
 
     def whole(self) -> dict[str, Tensor]:
-        """The parameters of all stages, on the CPU of every rank. Collective."""
+        """Return the parameters of all stages, on the CPU of every rank. Collective."""
         topology = self.policy.topology
         once = topology.tp_rank == topology.replica == 0
         own = {name: tensor.detach().cpu() for name, tensor in self.parameters.items()} if once else {}
@@ -96,7 +96,7 @@ class Adapter:
         layer.mlp.linear_fc2.register_forward_hook(self._row(self._low_rank(mlp + _ROW["mlp"])))
 
     def _low_rank(self, module: str) -> LowRank | None:
-        """A new pair for ``module``, B zero; the same on every rank and in every layout."""
+        """Return a new pair for ``module``, B zero; the same on every rank and in every layout."""
         if module.rpartition(".")[2] not in self.config.targets:
             return None
         out, inside = hf_shapes(self.policy.arch)[f"{module}.weight"]
@@ -121,12 +121,12 @@ class Adapter:
         return x if topology.tp_size == 1 else copy_to_tensor_model_parallel_region(x, group=topology.tp_group)
 
     def reduced(self, x: Tensor) -> Tensor:
-        """The sum of ``x`` over the tensor-parallel ranks, of which each has the whole gradient."""
+        """Return the sum of ``x`` over the tensor-parallel ranks, of which each has the whole gradient."""
         topology = self.policy.topology
         return x if topology.tp_size == 1 else reduce_from_tensor_model_parallel_region(x, group=topology.tp_group)
 
     def _own(self, size: int) -> slice:
-        """This tensor-parallel rank's part of ``size`` rows or columns."""
+        """Return this tensor-parallel rank's part of ``size`` rows or columns."""
         part = size // self.policy.topology.tp_size
         return slice(self.policy.topology.tp_rank * part, (self.policy.topology.tp_rank + 1) * part)
 
@@ -135,8 +135,8 @@ class Adapter:
         return [self._own(heads), self._own(groups), self._own(groups)]
 
     def _column(self, pairs: Sequence[LowRank | None], rows: Sequence[slice], order: Tensor | None = None) -> Hook:
-        """The hook of a column-parallel layer: each rank adds its own ``rows`` of each projection, in the layer's ``order``
-        (None: one projection behind the other). Transformer Engine's holds the norm too."""
+        """Return the hook of a column-parallel layer: each rank adds its own ``rows`` of each projection, in the
+        layer's ``order`` (None: one projection behind the other). Transformer Engine's holds the norm too."""
         present = [pair for pair in pairs if pair is not None]
 
         def hook(linear: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any] | None:
@@ -159,7 +159,8 @@ class Adapter:
         return hook
 
     def _row(self, pair: LowRank | None) -> Hook:
-        """The hook of a row-parallel layer: each rank has its own columns of the input; their parts of A x are summed."""
+        """Return the hook of a row-parallel layer: each rank has its own columns of the input; their parts of A x are
+        summed."""
 
         def hook(linear: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any] | None:
             if not self.active or pair is None:
@@ -176,13 +177,14 @@ class Adapter:
 
 
 def _plus(output: Tensor, inner: Tensor, B: Tensor, scale: float) -> Tensor:
-    """output [..., out] + scale * inner [..., ranks] B^T [ranks, out], in one product that passes over the output once."""
+    """Return output [..., out] + scale * inner [..., ranks] B^T [ranks, out], in one product that passes over the
+    output once."""
     added = torch.addmm(output.flatten(0, -2), inner.flatten(0, -2) * scale, B.t().to(inner.dtype))
     return added.view_as(output)
 
 
 def _diagonal(pairs: Sequence[LowRank | None], rows: Sequence[slice]) -> Tensor:
-    """Of each projection its ``rows`` of B, [all rows, ranks of all pairs]: zero where the ranks are not its own."""
+    """Return of each projection its ``rows`` of B, [all rows, ranks of all pairs]: zero where the ranks are not its own."""
     empty = next(pair.B for pair in pairs if pair is not None).new_zeros
     blocks = zip(pairs, rows, strict=True)
     return torch.block_diag(*(empty(own.stop - own.start, 0) if p is None else p.B[own] for p, own in blocks))
@@ -214,7 +216,7 @@ class MergedPolicy(Policy):
 
 
 def first_A(module: str, rank: int, inside: int) -> Tensor:
-    """A [rank, inside] of a new pair: PEFT's distribution, and the same numbers wherever it is drawn."""
+    """Return A [rank, inside] of a new pair: PEFT's distribution, and the same numbers wherever it is drawn."""
     seed = int.from_bytes(hashlib.sha256(module.encode()).digest()[:8], "little") >> 1
     bound = 1 / math.sqrt(inside)
     return torch.empty(rank, inside).uniform_(-bound, bound, generator=torch.Generator().manual_seed(seed))
@@ -328,7 +330,7 @@ class AdapterOptimizer:
         return {"tensors": tensors, "steps": self.done, "config": dataclasses.asdict(self.adapter.config)}
 
     def restore(self, loaded: dict[str, Any]) -> None:
-        """From what loading :meth:`sharded_state` gave."""
+        """Continue from what loading :meth:`sharded_state` gave."""
         with torch.no_grad():
             for name, parameter in self.adapter.parameters.items():
                 self.adam.state[parameter]["step"].fill_(loaded["steps"])

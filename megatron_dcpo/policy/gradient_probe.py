@@ -49,7 +49,7 @@ class GradientPair:
 
     @classmethod
     def of(cls, aa: float, bb: float, ab: float) -> GradientPair:
-        """From the three inner products."""
+        """Return the pair with these three inner products."""
         return cls(aa**0.5, bb**0.5, ab / (aa * bb) ** 0.5 if aa > 0 and bb > 0 else 0.0)
 
 
@@ -61,7 +61,7 @@ class PairComparison:
     fisher: dict[str, GradientPair]
 
     def swapped(self) -> PairComparison:
-        """Of b and a."""
+        """Exchange a and b."""
         return PairComparison(
             *(
                 {name: GradientPair(p.norm_b, p.norm_a, p.cosine) for name, p in x.items()}
@@ -70,8 +70,8 @@ class PairComparison:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Of reasoning (a) and confidence (b), under the names of ``metrics.jsonl``; the whole model, then each group of
-        layers' cosine."""
+        """Return the comparison of reasoning (a) and confidence (b) under the names of ``metrics.jsonl``; the whole
+        model, then each group of layers' cosine."""
         whole, natural = self.plain[ALL], self.fisher[ALL]
         return {
             "grad_norm/reasoning": whole.norm_a,
@@ -100,7 +100,8 @@ def probe_block_gradients(
 def part_gradient(
     policy: Policy, optimizer: Any, backward: Callable[[], Any], copy: bool = True
 ) -> tuple[Any, list[OwnedGradient]]:
-    """Result and gradient of one part of the loss, taken by a ``backward`` pass of its own over zeroed buffers. Collective.
+    """Return result and gradient of one part of the loss, taken by a ``backward`` pass of its own over zeroed buffers.
+    Collective.
 
     A ``copy`` is on the host; without one the gradient may share memory with the buffers, which the next pass overwrites.
     """
@@ -167,7 +168,7 @@ def compare(
 
 
 def owned_gradients(policy: Policy, optimizer: Any, copy: bool = True) -> list[OwnedGradient]:
-    """This rank's share of the gradient in the buffers, each parameter of the model on exactly one rank of the group.
+    """Return this rank's share of the gradient in the buffers, each parameter of the model on exactly one rank of the group.
 
     A ``copy`` is on the host; without one it may share memory with the buffers.
     """
@@ -204,7 +205,7 @@ def _layer_group(layer: int, num_layers: int) -> str:
 
 
 def _group_of_parameters(policy: Policy) -> dict[int, str]:
-    """id of every parameter of this rank -> its group. Tied embeddings belong to ``embedding``."""
+    """Return the id of every parameter of this rank -> its group. Tied embeddings belong to ``embedding``."""
     groups = {}
     for gpt in policy.gpt:
         numbers = {index: layer.layer_number - 1 for index, layer in enumerate(gpt.decoder.layers)}

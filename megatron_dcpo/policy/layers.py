@@ -1,7 +1,7 @@
 """The transformer layer: Transformer Engine's on GPU, a local one everywhere else.
 
 The local spec is Megatron's own with two parts replaced: an RMSNorm that takes part in sequence parallelism, and a core
-attention that takes padded batches and packed sequences alike and never materialises the score matrix.
+attention that takes padded batches and packed sequences alike and never materializes the score matrix.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        # Hugging Face's order: normalise in fp32, round to the activation type, then scale.
-        normalised = F.rms_norm(x.float(), self.normalized_shape, None, cast(float, self.eps)).to(x.dtype)
-        return normalised * self.weight
+        # Hugging Face's order: normalize in fp32, round to the activation type, then scale.
+        normalized = F.rms_norm(x.float(), self.normalized_shape, None, cast(float, self.eps)).to(x.dtype)
+        return normalized * self.weight
 
 
 class CausalAttention(MegatronModule):
@@ -105,7 +105,7 @@ class CausalAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Returns [s, b, heads * d], or [t, heads * d] for packed sequences (cu_seqlens: int32 [sequences + 1])."""
+        """Return [s, b, heads * d], or [t, heads * d] for packed sequences (cu_seqlens: int32 [sequences + 1])."""
         bounds = [0, len(query) * self.config.context_parallel_size]
         if packed_seq_params is not None:
             bounds = packed_seq_params.cu_seqlens_q.tolist()
@@ -140,7 +140,7 @@ class CausalAttention(MegatronModule):
 
 
 def layer_spec(config: TransformerConfig, transformer_engine: bool) -> ModuleSpec | TransformerBlockSubmodules:
-    """The layer spec for ``config``. ``qk_layernorm`` and RMSNorm are read from it."""
+    """Return the layer spec for ``config``. ``qk_layernorm`` and RMSNorm are read from it."""
     if transformer_engine:
         return get_gpt_layer_with_transformer_engine_spec(
             config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm
@@ -160,7 +160,7 @@ def layer_spec(config: TransformerConfig, transformer_engine: bool) -> ModuleSpe
 
 
 def block_spec(spec: ModuleSpec, layers: int, transformer_engine: bool) -> ModuleSpec | TransformerBlockSubmodules:
-    """A pipeline stage of ``layers`` layers and its final norm (Transformer Engine brings its own)."""
+    """Return a pipeline stage of ``layers`` layers and its final norm (Transformer Engine brings its own)."""
     if transformer_engine:
         return spec
     return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=RMSNorm)

@@ -61,7 +61,7 @@ class Policy:
 
     @property
     def output_weight(self) -> Tensor:
-        """This rank's rows of the output layer, on the last stage."""
+        """Return this rank's rows of the output layer, on the last stage."""
         gpt = self.gpt[-1]
         weight: Tensor = (
             gpt.shared_embedding_or_output_weight() if self.arch.tied_embeddings else gpt.output_layer.weight

@@ -66,7 +66,7 @@ class OutputLayer:
         return self.weight.detach()[: max(self.width, 1)]
 
     def columns(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Where ``ids`` stand among this rank's tokens, and whether they do (0 and False elsewhere)."""
+        """Return where ``ids`` stand among this rank's tokens, and whether they do (0 and False elsewhere)."""
         local = ids - self.start
         here = (local >= 0) & (local < self.width)
         return torch.where(here, local, 0), here
@@ -97,7 +97,7 @@ class _Chunk:
         self.p.scatter_(-1, target[:, None], torch.where(here, at_target, now)[:, None])
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
-        """A few rows of the buffer at a time, and as much to write to."""
+        """Yield a few rows of the buffer at a time, and as much to write to."""
         count, width = self.p.shape
         size = -(-count // 8) if capabilities().separate_memory else min(count, max(1, BLOCK_ELEMENTS // width))
         scratch = torch.empty_like(self.p[:size])
@@ -312,8 +312,8 @@ class _Gradient:
             sums[start : start + size] += dz[:, start : start + size].t() @ hidden
 
     def for_weight(self, layer: OutputLayer) -> Tensor | None:
-        """What autograd is told. Where the gradient is in Megatron's buffer already it is nothing, or for DDP's hook, which
-        drops it, one of any value; a tied weight's hook sees the embedding's."""
+        """Return what autograd is told. Where the gradient is in Megatron's buffer already it is nothing, or for DDP's
+        hook, which drops it, one of any value; a tied weight's hook sees the embedding's."""
         if self.sums is not None and getattr(layer.weight, "main_grad", None) is None:
             return self.sums.to(layer.weight.dtype)
         if self.sums is None or not layer.overlapped or getattr(layer.weight, "zero_out_wgrad", False):

@@ -25,7 +25,7 @@ __all__ = [
 
 
 def build_local_engine(choice: str, model_dir: str | Path, options: VllmOptions) -> Engine:
-    """An engine in this process. ``choice``: ``auto``, ``vllm`` or ``transformers``.
+    """Return an engine in this process. ``choice``: ``auto``, ``vllm`` or ``transformers``.
 
     The transformers engine takes ``dtype`` and ``max_num_seqs`` of the options and samples on one rank. Raises
     :class:`UserError` when the model or what is chosen cannot be used.
@@ -39,7 +39,7 @@ def build_local_engine(choice: str, model_dir: str | Path, options: VllmOptions)
 
 
 def load_tokenizer(model_dir: str | Path) -> Any:
-    """The tokenizer of a checkpoint directory. Raises :class:`UserError` when there is none, or an unusable one."""
+    """Load the tokenizer of a checkpoint directory. Raises :class:`UserError` when there is none, or an unusable one."""
     own_logs()
     spec = Path(model_dir) / "tokenizer.json"
     if spec.is_file():

@@ -84,7 +84,8 @@ class Engine(Protocol):
     def stream(
         self, samples: Samples, sampling: SamplingConfig, step: int = 0, partial: PartialRollout | None = None
     ) -> Generator[list[Response], None, None]:
-        """The response of every (prompt, sample index), handed over when it is finished, with those that finish together.
+        """Yield the response of every (prompt, sample index), handed over when it is finished, with those that finish
+        together.
 
         A response depends on its prompt, the weights, the seed, the step and its index only, not on what else is sampled.
         How many run at once is the engine's affair. With ``partial``, as soon as that is full, everything else comes as
@@ -132,7 +133,7 @@ def check_model_dir(model_dir: str | Path) -> None:
 
 
 def read_eos_token_ids(model_dir: Path) -> tuple[int, ...]:
-    """The ids that end a response: those of ``generation_config.json``, else of ``config.json``."""
+    """Return the ids that end a response: those of ``generation_config.json``, else of ``config.json``."""
     for file in ("generation_config.json", "config.json"):
         path = model_dir / file
         ids = read_json_object(path).get("eos_token_id") if path.is_file() else None

@@ -60,7 +60,7 @@ class Endpoint:
     extra_body: Mapping[str, Any] = field(default_factory=dict)
 
     def complete(self, requests: Sequence[_Request]) -> Iterator[list[Response]]:
-        """Every repeat of every request, in the order they finish, as many at a time as have finished."""
+        """Yield every repeat of every request, in the order they finish, as many at a time as have finished."""
         todo: queue.SimpleQueue[tuple[Prompt, int]] = queue.SimpleQueue()
         for request in requests:
             for repeat in request.repeats:
@@ -81,14 +81,14 @@ class Endpoint:
             stop.set()
 
     def ask(self, prompt: Prompt, repeat: int, stop: threading.Event | None = None) -> Response:
-        """One sample. Raises :class:`UserError` when the server refuses, or cannot be reached ``attempts`` times."""
+        """Return one sample. Raises :class:`UserError` when the server refuses, or cannot be reached ``attempts`` times."""
         path = "/chat/completions" if self.api == "chat" else "/completions"
         tokens = self.sampling.max_tokens * (1 + self.sampling.top_logprobs)
         read = lambda reply: _response(prompt.prompt_id, repeat, reply["choices"][0], self.api)  # noqa: E731
         return self._call(path, self._body(prompt, repeat), tokens, read, stop)
 
     def _call(self, path: str, body: dict[str, Any], tokens: int, read: Callable[[Any], Any], stop: Any = None) -> Any:
-        """What ``read`` makes of the reply, of at most that many log-probs."""
+        """Return what ``read`` makes of the reply, of at most that many log-probs."""
         pauses = self.first_pause, self.longest_pause
         size = _OTHER_BYTES + tokens * _TOKEN_BYTES
         try:
@@ -145,7 +145,7 @@ class Endpoint:
 
 
 def served_model(url: str, api_key: str | None = None, timeout: float = 30.0) -> str:
-    """The one model a server offers. Raises :class:`UserError` when there are several or none can be asked for."""
+    """Return the one model a server offers. Raises :class:`UserError` when there are several or none can be asked for."""
     try:
         names = [str(row["id"]) for row in JsonClient(url, api_key, timeout).call("/models")["data"]]
     except (HttpError, LookupError, TypeError) as error:
@@ -171,7 +171,7 @@ def _drain(done: queue.SimpleQueue[Response | BaseException]) -> tuple[list[Resp
 
 
 def _response(prompt_id: str, repeat: int, choice: Mapping[str, Any], api: str) -> Response:
-    """What a server says of one sample. Raises anything but a crash for what it should not say."""
+    """Return what a server says of one sample. Raises anything but a crash for what it should not say."""
     logged = choice.get("logprobs") or {}
     if api == "chat":
         text = choice["message"].get("content") or ""

@@ -162,7 +162,7 @@ class TransformersEngine(Engine):
             running.step(self.model, token)
 
     def _admit(self, running: _Running, waiting: deque[int], batch: _Batch, slots: int) -> _Running:
-        """Samples that wait take the free slots: those that continue, and those that begin, in a pass of their own."""
+        """Give the free slots to samples that wait: those that continue, and those that begin, in a pass of their own."""
         if len(running.rows) and not running.can_grow:
             return running
         places = [waiting.popleft() for _ in range(min(len(waiting), slots - len(running.rows)))]
@@ -240,14 +240,14 @@ class _Batch:
         return [*self.samples[place][0].token_ids, *(begun.token_ids.tolist() if begun else ())]
 
     def place(self, rows: Tensor) -> Tensor:
-        """Of the next token; rows that are over write behind what was handed over."""
+        """Return the place of the next token; rows that are over write behind what was handed over."""
         return self.count[rows].clamp(max=self.sampling.max_tokens - 1)
 
     def random_of(self, rows: Tensor) -> Tensor:
         return self._random[rows, self.place(rows)]
 
     def record(self, rows: Tensor, token: Tensor, logprob: Tensor, ends: Tensor) -> Tensor:
-        """The next token of ``rows``; returns which of them are over now, bool [B]."""
+        """Note the next token of ``rows``; return which of them are over now, bool [B]."""
         place, live = self.place(rows), ~self.over[rows]
         self.tokens[rows, place], self.logprobs[rows, place] = token, logprob
         self.count[rows] += live
@@ -257,7 +257,7 @@ class _Batch:
         return over
 
     def responses(self, rows: Tensor) -> list[Response]:
-        """As they are."""
+        """Build responses from the rows' current state."""
         lengths, over, stopped = (each[rows].tolist() for each in (self.count, self.over, self.stopped))
         longest = max(lengths, default=0)
         ids, lps = (each[rows, :longest].cpu().numpy() for each in (self.tokens, self.logprobs))
@@ -297,7 +297,7 @@ class _Running:
 
     @property
     def can_grow(self) -> bool:
-        """Whether every layer keeps the keys of all positions, so that rows of another length can stand beside."""
+        """Return whether every layer keeps the keys of all positions, so that rows of another length can stand beside."""
         from transformers.cache_utils import DynamicLayer
 
         return all(type(layer) is DynamicLayer for layer in self.cache.layers)
@@ -307,7 +307,7 @@ class _Running:
         self.rows, self.mask, self.position = self.rows[places], self.mask[places], self.position[places]
 
     def step(self, model: Any, token: Tensor) -> None:
-        """One more token for every row."""
+        """Sample one more token for every row."""
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.rows), 1)], dim=1)
         self.position = self.position + 1
         out = model(
@@ -320,7 +320,7 @@ class _Running:
         self.logits = out.logits[:, -1]
 
     def concatenated(self, other: _Running) -> _Running:
-        """The rows of both, padded on the left to one width."""
+        """Return the rows of both, padded on the left to one width."""
         if not len(self.rows):
             return other
         unused = int(self.mask.any(0).int().argmax())  # columns whose sequences have all ended
@@ -346,7 +346,7 @@ def sample_token(logits: Tensor, random: Tensor, sampling: SamplingConfig) -> tu
     """Draw one token per row by inverting the cumulative distribution at ``random`` (float64 [B]).
 
     ``logits``: [B, V]. Returns token ids [B] and their log-probs (fp32 [B]) under the distribution that was sampled:
-    temperature, then top-k, then top-p applied, and renormalised.
+    temperature, then top-k, then top-p applied, and renormalized.
     """
     z = logits.float() / sampling.temperature
     if sampling.top_k or sampling.top_p < 1.0:

@@ -133,8 +133,8 @@ class VllmEngine(Engine):
     def _steps(
         self, samples: Samples, sampling: SamplingConfig, step: int, partial: PartialRollout | None
     ) -> Iterator[list[tuple[int, Any]]]:
-        """What each step of the engine finishes: the number of the sample, its completion (None: no token yet). A signal
-        ends it early, but not between the ranks of one engine: they would no longer step together."""
+        """Yield what each step of the engine finishes: the number of the sample, its completion (None: no token yet). A
+        signal ends it early, but not between the ranks of one engine: they would no longer step together."""
         engine, slots = self.llm.llm_engine, min(self.options.max_num_seqs, len(samples))
         unfinished: dict[int, Any] = dict.fromkeys(range(len(samples)))
         for number, (prompt, i) in enumerate(samples):
@@ -209,7 +209,7 @@ class VllmEngine(Engine):
         )
 
     def _check_ranks_agree(self, digest: bytes) -> None:
-        """With equal seeds they must."""
+        """Check that all ranks sampled the same tokens."""
         if self.tensor_model_parallel_size == 1:
             return
         from vllm.distributed import get_tp_group
@@ -343,7 +343,8 @@ class VllmEngine(Engine):
         return llm
 
     def _count_preemptions(self, llm: Any) -> None:
-        """The scheduler stands in this process; its own statistics would cost time in every step."""
+        """Count preemptions in the scheduler, which stands in this process: its own statistics would cost time in every
+        step."""
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         preempt = scheduler._preempt_request
 
@@ -395,8 +396,8 @@ def check_engine_arguments(arguments: Mapping[str, Any]) -> None:
 
 
 def cache_bytes(arch: Architecture, options: VllmOptions, available: int, ranks: int) -> int:
-    """The cache of an engine that shares its host's memory: what the requests it runs at once need at their longest, at
-    most its part of the ``available`` bytes. 0 leaves the size to vLLM: on a device of its own.
+    """Return the bytes of the cache of an engine that shares its host's memory: what the requests it runs at once need
+    at their longest, at most its part of the ``available`` bytes. 0 leaves the size to vLLM: on a device of its own.
 
     vLLM would take ``gpu_memory_utilization`` of the whole memory for each of a host's ``ranks``. Raises
     :class:`UserError` when one request does not fit.
@@ -419,12 +420,13 @@ def cache_bytes(arch: Architecture, options: VllmOptions, available: int, ranks:
 
 
 def _engine_error(what: str, error: Exception) -> Exception:
-    """What a restart may mend, or ``error`` itself where the device has failed."""
+    """Return what a restart may mend, or ``error`` itself where the device has failed."""
     return error if device_failed(error) else EngineError(f"{what}: {type(error).__name__}: {error}")
 
 
 def _prepare_environment() -> None:
-    """What vLLM reads when it is imported. The engine core stays in this process, or weights would have to be pickled."""
+    """Set what vLLM reads when it is imported. The engine core stays in this process, or weights would have to be
+    pickled."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

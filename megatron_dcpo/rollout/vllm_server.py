@@ -135,7 +135,7 @@ class ServerEngine(Engine):
                 shutil.rmtree(older, ignore_errors=True)
 
     def sleep(self) -> None:
-        """Its devices are its own."""
+        """Do nothing: the server has devices of its own."""
 
     def restart(self) -> None:
         """Whoever started the server starts it again; wait for that. It comes back with the weights it began with."""
@@ -206,7 +206,7 @@ class ServerEngine(Engine):
             copy_side_files(self.model_dir, temporary)
 
     def _check(self) -> str:
-        """The name of the model served. Raises :class:`UserError` when the server lacks something."""
+        """Return the name of the model served. Raises :class:`UserError` when the server lacks something."""
         needed = "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs"
         try:
             models = [str(row["id"]) for row in self._call("/v1/models")["data"]]
@@ -229,7 +229,7 @@ class ServerEngine(Engine):
             )
 
     def _call(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """One attempt: whether to wait for the server or to give up is decided by who asks."""
+        """Make one attempt: whether to wait for the server or to give up is decided by who asks."""
         try:
             return self.client.call(path, body, timeout=30.0 if body is None else _REQUEST_SECONDS)
         except HttpError as error:
@@ -255,7 +255,7 @@ class _Nccl:
         self.group: Any = None
 
     def send(self, buckets: Iterable[Sequence[WeightSlice]], shapes: Mapping[str, Sequence[int]], tied: bool) -> None:
-        """All tensors of ``shapes``. Raises :class:`EngineError`; the group is then given up, and the next call makes
+        """Send all tensors of ``shapes``. Raises :class:`EngineError`; the group is then given up, and the next call makes
         another."""
         try:
             group = self.group = self.group or self._connected()
@@ -291,7 +291,7 @@ class _Nccl:
         return group
 
     def _check(self, told: Future[Any]) -> None:
-        """A server that refuses says so at once; whoever enters a collective without it waits in vain."""
+        """Raise where the server refused: whoever enters a collective without it waits in vain."""
         if wait([told], _REFUSED_SECONDS if self.group is None else 0.0).done:
             told.result()
 
@@ -299,7 +299,7 @@ class _Nccl:
 def whole_tensors(
     buckets: Iterable[Sequence[WeightSlice]], shapes: Mapping[str, Sequence[int]], tied: bool
 ) -> Iterator[dict[str, Tensor]]:
-    """The tensors that each bucket completes, by name; those that no slice completed are missing at the end:
+    """Yield the tensors that each bucket completes, by name; those that no slice completed are missing at the end:
     :class:`EngineError`. A tied output layer is a tensor of its own: vLLM may keep a copy of it."""
     begun: dict[str, tuple[Tensor, int]] = {}
     left = set(shapes)
@@ -323,12 +323,12 @@ def whole_tensors(
 
 
 def connection(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What the server's workers are told of the group that rank 0 opens; a tensor is a broadcast of its own."""
+    """Return what the server's workers are told of the group that rank 0 opens; a tensor is a broadcast of its own."""
     return {**group, "rank_offset": 1, "packed": False}
 
 
 def described(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
-    """What the server is told of the tensors whose broadcasts follow, in their order."""
+    """Return what the server is told of the tensors whose broadcasts follow, in their order."""
     return {
         "names": list(tensors),
         "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
@@ -337,7 +337,7 @@ def described(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
 
 
 def _address_towards(url: str) -> str:
-    """This host's address as the server at ``url`` can reach it. Nothing is sent."""
+    """Return this host's address as the server at ``url`` can reach it. Nothing is sent."""
     parts = urlsplit(url)
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -211,18 +211,19 @@ class InProcessTransfer(WeightTransferEngine[_Init, _Update]):
             expected.layers[name] = layers_of[self.model.get_parameter(self._parameter_name(name))]
             for layer in expected.layers[name]:
                 layer.missing += math.prod(shape) // shape[dim] * (stop - start)
-                _check_unquantised(layer)
+                _check_unquantized(layer)
         return expected
 
     def _parameter_name(self, name: str) -> str:
-        """Of the parameter a Hugging Face tensor goes to; of experts one that all of the layer's have in common."""
+        """Return the name of the parameter that a Hugging Face tensor goes to; of experts one that all of the layer's
+        have in common."""
         layer, of_expert, _ = name.partition(".mlp.experts.")
         if of_expert:
             return f"{layer}.mlp.experts.routed_experts.w13_weight"
         return str(self.model.hf_to_vllm_mapper.map_name(name))
 
     def _one_by_one(self, update: _Update, expected: _Expected) -> Iterator[tuple[str, Tensor]]:
-        """The loader asks for the next tensor when it has copied the one before."""
+        """Yield tensors to the loader, which asks for the next one when it has copied the one before."""
         shapes = hf_shapes(update.arch)
         for piece in update.pieces:
             layers = expected.layers[piece.name]
@@ -238,11 +239,11 @@ class InProcessTransfer(WeightTransferEngine[_Init, _Update]):
                     layer.close()
 
 
-def _check_unquantised(layer: _Layer) -> None:
+def _check_unquantized(layer: _Layer) -> None:
     method = getattr(layer.module, "quant_method", None)
     if method is not None and not isinstance(method, _UNQUANTISED):
         raise RuntimeError(
-            f"{layer.name} is quantised ({type(method).__name__}); training wants the weights as they are"
+            f"{layer.name} is quantized ({type(method).__name__}); training wants the weights as they are"
         )
 
 

@@ -12,5 +12,5 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def cores_per_rank() -> int:
-    """The cores this process may use, divided among the ranks that torchrun started on this machine; at least 1."""
+    """Return the cores this process may use, divided among the ranks that torchrun started on this machine; at least 1."""
     return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

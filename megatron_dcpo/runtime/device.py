@@ -48,17 +48,18 @@ _GPU = Capabilities(True, False, True, True, None)
 
 
 def capabilities() -> Capabilities:
-    """Of the device that this process computes on."""
+    """Return the capabilities of the device that this process computes on."""
     return _GPU if has_cuda() else _CPU
 
 
 def current_device() -> torch.device:
-    """The device of this process: its own GPU (by ``LOCAL_RANK``), or the CPU."""
+    """Return the device of this process: its own GPU (by ``LOCAL_RANK``), or the CPU."""
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if has_cuda() else torch.device("cpu")
 
 
 def backend() -> str:
-    """Of the default process group: objects travel over gloo, from the host, also where tensors do over NCCL."""
+    """Return the backend of the default process group: objects travel over gloo, from the host, also where tensors do
+    over NCCL."""
     return "cpu:gloo,cuda:nccl" if has_cuda() else "gloo"
 
 
@@ -118,8 +119,9 @@ def empty_cache() -> None:
 
 
 def device_failed(error: BaseException | None) -> bool:
-    """Whether ``error``, or what caused it, is a failure of the device itself (an illegal address, a lost card) and not
-    memory that ran out: nothing in this process can use the device any more, neither the policy nor an engine."""
+    """Return whether ``error``, or what caused it, is a failure of the device itself (an illegal address, a lost card)
+    and not memory that ran out: nothing in this process can use the device any more, neither the policy nor an
+    engine."""
     while error is not None:
         text = str(error)
         if isinstance(error, torch.OutOfMemoryError) or "out of memory" in text:
@@ -158,7 +160,7 @@ def set_rng_state(state: torch.Tensor) -> None:
 
 
 def set_threads() -> None:
-    """One intra-op thread per process on the CPU, unless ``OMP_NUM_THREADS`` says otherwise.
+    """Set one intra-op thread per process on the CPU, unless ``OMP_NUM_THREADS`` says otherwise.
 
     With several ranks on a few cores, or with matrices of a few hundred rows, the barriers of a thread pool cost more
     than the second thread brings: measured 3-8 times on 64-128 wide models.

@@ -40,12 +40,12 @@ class Topology:
 
     @property
     def part(self) -> int:
-        """Of the ranks of a pipeline stage, the number of this one in its replica."""
+        """Return the number of this rank among those of its pipeline stage in its replica."""
         return self.rank % self.width
 
     @property
     def place(self) -> int:
-        """The rank in ``model_group``."""
+        """Return the rank in ``model_group``."""
         return self.pp_rank * self.width + self.part
 
     @property
@@ -59,7 +59,7 @@ class Topology:
 
     @property
     def reports(self) -> bool:
-        """Of the ranks that have the same samples, the one whose statistics count."""
+        """Return whether the statistics of this rank count, of those that have the same samples."""
         return self.is_last_stage and self.tp_rank == self.cp_rank == 0
 
     @property
@@ -76,7 +76,7 @@ class Topology:
 
     @property
     def replica_group(self) -> dist.ProcessGroup:
-        """The ranks that hold the same part of the model, but for experts."""
+        """Return the ranks that hold the same part of the model, but for experts."""
         return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
     @property
@@ -136,7 +136,7 @@ def initialize(
 
 
 def topology() -> Topology:
-    """The grid as initialised."""
+    """Return the grid as initialized."""
     return Topology(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
@@ -169,7 +169,7 @@ def barrier() -> None:
 
 
 def max_over_ranks(value: int) -> int:
-    """The largest ``value`` of all ranks."""
+    """Return the largest ``value`` of all ranks."""
     if dist.get_world_size() == 1:
         return value
     box = torch.tensor([value], dtype=torch.int64, device=current_device())
@@ -226,7 +226,7 @@ class BucketBarrier:
         return f"the engine of rank(s) {', '.join(map(str, refused))} did not take it" if refused else ""
 
     def who_is_behind(self, number: int) -> str:
-        """The ranks that have not reached ``number``, by what they left in the store."""
+        """Return the ranks that have not reached ``number``, by what they left in the store."""
         behind = []
         for rank in self.ranks:
             try:

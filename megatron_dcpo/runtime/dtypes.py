@@ -48,7 +48,7 @@ def dtype_bytes(name: str) -> int:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """torch's type by its name, ours or torch's."""
+    """Return torch's type by its name, ours or torch's."""
     import torch
 
     dtype = getattr(torch, dtype_name(name))

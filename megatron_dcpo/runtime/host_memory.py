@@ -28,7 +28,7 @@ class Ledger:
         self.watchers: list[Callable[[str, dict[str, int]], None]] = []
 
     def put(self, what: str, nbytes: int) -> None:
-        """``what`` takes ``nbytes`` now, whatever it took before."""
+        """Enter that ``what`` takes ``nbytes`` now, whatever it took before."""
         self.held[what] = nbytes
         self._tell(what)
 
@@ -132,5 +132,5 @@ class Movable:
                 self.offload()
 
     def _own(self) -> list[Tensor]:
-        """Each storage once: tied weights are one."""
+        """Return each storage once: tied weights are one."""
         return list({t.untyped_storage().data_ptr(): t for t in self._tensors() if t.numel()}.values())

@@ -227,7 +227,7 @@ class FusedAdam(torch.optim.Optimizer):
     torch's own ``AdamW`` counts ``step`` per parameter, Apex and Transformer Engine count it per parameter group. Megatron's
     checkpoints follow the latter; with torch's optimizer they either fail to load (``fully_reshardable``) or load without
     the step count, so that the bias correction of a resumed run silently starts anew. Counting per group removes both.
-    ``adam_w_mode=False`` adds the decay to the gradient instead (L2 regularisation), as Apex does.
+    ``adam_w_mode=False`` adds the decay to the gradient instead (L2 regularization), as Apex does.
     """
 
     def __init__(
@@ -244,7 +244,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient. ``closure`` is not supported (Megatron passes none)."""
+        """Make one update of every parameter that has a gradient. ``closure`` is not supported (Megatron passes none)."""
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             group["step"] = group.get("step", 0) + 1

@@ -43,7 +43,7 @@ def lock_run_dir(directory: Path, rank: int) -> Iterator[None]:
 
 
 def _lock(path: Path) -> int:
-    """The descriptor that holds the lock. A POSIX lock: it ends with this process, also where its children go on."""
+    """Return the descriptor that holds the lock. A POSIX lock: it ends with this process, also where its children go on."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     until = time.monotonic() + PATIENCE_SECONDS

@@ -35,7 +35,7 @@ class RolloutAbandoned(Exception):
 
 
 def install_handlers() -> None:
-    """From now on SIGTERM, SIGUSR1 and SIGINT ask the run to stop; a second one ends the process at once. Idempotent.
+    """Let SIGTERM, SIGUSR1 and SIGINT ask the run to stop from now on; a second one ends the process at once. Idempotent.
 
     Main thread only. Under a launcher a repetition within a second counts as the same signal.
     """
@@ -52,7 +52,7 @@ def install_handlers() -> None:
 
 
 def stop_requested() -> int | None:
-    """The signal that asks this run to stop, if any; cheap enough to ask once per sampled token."""
+    """Return the signal that asks this run to stop, if any; cheap enough to ask once per sampled token."""
     return _stopping
 
 
@@ -75,7 +75,7 @@ def name_of(number: int) -> str:
 
 
 def under_launcher() -> bool:
-    """Whether torchrun or ``dcpo launch`` started this process."""
+    """Return whether torchrun or ``dcpo launch`` started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
@@ -96,7 +96,7 @@ def exit_with_launcher() -> None:
 
 
 def announce(message: str) -> None:
-    """A line on stderr, out at once: the process may be about to end."""
+    """Write a line to stderr, at once: the process may be about to end."""
     print(f"dcpo: {message}", file=sys.stderr, flush=True)
 
 

@@ -33,7 +33,7 @@ def encodable(text: str) -> str:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The JSON value in ``text``, its strings :func:`encodable`. NaN and Infinity are numbers.
+    """Return the JSON value in ``text``, its strings :func:`encodable`. NaN and Infinity are numbers.
 
     Raises :class:`ValueError` for text that is not JSON or not UTF-8, for a value of more than ``DEEPEST`` levels, and
     for a whole number of more digits than Python converts.
@@ -52,7 +52,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises :class:`UserError` for anything else."""
+    """Return the JSON object in a file. Raises :class:`UserError` for anything else."""
     try:
         value = parse_json(path.read_bytes())
     except OSError as error:

@@ -96,7 +96,7 @@ class Watchdog:
         return self
 
     def enter(self, phase: str, step: int) -> None:
-        """The main thread begins ``phase`` of ``step``."""
+        """Note that the main thread begins ``phase`` of ``step``."""
         self._phase, self._step, self._since, self._warned_at = phase, step, time.time(), 0.0
         self._write()
 

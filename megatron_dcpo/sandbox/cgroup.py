@@ -35,7 +35,7 @@ class Group:
     entry: int | None
 
     def exceeded(self) -> bool:
-        """Whether the kernel has killed for want of memory in this group."""
+        """Return whether the kernel has killed for want of memory in this group."""
         if self.folder is None:
             return False
         with contextlib.suppress(OSError):
@@ -52,7 +52,7 @@ class ControlGroups:
 
     @contextlib.contextmanager
     def group(self) -> Iterator[Group]:
-        """A group for one program; at the end everything in it is killed and it is removed. Without a place for
+        """Open a group for one program; at the end everything in it is killed and it is removed. Without a place for
         groups one that limits nothing."""
         if self.folder is None:
             yield Group(None, None)
@@ -83,7 +83,7 @@ def limits_of(memory_bytes: int, processes: int) -> dict[str, str]:
 
 @functools.cache
 def place() -> Path | None:
-    """Where groups with limits can be made. Raises UserError where ``DCPO_CGROUP`` names a place that does not do."""
+    """Return where groups with limits can be made. Raises UserError where ``DCPO_CGROUP`` names a place that does not do."""
     if named := os.environ.get(VARIABLE):
         if problem := _problem(Path(named)):
             raise UserError(f"{VARIABLE}={named}: {problem}")

@@ -85,7 +85,7 @@ class CodePool:
         self.close()
 
     def submit(self, program: str | None, tests: Mapping[str, Any], where: str = "tests") -> Future[CodeVerdict]:
-        """The verdict to come; None or a blank program is ``no_program``. Raises UserError, naming ``where``, on
+        """Return the verdict to come; None or a blank program is ``no_program``. Raises UserError, naming ``where``, on
         malformed tests."""
         if self._owner != os.getpid():
             raise RuntimeError("this pool belongs to the process that made it")
@@ -169,7 +169,7 @@ class SandboxSession:
         self.servers = {}
 
     def judge(self, program: str, tests: dict[str, Any]) -> CodeVerdict:
-        """The verdict on ``program``; judged again, in a new sandbox, when the sandbox died, within the program's
+        """Return the verdict on ``program``; judged again, in a new sandbox, when the sandbox died, within the program's
         whole time."""
         judge = self._by_output if tests["kind"] == "stdin" else self._by_calls
         deadline = time.monotonic() + self.limits.program_seconds
@@ -232,7 +232,7 @@ class SandboxSession:
             return CodeVerdict(0, category, detail)
 
     def _category(self, ending: Ending, out: int, err: int, exceeded: bool) -> tuple[Category, str]:
-        """The category of an ended process; ``passed`` when it ended by itself, with status 0 and within its limits.
+        """Return the category of an ended process; ``passed`` when it ended by itself, with status 0 and within its limits.
         ``exceeded``: its control group ran out of memory."""
         complaint = last_line(err)
         if ending.reason == "wall":

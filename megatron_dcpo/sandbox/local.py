@@ -101,7 +101,7 @@ class CodeLimits:
             raise UserError(f"memory_mb is {self.memory_mb}: a Python program needs at least 128")
 
     def message(self) -> dict[str, Any]:
-        """As the server wants them."""
+        """Return the limits as the server wants them."""
         return {
             "test_seconds": self.test_seconds,
             "program_seconds": self.program_seconds + _GRACE_SECONDS,
@@ -179,7 +179,7 @@ class Server:
 
 @contextlib.contextmanager
 def in_memory(data: bytes = b"") -> Any:
-    """A file in memory that holds ``data``: the descriptor, at its start."""
+    """Open a file in memory that holds ``data``: the descriptor, at its start."""
     descriptor = os.memfd_create("data", os.MFD_CLOEXEC)
     try:
         view = memoryview(data)
@@ -192,7 +192,7 @@ def in_memory(data: bytes = b"") -> Any:
 
 
 def receive(channel: socket.socket, seconds: float) -> Any:
-    """One message. Raises SandboxDied when the other side is gone, TimeoutError when nothing comes."""
+    """Receive one message. Raises SandboxDied when the other side is gone, TimeoutError when nothing comes."""
     if not select.select([channel], [], [], max(0.0, seconds))[0]:
         raise TimeoutError
     try:
@@ -220,7 +220,7 @@ def end_of_run(channel: socket.socket, seconds: float, grace: float = _GRACE_SEC
 
 
 def message_of_run(channel: socket.socket, seconds: float, grace: float = _GRACE_SECONDS) -> dict[str, Any]:
-    """The same as it comes: how the run ended or, from tests, their verdict."""
+    """Yield the same as it comes: how the run ended or, from tests, their verdict."""
     try:
         message: dict[str, Any] = receive(channel, seconds + grace)
     except TimeoutError:
@@ -262,14 +262,14 @@ def running_tests(
 
 
 def last_line(descriptor: int) -> str:
-    """The last line of a file, at most 300 characters."""
+    """Return the last line of a file, at most 300 characters."""
     size = os.fstat(descriptor).st_size
     lines = os.pread(descriptor, 2000, max(0, size - 2000)).decode(errors="replace").strip().splitlines()
     return lines[-1][:300] if lines else ""
 
 
 def choose(sandbox: str) -> Level:
-    """The level for ``auto`` or a level's name, after a start-up test. Raises UserError where it does not work."""
+    """Return the level for ``auto`` or a level's name, after a start-up test. Raises UserError where it does not work."""
     if sandbox == "unsafe":
         return "unsafe"
     if sandbox in ("bubblewrap", "landlock"):
@@ -322,7 +322,7 @@ def problem_of(level: Level) -> str:
 
 
 def _order(level: Level, role: Role) -> dict[str, Any]:
-    """What the server is told at its start: its sources and settings."""
+    """Return what the server is told at its start: its sources and settings."""
     here = Path(__file__).parent / "guest"
     site = _site()
     return {
@@ -371,8 +371,8 @@ os.execve({interpreter[0]!r}, {interpreter!r}, {environment!r})
 
 
 def _bubblewrap(python: str, interpreter: list[str], role: Role) -> list[str]:
-    """The command line. pid 1 inside is bubblewrap itself, whose environment is readable: it gets an empty one. /proc is
-    for the server of programs alone, which makes namespaces through it and hides it from them."""
+    """Return the command line. pid 1 inside is bubblewrap itself, whose environment is readable: it gets an empty one.
+    /proc is for the server of programs alone, which makes namespaces through it and hides it from them."""
     bwrap = shutil.which("bwrap")
     if bwrap is None:
         raise SandboxDied("bwrap is not installed (apt-get install bubblewrap)")
@@ -417,19 +417,19 @@ def _stdlib() -> str:
 
 
 def _site() -> str:
-    """Where NumPy is installed; programs see ``PACKAGES`` of it only."""
+    """Return where NumPy is installed; programs see ``PACKAGES`` of it only."""
     spec = util.find_spec("numpy")
     return str(Path(spec.origin).parents[1]) if spec and spec.origin else sysconfig.get_path("purelib")
 
 
 def _extra_libraries() -> list[str]:
-    """Python's own shared library and its neighbours, when it lies outside the system's directories."""
+    """Python's own shared library and its neighbors, when it lies outside the system's directories."""
     name = os.path.join(sysconfig.get_config_var("LIBDIR") or "", sysconfig.get_config_var("LDLIBRARY") or "-")
     return [os.path.realpath(name)] if name.endswith(".so") and os.path.isfile(name) else []
 
 
 def _reachable(path: str) -> bool:
-    """Whether any user may walk to ``path``, and root's launcher, which mounts its own /tmp, does not cover it."""
+    """Return whether any user may walk to ``path``, and root's launcher, which mounts its own /tmp, does not cover it."""
     place = Path(os.path.realpath(path))
     return Path("/tmp") not in place.parents and all(os.stat(part).st_mode & 0o005 for part in [place, *place.parents])
 

@@ -69,7 +69,8 @@ class RemoteSession:
             self.checker.close()
 
     def judge(self, program: str, tests: dict[str, Any]) -> CodeVerdict:
-        """The verdict on ``program``. Raises UserError when the service does not answer: that is not a reward of 0."""
+        """Return the verdict on ``program``. Raises UserError when the service does not answer: that is not a reward of
+        0."""
         if tests["kind"] == "stdin":
             return self._by_output(program, tests)
         for attempt in range(ATTEMPTS):
@@ -223,7 +224,7 @@ def _category(code: Any, complaint: str) -> Category:
 
 
 def _checker_level() -> Level:
-    """The tests are the task's own code, so that a machine without any sandbox may run them."""
+    """Run the tests as the task's own code, which a machine without any sandbox may do."""
     try:
         return choose("auto")
     except UserError:

@@ -22,7 +22,7 @@ KINDS = ("stdin", "check", "asserts", "function")
 
 
 def checked_tests(tests: Any, where: str = "tests") -> dict[str, Any]:
-    """The tests as the judge uses them. Raises UserError, naming ``where``, for anything else.
+    """Return the tests as the judge uses them. Raises UserError, naming ``where``, for anything else.
 
     * ``{"kind": "stdin", "cases": [{"input": str, "output": str}, ...]}``, perhaps ``atol``
     * ``{"kind": "check", "entry_point": str, "code": "def check(candidate): ..."}``
@@ -163,7 +163,8 @@ def _same_numbers(line: str, expected: str, atol: float) -> bool:
 
 
 def _number(word: str) -> Decimal:
-    """Raises InvalidOperation for anything but a numeral. ``1_000`` is Python's way to write one, not an output's."""
+    """Parse a number. Raises InvalidOperation for anything but a numeral. ``1_000`` is Python's way to write one, not
+    an output's."""
     return Decimal("" if "_" in word else word)
 
 

@@ -19,7 +19,7 @@ from megatron_dcpo.weights.table import number_of_parameters
 
 
 def check_processes(config: Config, processes: int | None) -> None:
-    """The number of processes, where it is known, and Transformer Engine, where it is needed. Raises
+    """Check the number of processes, where it is known, and Transformer Engine, where it is needed. Raises
     :class:`UserError`."""
     parallel = config.parallel
     if processes is not None:
@@ -59,7 +59,7 @@ def check_pass_through(config: Config) -> None:
 
 
 def check_model(config: Config) -> Architecture:
-    """The architecture, checked against the parallel layout. Raises :class:`UserError`."""
+    """Return the architecture, checked against the parallel layout. Raises :class:`UserError`."""
     arch = read_architecture(config.model.path)
     check_pass_through(config)
     layout = Layout.of(config.parallel)
@@ -74,7 +74,7 @@ def check_model(config: Config) -> Architecture:
 
 
 def describe(config: Config) -> dict[str, Any]:
-    """The facts of a run. Model and data may be absent on the machine that checks (``(not here)``), never wrong."""
+    """Return the facts of a run. Model and data may be absent on the machine that checks (``(not here)``), never wrong."""
     from megatron_dcpo.objectives import build_method
 
     method = build_method(config.objective)

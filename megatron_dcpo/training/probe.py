@@ -184,7 +184,7 @@ class Moments:
         self.norms.append(sum(_squared_norm(g.gradient) for g in gradients))
 
     def mean(self, fisher: list[Tensor]) -> list[OwnedGradient]:
-        """The mean gradient, with ``fisher`` as its metric."""
+        """Return the mean gradient, with ``fisher`` as its metric."""
         parts = zip(self.groups, self.sums, fisher, strict=True)
         return [OwnedGradient(group, total / len(self.norms), square) for group, total, square in parts]
 
@@ -208,7 +208,7 @@ def _measure(run: Run, totals: dict[str, Moments], fisher: list[Tensor]) -> dict
 
 
 def _as_json(found: PairComparison) -> dict[str, Any]:
-    """Of every pair: a is the accuracy's gradient, b the calibration's."""
+    """Return every pair as JSON: a is the accuracy's gradient, b the calibration's."""
 
     def named(comparison: GradientPair) -> dict[str, float]:
         return {
@@ -268,7 +268,7 @@ def write_probe(found: dict[str, Any], out: Path) -> None:
 
 
 def summary_lines(found: dict[str, Any]) -> list[str]:
-    """The measurement in a few lines of text."""
+    """Return the measurement in a few lines of text."""
     lines = []
     for name, conflict in found["conflict"].items():
         plain, fisher = conflict["plain"][ALL], conflict["fisher"][ALL]
@@ -289,9 +289,9 @@ def draw_probe(found: dict[str, Any], path: Path) -> None:
     groups = found["layer_groups"]
     with saved_figure(path, columns=3) as (plain, fisher, noise):
         for axes, metric in ((plain, "plain"), (fisher, "fisher")):
-            for shift, (name, colour) in zip((-0.27, 0.0, 0.27), zip(PAIRS, PALETTE, strict=False), strict=True):
+            for shift, (name, color) in zip((-0.27, 0.0, 0.27), zip(PAIRS, PALETTE, strict=False), strict=True):
                 values = [found["conflict"][name][metric][group]["cosine"] for group in groups]
-                axes.bar(np.arange(len(groups)) + shift, values, 0.25, color=colour, label=name)
+                axes.bar(np.arange(len(groups)) + shift, values, 0.25, color=color, label=name)
             axes.axhline(0, color="#777777", lw=0.8)
             axes.set(ylim=(-1, 1), title=f"cosine, accuracy against calibration ({metric})")
             axes.set_xticks(np.arange(len(groups)), groups, rotation=45, ha="right")

@@ -131,8 +131,8 @@ class Recorder:
             )
 
     def log_evaluation(self, step: int, measured: Mapping[str, float]) -> None:
-        """The validation of a step whose training is not recorded now: before the first one, or cut short by a signal.
-        Collective; raises as :meth:`log` does."""
+        """Record the validation of a step whose training is not recorded now: before the first one, or cut short by a
+        signal. Collective; raises as :meth:`log` does."""
         refused: str | None = None
         if self.writes and measured:
             rows = logged_rows(self.metrics_path)
@@ -257,7 +257,7 @@ def _keep_steps_before(path: Path, first_step: int) -> None:
 
 
 def logged_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of ``metrics.jsonl`` or ``mismatch.jsonl`` that have a step; without the line that a kill cut off."""
+    """Return the rows of ``metrics.jsonl`` or ``mismatch.jsonl`` that have a step; without the line that a kill cut off."""
     rows = []
     for line in path.read_text().splitlines() if path.exists() else ():
         with suppress(ValueError, KeyError, TypeError, OverflowError):

@@ -136,7 +136,7 @@ def parse_architecture(config: dict[str, Any], source: str = "config.json") -> A
 
 
 def _experts(config: dict[str, Any], source: str) -> dict[str, Any]:
-    """Of a mixture of experts in every layer; other mixtures are refused by name."""
+    """Return the options of a mixture of experts in every layer; other mixtures are refused by name."""
     for key, expected in (("decoder_sparse_step", 1), ("mlp_only_layers", []), ("n_shared_experts", 0)):
         if (config.get(key) or expected) != expected:
             raise UserError(f"{source}: {key}={config[key]!r:.60} is not supported; every layer must be experts alone")

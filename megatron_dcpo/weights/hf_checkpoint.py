@@ -76,13 +76,13 @@ class HFReader:
             raise UserError(f"{path}: tensor {name} has the unknown element type {error}") from None
 
     def slice(self, name: str) -> Any:
-        """The tensor ``name``: index it to get a view of the map. Raises :class:`UserError` when it is missing."""
+        """Return the tensor ``name``: index it to get a view of the map. Raises :class:`UserError` when it is missing."""
         if name not in self._files:
             raise UserError(f"{self.model_dir}: tensor {name} is missing; config.json promises it")
         return self._files[name]()
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The whole tensor ``name``, a view of the map."""
+        """Return the whole tensor ``name``, a view of the map."""
         tensor: torch.Tensor = self.slice(name)[:]
         return tensor
 
@@ -222,7 +222,8 @@ def write_checkpoint(
 
 @contextmanager
 def tensors_on_disk(out: Path, specs: Specs, max_bytes: int = SHARD_BYTES) -> Iterator[dict[str, torch.Tensor]]:
-    """The files of a checkpoint in ``out``, and every tensor mapped to its place in them, to be filled slice by slice.
+    """Create the files of a checkpoint in ``out``, and every tensor mapped to its place in them, to be filled slice by
+    slice.
 
     Raises :class:`OSError` when the disk has no room for them. On the disk when the block ends.
     """
@@ -245,7 +246,7 @@ def tensors_on_disk(out: Path, specs: Specs, max_bytes: int = SHARD_BYTES) -> It
 
 
 def write_index(out: Path, shards: list[Shard]) -> None:
-    """The index of a checkpoint of several files; one file needs none."""
+    """Write the index of a checkpoint of several files; one file needs none."""
     if len(shards) > 1:
         total = sum(shard.nbytes - len(shard.header) for shard in shards)
         weight_map = {name: shard.file for shard in shards for name in shard.offsets}

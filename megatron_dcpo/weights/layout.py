@@ -44,7 +44,8 @@ class Layout:
         return max(self.tensor_model_parallel_size, self.expert_model_parallel_size * self.expert_tensor)
 
     def at(self, place: int, pipeline: int, virtual: int = 0) -> Coordinates:
-        """What the rank at ``place`` of those :attr:`width` has. Megatron counts tensor before expert before data ranks."""
+        """Return what the rank at ``place`` of those :attr:`width` has. Megatron counts tensor before expert before
+        data ranks."""
         expert = place // self.expert_tensor % self.expert_model_parallel_size
         tensor = place % self.tensor_model_parallel_size
         return Coordinates(tensor, pipeline, virtual, expert, place % self.expert_tensor)

@@ -17,8 +17,8 @@ _REPEATED = (r"\(([^)]+)\)\*(\d{1,3})", r"(.)\*(\d{1,3})")  # (tt|)*3, then t*3
 
 @functools.lru_cache(maxsize=1024)
 def chunk_layers(num_layers: int, layout: Layout) -> tuple[range, ...]:
-    """The layers, counted from 0, of every model chunk in the model's order: of pipeline stage ``p``, virtual stage ``v``
-    at ``v * PP + p``.
+    """Return the layers, counted from 0, of every model chunk in the model's order: of pipeline stage ``p``, virtual
+    stage ``v`` at ``v * PP + p``.
 
     Raises :class:`UserError` for a split that does not add up to ``num_layers`` or leaves a chunk without a layer.
     """
@@ -34,7 +34,7 @@ def chunk_layers(num_layers: int, layout: Layout) -> tuple[range, ...]:
 
 
 def layers_per_stage(num_layers: int, layout: Layout) -> tuple[int, ...]:
-    """The number of layers of every pipeline stage, all its chunks together."""
+    """Return the number of layers of every pipeline stage, all its chunks together."""
     pp, chunks = layout.pipeline_model_parallel_size, chunk_layers(num_layers, layout)
     return tuple(sum(map(len, chunks[stage::pp])) for stage in range(pp))
 

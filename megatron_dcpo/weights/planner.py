@@ -142,7 +142,7 @@ def _check_experts(arch: Architecture, layout: Layout) -> None:
 
 @functools.lru_cache(maxsize=1024)
 def plan(arch: Architecture, layout: Layout, at: Coordinates) -> tuple[Copy, ...]:
-    """All copies of the model chunk at ``at``, in parameter order. Deterministic; cached."""
+    """Return all copies of the model chunk at ``at``, in parameter order. Deterministic; cached."""
     check_layout(arch, layout)
     dense, expert = (layout.tensor_model_parallel_size, at.tensor), (layout.expert_tensor, at.expert_tensor)
     return tuple(
@@ -164,13 +164,14 @@ def interleavings(arch: Architecture, layout: Layout, at: Coordinates) -> dict[s
 
 
 def checksum(copies: tuple[Copy, ...]) -> str:
-    """A short fingerprint of a plan: equal on all ranks that should agree, and across releases that move bytes alike."""
+    """Return a short fingerprint of a plan: equal on all ranks that should agree, and across releases that move bytes
+    alike."""
     return hashlib.sha256(repr(copies).encode()).hexdigest()[:16]
 
 
 def _chunk_rows(arch: Architecture, layout: Layout, at: Coordinates) -> Iterator[tuple[Row, bool, bool]]:
-    """The rows of one model chunk with the global numbers filled in on the Hugging Face side; whether they are primary, and
-    an expert's."""
+    """Yield the rows of one model chunk with the global numbers filled in on the Hugging Face side; whether they are
+    primary, and an expert's."""
     pp, vp = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
     first, last = at.pipeline == at.virtual == 0, at.pipeline == pp - 1 and at.virtual == vp - 1
     layers = chunk_layers(arch.num_layers, layout)[at.virtual * pp + at.pipeline]

@@ -63,7 +63,7 @@ def plan_for(
     bucket_bytes: int = BUCKET_BYTES,
     names: tuple[str, ...] | None = None,
 ) -> ReshardPlan:
-    """The plan of this rank's replica."""
+    """Return the plan of this rank's replica."""
     topology = policy.topology
     itemsize = next(iter(policy.parameters(0).values())).element_size()
     return reshard_plan(
@@ -82,7 +82,7 @@ def plan_for(
 def export_buckets(
     policy: Shards, plan: ReshardPlan, traffic: Traffic | None = None
 ) -> Generator[list[WeightSlice], None, None]:
-    """The slices this rank's engine keeps, bucket by bucket; large ones come in several parts, one after the other.
+    """Yield the slices this rank's engine keeps, bucket by bucket; large ones come in several parts, one after the other.
     Collective over the replica.
 
     A bucket's values are valid until the next one is asked for. Close the generator when a bucket cannot be taken (as
@@ -124,14 +124,14 @@ def _export(
 def export_slices(
     policy: Shards, names: tuple[str, ...] | None = None, bucket_bytes: int = BUCKET_BYTES
 ) -> Iterator[WeightSlice]:
-    """The whole tensors named in ``names`` (default: all), large ones in several parts, on every rank of the replica.
+    """Yield the whole tensors named in ``names`` (default: all), large ones in several parts, on every rank of the replica.
     Collective over the replica."""
     for bucket in export_buckets(policy, plan_for(policy, 1, bucket_bytes, names)):
         yield from bucket
 
 
 def gather_full(policy: Shards, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """The full tensors named in ``shapes``, on every rank of the replica, on the CPU. Collective."""
+    """Return the full tensors named in ``shapes``, on every rank of the replica, on the CPU. Collective."""
     dtype = next(iter(policy.parameters(0).values())).dtype
     full = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
     for slice_ in export_slices(policy, tuple(full)):
@@ -169,7 +169,7 @@ class _Local:
         self.dtype = next(iter(policy.parameters(0).values())).dtype
 
     def targets(self, entries: Sequence[BucketEntry], assembly_buffer: Tensor) -> dict[str, WeightSlice]:
-        """Where the slices of a bucket are or will be: the parameter itself where it has all of one, else a part of
+        """Return where the slices of a bucket are or will be: the parameter itself where it has all of one, else a part of
         ``assembly_buffer``, filled with what this rank holds."""
         targets, used = {}, 0
         for entry in entries:

@@ -48,7 +48,7 @@ class TransferOp:
         return replace(self, start=start, stop=stop, numel=numel, readers=readers)
 
     def overlap(self, slice_: Slice) -> int:
-        """Indices of this in a slice of the tensor."""
+        """Return the indices of this in a slice of the tensor."""
         return max(0, min(self.stop, slice_[2]) - max(self.start, slice_[1]))
 
 
@@ -199,14 +199,14 @@ def _share_of_a_bucket(
 
 
 def _engine_ranks(layout: Layout, engine_tp: int, replicas: int, replica: int) -> list[int]:
-    """The engine's tensor-parallel rank on each rank of a replica. Engines are blocks of consecutive ranks; Megatron
+    """Return the engine's tensor-parallel rank on each rank of a replica. Engines are blocks of consecutive ranks; Megatron
     counts tensor before data before pipeline ranks."""
     width, stages = layout.width, range(layout.pipeline_model_parallel_size)
     return [(place + width * (replica + replicas * p)) % engine_tp for p in stages for place in range(width)]
 
 
 def _held(arch: Architecture, layout: Layout, names: Sequence[str]) -> _Held:
-    """Of every tensor the intervals that ranks hold, disjoint, in the order of their start; no readers yet."""
+    """Return of every tensor the intervals that ranks hold, disjoint, in the order of their start; no readers yet."""
     by_interval: dict[str, dict[tuple[int, int], TransferOp]] = {name: {} for name in hf_shapes(arch)}
     for pipeline in range(layout.pipeline_model_parallel_size):
         for place in range(layout.width):
@@ -214,7 +214,7 @@ def _held(arch: Architecture, layout: Layout, names: Sequence[str]) -> _Held:
             for virtual in range(layout.virtual_pipeline_model_parallel_size):
                 for name, copies in _by_tensor(plan(arch, layout, layout.at(place, pipeline, virtual))).items():
                     start, stop = copies[0].hf_start, copies[-1].hf_stop
-                    assert sum(copy.length for copy in copies) == stop - start, "the slices of a rank are neighbours"
+                    assert sum(copy.length for copy in copies) == stop - start, "the slices of a rank are neighbors"
                     numel = (stop - start) * _per_index(arch, name, copies[0].dim)
                     new = TransferOp(name, copies[0].dim, start, stop, numel, (), (), len(copies) > 1)
                     op = by_interval[name].get((start, stop), new)
@@ -225,7 +225,7 @@ def _held(arch: Architecture, layout: Layout, names: Sequence[str]) -> _Held:
 
 
 def _by_tensor(copies: Sequence[Copy]) -> dict[str, list[Copy]]:
-    """A rank's copies by Hugging Face tensor, in the order of their start."""
+    """Return a rank's copies by Hugging Face tensor, in the order of their start."""
     by_name: dict[str, list[Copy]] = {}
     for copy in sorted(copies, key=lambda copy: copy.hf_start):
         by_name.setdefault(copy.hf, []).append(copy)
@@ -251,7 +251,8 @@ def _least(arch: Architecture, held_ops: _Held, slices: _Slices, itemsize: int) 
 def _entries(
     arch: Architecture, held_ops: _Held, slices: _Slices, capacity: int, merged: tuple[str, ...]
 ) -> Iterator[_Planned]:
-    """Every tensor whole where ``capacity`` numbers are enough on every rank, else each rank's slice in equal parts."""
+    """Yield every tensor whole where ``capacity`` numbers are enough on every rank, else each rank's slice in equal
+    parts."""
     for name, keeps in slices.items():
         entry = BucketEntry(name, keeps)
         ops = _transfer_ops(held_ops[name], keeps)
@@ -267,7 +268,7 @@ def _entries(
 
 
 def _transfer_ops(held_ops: Sequence[TransferOp], keeps: Sequence[Slice]) -> list[TransferOp]:
-    """The held intervals of a tensor, cut where the slice of an engine rank begins or ends."""
+    """Return the held intervals of a tensor, cut where the slice of an engine rank begins or ends."""
     ops = []
     for op in held_ops:
         assert all(dim == op.dim for dim, _, _ in keeps), "trainer and engine cut along the same dimension"
@@ -355,7 +356,7 @@ def check_engine(arch: Architecture, tensor_model_parallel_size: int) -> None:
 
 
 def engine_slice(arch: Architecture, name: str, tp: int, rank: int) -> Slice:
-    """The slice of tensor ``name`` that engine rank ``rank`` of ``tp`` keeps, by the cut in the weight table.
+    """Return the slice of tensor ``name`` that engine rank ``rank`` of ``tp`` keeps, by the cut in the weight table.
 
     The dimension is the one Megatron cuts along, too: output rows, or input columns of o_proj and down_proj.
     """

@@ -50,13 +50,13 @@ class Row:
         return "{expert}" in self.megatron
 
     def at(self, layer: int, expert: int, hf_layer: int, hf_expert: int) -> Row:
-        """The row of one layer and one expert, numbered as on this rank and as in the whole model."""
+        """Return the row of one layer and one expert, numbered as on this rank and as in the whole model."""
         names = tuple(name.format(layer=hf_layer, expert=hf_expert) for name in self.hf)
         return Row(self.megatron.format(layer=layer, expert=expert), names, self.interleaving)
 
     @property
     def engine_cuts(self) -> tuple[EngineCut, ...]:
-        """How an engine cuts each of ``hf``."""
+        """Return how an engine cuts each of ``hf``."""
         return _ENGINE_CUTS[self.interleaving]
 
 
@@ -77,7 +77,7 @@ _EMBEDDING = "model.embed_tokens.weight"
 
 
 def transformer_engine_row(arch: Architecture, row: Row) -> Row:
-    """A layer's row under the name it has in Transformer Engine's layer spec."""
+    """Return a layer's row under the name it has in Transformer Engine's layer spec."""
     names = _FUSED_NORMS | _GROUPED_EXPERTS
     if arch.num_experts:
         del names["pre_mlp_layernorm.weight"]
@@ -86,13 +86,14 @@ def transformer_engine_row(arch: Architecture, row: Row) -> Row:
 
 
 def experts_of(arch: Architecture, row: Row) -> range:
-    """The experts that have such a row; one row where it is not an expert's."""
+    """Return the experts that have such a row; one row where it is not an expert's."""
     return range(arch.num_experts if row.of_expert else 1)
 
 
 def expert_places(name: str, shape: Sequence[int]) -> dict[str, tuple[int, int, int]]:
-    """Of a tensor with all experts of a layer, as transformers holds them in memory: (expert, first row, number of rows) of
-    each expert's own tensors. ``experts.gate_up_proj`` is [E, 2I, H], ``experts.down_proj`` [E, H, I]; empty for others."""
+    """Return, of a tensor with all experts of a layer, as transformers holds them in memory: (expert, first row, number
+    of rows) of each expert's own tensors. ``experts.gate_up_proj`` is [E, 2I, H], ``experts.down_proj`` [E, H, I];
+    empty for others."""
     module, _, last = name.rpartition(".")
     parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(last, ())
     if not parts or not module.endswith(".experts") or len(shape) != 3 or shape[1] % len(parts):
@@ -111,7 +112,7 @@ def _mlp_rows(module: str, hf: str) -> list[Row]:
 
 @functools.lru_cache(maxsize=64)
 def layer_rows(arch: Architecture) -> tuple[Row, ...]:
-    """The rows of one decoder layer (Llama's names, which Qwen2 and Qwen3 share)."""
+    """Return the rows of one decoder layer (Llama's names, which Qwen2 and Qwen3 share)."""
     qkv = tuple(f"{_H}self_attn.{p}_proj" for p in "qkv")
     rows = [
         Row(f"{_M}input_layernorm.weight", (f"{_H}input_layernorm.weight",), "replicated"),
@@ -137,13 +138,14 @@ FINAL_NORM_ROW = Row("decoder.final_layernorm.weight", ("model.norm.weight",), "
 
 
 def output_row(arch: Architecture) -> Row:
-    """The output layer: its own tensor, or (tied) a copy of the embedding on the last pipeline stage."""
+    """Return the output layer: its own tensor, or (tied) a copy of the embedding on the last pipeline stage."""
     return Row("output_layer.weight", (_EMBEDDING if arch.tied_embeddings else "lm_head.weight",), "vocab")
 
 
 @functools.lru_cache(maxsize=64)
 def hf_shapes(arch: Architecture) -> Mapping[str, tuple[int, ...]]:
-    """Every Hugging Face tensor of the architecture with its shape, in checkpoint order. Made once: plans ask per tensor."""
+    """Return every Hugging Face tensor of the architecture with its shape, in checkpoint order. Made once: plans ask
+    per tensor."""
     h, f, d = arch.hidden_size, arch.ffn_hidden_size, arch.kv_channels
     q, kv = arch.num_attention_heads * d, arch.num_query_groups * d
     shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (arch.vocab_size, h)}
@@ -175,7 +177,7 @@ def hf_shapes(arch: Architecture) -> Mapping[str, tuple[int, ...]]:
 
 @functools.lru_cache(maxsize=64)
 def engine_cuts(arch: Architecture) -> Mapping[str, EngineCut]:
-    """How a tensor-parallel engine cuts each Hugging Face tensor of the architecture."""
+    """Return how a tensor-parallel engine cuts each Hugging Face tensor of the architecture."""
     rows = [EMBEDDING_ROW, FINAL_NORM_ROW, output_row(arch)]
     cuts = {name: cut for row in rows for name, cut in zip(row.hf, row.engine_cuts, strict=True)}
     for row in layer_rows(arch):
@@ -186,13 +188,13 @@ def engine_cuts(arch: Architecture) -> Mapping[str, EngineCut]:
 
 @functools.lru_cache(maxsize=64)
 def adapted(arch: Architecture, projections: tuple[str, ...]) -> tuple[str, ...]:
-    """The tensors to which a low-rank adapter on ``projections`` (``q_proj``, ...) adds."""
+    """Return the tensors to which a low-rank adapter on ``projections`` (``q_proj``, ...) adds."""
     endings = tuple(f".{projection}.weight" for projection in projections)
     return tuple(name for name in hf_shapes(arch) if name.endswith(endings))
 
 
 def number_of_parameters(arch: Architecture) -> int:
-    """Of the whole model: tied embeddings once, no padding."""
+    """Return the number of parameters of the whole model: tied embeddings once, no padding."""
     return sum(math.prod(shape) for shape in hf_shapes(arch).values())
 
 

@@ -69,13 +69,13 @@ def numeral(text: str) -> Numeral | None:
 
 
 def without_base_ten(text: str) -> str:
-    """A numeral marked as decimal is the plain number."""
+    """Return the plain number of a numeral marked as decimal."""
     number = numeral(text)
     return number.digits if number is not None and number.base == 10 else text
 
 
 def ratio(text: str) -> tuple[str, ...] | None:
-    """The parts of ``3:4:5``, or None. Colons inside brackets separate something else."""
+    """Return the parts of ``3:4:5``, or None. Colons inside brackets separate something else."""
     if any(bracket in text for bracket in "([|<>=,"):
         return None
     parts = tuple(part.strip() for part in _RATIO_MARK.split(text))
@@ -102,7 +102,7 @@ def is_well_formed(text: str) -> bool:
 
 
 def is_braced_set(text: str) -> bool | None:
-    r"""True for ``\{..\}``, False for a tuple, point or interval, None for what has no brackets around a list."""
+    r"""Return True for ``\{..\}``, False for a tuple, point or interval, None for what has no brackets around a list."""
     bare = text.strip().replace("\\lbrace", "\\{").replace("\\rbrace", "\\}")
     if "," not in bare or _closes_early(bare):
         return None
@@ -112,7 +112,7 @@ def is_braced_set(text: str) -> bool | None:
 
 
 def _closes_early(text: str) -> bool:
-    """Whether the first bracket closes before the end: (1,2),(3,4) is a list of two, nothing with one bracket."""
+    """Return whether the first bracket closes before the end: (1,2),(3,4) is a list of two, nothing with one bracket."""
     depth = 0
     for position, character in enumerate(text):
         depth += (character in "([{") - (character in ")]}")
@@ -141,7 +141,7 @@ def _unit(text: str) -> tuple[str, str, str] | None:
 
 
 def exact_number(text: str) -> Fraction | None:
-    r"""The value of a plain number, None for everything else.
+    r"""Return the value of a plain number, None for everything else.
 
     Plain are integers, decimals (``1.5e3`` and ``0.1\overline{6}`` too), ``a/b``, ``\frac{a}{b}`` and ``1 1/2``.
     """

@@ -1,4 +1,4 @@
-r"""Are two answers the same? Normalisation, then shapes, then math-verify. Imported by the worker processes: no torch.
+r"""Are two answers the same? Normalization, then shapes, then math-verify. Imported by the worker processes: no torch.
 
 math-verify is used as OpenCompass' evaluator uses it (LaTeX with the box first, first match, nothing without an anchor;
 docs/evaluation.md#the-verifier), with the key as ``verify``'s first argument as the library documents it. That order
@@ -32,7 +32,7 @@ for _name in ("math_verify", "math_verify.parser", "math_verify.grader", "math_v
 
 
 def quick_verdict(answer: str, key: str) -> bool | None:
-    """The verdict where no algebra is needed, None where it is. Microseconds; any text; never raises."""
+    """Return the verdict where no algebra is needed, None where it is. Microseconds; any text; never raises."""
     answer, key = answer.strip(), key.strip()
     if not answer or not key:
         return False
@@ -52,7 +52,7 @@ def quick_verdict(answer: str, key: str) -> bool | None:
 
 
 def equivalent(answer: str, key: str) -> bool:
-    """Whether ``answer`` is ``key`` in another form. May take for ever: call it where it can be interrupted."""
+    """Return whether ``answer`` is ``key`` in another form. May take for ever: call it where it can be interrupted."""
     quick = quick_verdict(answer, key)
     if quick is not None:
         return quick
@@ -118,7 +118,7 @@ def _algebraically_equal(answer: str, key: str) -> bool:
 
 
 def _clearly_apart(gold: Any, predicted: Any) -> bool:
-    """Whether two expressions in the same symbols differ at a point, by far more than rounding.
+    """Return whether two expressions in the same symbols differ at a point, by far more than rounding.
 
     Spares math-verify's ``simplify`` on most wrong answers, which is where its time goes. Percentages have rules of
     their own, and ``i`` may be the imaginary unit: those are left to the rest.
@@ -165,7 +165,7 @@ def _complex_equal(gold: Any, predicted: Any) -> bool:
 
 @lru_cache(maxsize=4096)
 def _parse_key(key: str) -> list[Any]:
-    """A key is judged against G responses, and parsed once."""
+    """Parse a key, which is judged against G responses, once."""
     return _parse(key if _IN_MATH.search(key) else f"${key}$", box_first=False)
 
 

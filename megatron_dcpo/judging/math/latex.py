@@ -145,7 +145,7 @@ def join_digits(text: str) -> str:
 
 
 def has_degrees(text: str) -> bool:
-    """Whether a degree sign is left in a spelt-out text."""
+    """Return whether a degree sign is left in a spelled-out text."""
     return _DEGREE.search(text) is not None
 
 
@@ -168,7 +168,7 @@ def degrees_to_radians(text: str) -> str:
 
 
 def drop_degrees(text: str) -> str:
-    """A sign stands behind something and not between two numbers: ``201°60`` is no 20160."""
+    """Move a sign that stands behind something, but not between two numbers: ``201°60`` is no 20160."""
     return _DROPPED.sub("", text)
 
 

@@ -76,7 +76,7 @@ class VerifierPool:
         self._reset()
 
     def _reset(self) -> None:
-        """An empty pool of this process."""
+        """Begin an empty pool of this process."""
         self.statistics = PoolStatistics()
         self._workers: list[Worker] = []
         self._cache: OrderedDict[Pair, bool] = OrderedDict()
@@ -121,7 +121,7 @@ class VerifierPool:
         self._forget(None)
 
     def _ask(self, pair: Pair) -> bool | Future[bool]:
-        """The verdict of a pair that needs algebra, now or later."""
+        """Return the verdict of a pair that needs algebra, now or later."""
         if pair in self._cache:
             self.statistics.cached += 1
             self._cache.move_to_end(pair)
@@ -139,7 +139,8 @@ class VerifierPool:
             self._bell.send(b"!")
 
     def _serve(self) -> None:
-        """The thread: lives while there is something to judge. An error of the installation goes to all who wait."""
+        """Run the thread, which lives while there is something to judge. An error of the installation goes to all who
+        wait."""
         try:
             self._judge()
         except BaseException as error:
@@ -234,8 +235,8 @@ class VerifierPool:
                     return
 
     def _retire(self, worker: Worker, selector: selectors.BaseSelector) -> None:
-        """A worker is late or gone. Its pair is wrong, at the latest when a second worker dies on it; one that never
-        became ready is an error of the installation."""
+        """Give up a worker that is late or gone. Its pair is wrong, at the latest when a second worker dies on it; one
+        that never became ready is an error of the installation."""
         selector.unregister(worker.process.stdout)  # type: ignore[arg-type]
         self._workers.remove(worker)
         _end(worker)
@@ -290,12 +291,12 @@ atexit.register(_POOL.close)
 
 
 def shared_pool() -> VerifierPool:
-    """The pool of this process."""
+    """Return the pool of this process."""
     return _POOL
 
 
 def verify_answers(pairs: Sequence[tuple[str | None, str]]) -> list[Outcome]:
-    """The outcome of each (answer or None, key), side by side. No answer is a wrong one.
+    """Return the outcome of each (answer or None, key), side by side. No answer is a wrong one.
 
     Nothing raises: what cannot be parsed, or not in time, is wrong.
     """
@@ -304,5 +305,5 @@ def verify_answers(pairs: Sequence[tuple[str | None, str]]) -> list[Outcome]:
 
 
 def equivalent_many(pairs: Sequence[tuple[str, str]]) -> list[bool]:
-    """Whether each (answer, key) is the same number, set, expression ...; answers without their boxes."""
+    """Return whether each (answer, key) is the same number, set, expression ...; answers without their boxes."""
     return shared_pool().verify([(answer.strip(), key.strip()) for answer, key in pairs])

@@ -86,7 +86,7 @@ def _say(stream: Any, word: str) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """A killed parent closes no pipe that a sibling has inherited; its process id is gone all the same."""
+    """End with the parent: killed, it closes no pipe that a sibling has inherited, but its process id is gone."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(0)

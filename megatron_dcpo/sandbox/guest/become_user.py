@@ -20,7 +20,7 @@ def _mount(source: str, target: str, kind: str, flags: int) -> None:
 
 
 def main(order: dict) -> None:
-    """Does not return."""
+    """Become the user and run the command; does not return."""
     if _libc.unshare(0x20000) < 0:
         raise OSError(ctypes.get_errno(), "unshare")
     _mount("none", "/", "", 0x4000 | 0x40000)

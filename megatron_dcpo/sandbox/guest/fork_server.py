@@ -208,7 +208,7 @@ def _run(
     limits: dict[str, Any],
     settings: dict[str, Any],
 ) -> None:
-    """The program's, or the tests', own process: put its descriptors in place, give everything up, run."""
+    """Run in the program's, or the tests', own process: put its descriptors in place, drop privileges and run."""
     checker = settings["role"] == "checker"
     try:
         if settings["level"] == "bubblewrap":
@@ -248,7 +248,7 @@ def _confine(settings: dict[str, Any]) -> None:
 
 
 def _filter(settings: dict[str, Any]) -> tuple[bool, bool]:
-    """Whether the process is alone, and whether it may truncate files (``seccomp.confine``)."""
+    """Return whether the process is alone, and whether it may truncate files (``seccomp.confine``)."""
     bubblewrap = settings["level"] == "bubblewrap"
     truncates = bubblewrap or isolation.landlock_abi() >= isolation.ABI_OF_TRUNCATE
     return settings["role"] == "checker" or not bubblewrap, truncates
@@ -282,7 +282,7 @@ def _limit(limits: dict[str, Any], settings: dict[str, Any]) -> None:
 
 
 def _places(settings: dict[str, Any]) -> dict[str, Any]:
-    """What a program under Landlock may read, opened while this process still can: it may have been started by root
+    """Open what a program under Landlock may read, while this process still can: it may have been started by root
     with a Python that no other user reaches. ``sys.path`` then goes through the open descriptors."""
     if settings["level"] != "landlock":
         return {"descriptors": [], "readable": [], "listable": [], "processes": 0}
@@ -315,7 +315,7 @@ def _through(opened: dict[str, int], place: str) -> str:
 
 
 def _own_processes() -> int:
-    """Processes and threads of this user, which count against its limit of processes."""
+    """Return processes and threads of this user, which count against its limit of processes."""
     user, count = (65534 if os.geteuid() == 0 else os.geteuid()), 64  # other sandboxes come and go
     for name in os.listdir("/proc"):
         try:

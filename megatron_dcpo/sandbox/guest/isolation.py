@@ -32,14 +32,14 @@ def prctl(option: int, value: int = 0, pointer: object = None) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """The kernel kills this process when ``parent``, which has just forked it, ends. It may have ended already."""
+    """Let the kernel kill this process when ``parent``, which has just forked it, ends. It may have ended already."""
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def set_dumpable(yes: bool) -> None:
-    """A process that is not dumpable can be neither traced nor read through /proc by its own user."""
+    """Set whether this process is dumpable: one that is not can be neither traced nor read through /proc by its own user."""
     prctl(_PR_SET_DUMPABLE, int(yes))
 
 
@@ -48,7 +48,7 @@ def unshare(flags: int) -> None:
 
 
 def map_own_user() -> None:
-    """The only user of a fresh user namespace is the one that made it, under a number that is not 0."""
+    """Map the user that made a fresh user namespace as its only one, under a number that is not 0."""
     user, group = os.getuid(), os.getgid()
     unshare(CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC)
     for name, text in (("setgroups", "deny"), ("uid_map", f"65534 {user} 1"), ("gid_map", f"65534 {group} 1")):
@@ -65,7 +65,7 @@ def mount(source: str, target: str, kind: str, flags: int, options: str = "") ->
 
 
 def private_mounts(scratch_bytes: int) -> int:
-    """An empty /tmp of limited size and an empty /proc. Returns the real /proc of this namespace, an open directory:
+    """Mount an empty /tmp of limited size and an empty /proc. Return the real /proc of this namespace, an open directory:
     what it tells of mounts and processes is for the supervisor alone."""
     mount("none", "/", "", _MS_REC | _MS_PRIVATE)
     mount("tmpfs", "/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={scratch_bytes},nr_inodes=4096,mode=1777")
@@ -105,7 +105,7 @@ _RIGHTS_BY_ABI = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
 
 
 def landlock_abi() -> int:
-    """The kernel's Landlock version, 0 without Landlock."""
+    """Return the kernel's Landlock version, 0 without Landlock."""
     return max(0, int(_libc.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1)))
 
 

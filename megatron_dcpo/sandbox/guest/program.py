@@ -35,7 +35,8 @@ _METHOD = re.compile(r"^(\w+)(?:\(\))?\.(\w+)$")
 
 
 def run_program(job: dict[str, Any], calls: int | None, message_bytes: int) -> None:
-    """Ends the process. ``job``: ``program``, ``setup``; ``calls``: the pipe of the tests, None for stdin tests."""
+    """Run a program; ends the process. ``job``: ``program``, ``setup``; ``calls``: the pipe of the tests, None for
+    stdin tests."""
     code = 1
     try:
         _fresh_streams()
@@ -67,7 +68,7 @@ def define(job: dict[str, Any], name: str) -> tuple[types.ModuleType, set[str]]:
 
 
 def answer_calls(job: dict[str, Any], calls: list[dict[str, Any]], output: int, message_bytes: int) -> None:
-    """Where there is no pipe to the tests: all answers at once, in base64 on ``output``."""
+    """Answer where there is no pipe to the tests: all at once, in base64 on ``output``."""
     module, shared = define(job, "solution")
     answers = Answers(module, shared, output, message_bytes)
     data = b"".join(answers.answer(call) for call in calls)
@@ -75,7 +76,7 @@ def answer_calls(job: dict[str, Any], calls: list[dict[str, Any]], output: int, 
 
 
 def category_code(error: BaseException) -> int:
-    """The exit status that tells the judge what kind of failure an exception was."""
+    """Return the exit status that tells the judge what kind of failure an exception was."""
     if isinstance(error, MemoryError):
         return rpc.EXIT_MEMORY
     return _EXIT_OF_ERRNO.get(error.errno, 1) if isinstance(error, OSError) else 1
@@ -88,7 +89,7 @@ def _exit_code(end: SystemExit) -> int:
 
 
 def _fresh_streams() -> None:
-    """New objects on 0, 1, 2: those of the server were made for other files."""
+    """Make new objects on 0, 1, 2: those of the server were made for other files."""
     for name, number, mode, errors in _STREAMS:
         stream = open(number, mode, encoding="utf-8", errors=errors, closefd=False)  # noqa: SIM115
         setattr(sys, name, stream)
@@ -151,7 +152,7 @@ class Answers:
             rpc.write_all(self.pipe, b"".join(answers))
 
     def answer(self, call: dict[str, Any]) -> bytes:
-        """The packed answer to one call, whatever the program does but ending the process."""
+        """Return the packed answer to one call, whatever the program does but ending the process."""
         try:
             result = self.perform(call)
             encoder = rpc.Encoder(self.shared, self.keep)
@@ -177,7 +178,7 @@ class Answers:
         return target(*args, **{name: decoder.decode(value) for name, value in call.get("kwargs", {}).items()})
 
     def target(self, on: dict[str, Any]) -> Any:
-        """A name of the program, a reference given out before, or an entry point as the data sets write it."""
+        """Return a name of the program, a reference given out before, or an entry point as the data sets write it."""
         if "reference" in on:
             return self.references[on["reference"]]
         names = vars(self.module)

@@ -171,7 +171,7 @@ class Decoder:
             raise BadMessage(f"objects: {error}") from None
 
     def decode(self, value: Any) -> Any:
-        """Raises BadMessage on anything that ``Encoder`` does not write."""
+        """Decode a message. Raises BadMessage on anything that ``Encoder`` does not write."""
         try:
             return self._decode(value)
         except (KeyError, TypeError, ValueError, IndexError, ArithmeticError, AttributeError, RecursionError) as error:
@@ -222,7 +222,7 @@ class Decoder:
 
 
 def _array(kind: str, values: Any) -> Any:
-    """A NumPy array of numbers or text. The item size comes from the values, never from the sender."""
+    """Return a NumPy array of numbers or text. The item size comes from the values, never from the sender."""
     import numpy
 
     if kind[1:2] == "U":
@@ -248,14 +248,14 @@ def _leaves(values: list[Any]) -> Iterator[Any]:
 
 
 def pack(message: Any) -> bytes:
-    """One message with its length in front."""
+    """Return one message with its length in front."""
     body = json.dumps(message, separators=(",", ":")).encode()  # ASCII: lone surrogates survive escaped
     return _HEADER.pack(len(body)) + body
 
 
 def write_all(pipe: int, data: bytes, seconds: float | None = None) -> None:
-    """Raises Gone when the other side has closed the pipe, TimeoutError when a pipe that does not block takes nothing
-    for ``seconds``."""
+    """Write everything. Raises Gone when the other side has closed the pipe, TimeoutError when a pipe that does not
+    block takes nothing for ``seconds``."""
     view = memoryview(data)
     while view:
         try:
@@ -275,7 +275,7 @@ class Reader:
         self._held, self._at = b"", 0
 
     def read(self, seconds: float | None = None) -> Any:
-        """The next message. Raises Gone, TooLong, BadMessage, and TimeoutError when it is not complete in time."""
+        """Return the next message. Raises Gone, TooLong, BadMessage, and TimeoutError when it is not complete in time."""
         deadline = None if seconds is None else time.monotonic() + seconds
         size = _HEADER.unpack(self._take(4, deadline))[0]
         if size > self.limit:

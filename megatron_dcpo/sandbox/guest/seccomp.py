@@ -82,7 +82,7 @@ _ALLOWED: Instruction = (_RETURN, 0, 0, _ALLOW)
 
 
 def supported() -> bool:
-    """Whether the numbers of this processor's system calls are known."""
+    """Return whether the numbers of this processor's system calls are known."""
     return platform.machine() in _MACHINES
 
 
@@ -106,7 +106,7 @@ def confine(alone: bool, truncates: bool = True) -> None:
 
 @functools.cache
 def common_part(alone: bool, truncates: bool = True) -> bytes:
-    """The filter but for what names this process. The server makes it once, before it forks."""
+    """Return the filter but for what names this process. The server makes it once, before it forks."""
     program = [step for name, rule in _rules(alone, truncates).items() for step in _decided(name, rule)]
     place = _MACHINES[platform.machine()][0]
     allowed = _numbers(_EVERYWHERE, place)
@@ -121,7 +121,7 @@ def common_part(alone: bool, truncates: bool = True) -> bytes:
 
 
 def _search(verdicts: Sequence[Instruction], start: int = 0) -> list[Instruction]:
-    """The verdict on each number from ``start`` on, the last one on all behind it, too: a binary search. The kernel
+    """Return the verdict on each number from ``start`` on, the last one on all behind it, too: a binary search. The kernel
     tries every number when the filter is installed."""
     changes = [place for place in range(1, len(verdicts)) if verdicts[place] != verdicts[place - 1]]
     if not changes:
@@ -140,7 +140,7 @@ def _decided(name: str, rule: list[Instruction]) -> list[Instruction]:
 
 
 def _rules(alone: bool, truncates: bool) -> dict[str, list[Instruction]]:
-    """What decides on a call by its arguments; each ends in a verdict."""
+    """Return what decides on a call by its arguments; each ends in a verdict."""
     rules = {
         "fcntl": [_argument(1), *_search([_ALLOWED if n in _FILE_COMMANDS else _refuse() for n in range(1036)])],
         "ioctl": _if_one_of(1, _DEVICE_REQUESTS, _refuse(_ENOTTY)),

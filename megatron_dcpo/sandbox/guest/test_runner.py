@@ -54,7 +54,7 @@ class ProgramClient:
         os.set_blocking(pipe, False)
 
     def call(self, on: dict[str, Any], attribute: str | None, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """What the program returns; what it raises is raised here as the builtin exception that it derives from."""
+        """Return what the program returns; what it raises is raised here as the builtin exception that it derives from."""
         self.calls += 1
         if self._prefetched:
             if self._prefetched[0] == _call_key(on, args, kwargs):
@@ -191,7 +191,7 @@ def _number(value: Any) -> int:
 
 
 def _call_key(on: dict[str, Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bytes:
-    """The same for the same call: 1, 1.0 and True are different arguments."""
+    """Return the same for the same call: 1, 1.0 and True are different arguments."""
     try:
         return marshal.dumps((on, list(args), kwargs), 2)  # a version without references between equal parts
     except ValueError:
@@ -276,7 +276,7 @@ def _globals_read(code: CodeType) -> Iterator[str]:
 
 
 def _shadowed(tree: ast.Module) -> str | None:
-    """The builtin that an assert list is about, when it names nothing else of the program (MBPP 126 tests ``sum``):
+    """Return the builtin that an assert list is about, when it names nothing else of the program (MBPP 126 tests ``sum``):
     what is called on ``*inp``, or first in the asserts."""
     asserts = [node.test for node in tree.body if isinstance(node, ast.Assert)]
     calls = [
@@ -340,7 +340,7 @@ def same(result: Any, expected: Any, atol: float) -> bool:
 
 
 def _close(result: Any, expected: Any, atol: float) -> bool:
-    """As ``numpy.allclose``, but a list of one number is not a number."""
+    """Compare as ``numpy.allclose`` does, but a list of one number is not a number."""
     if isinstance(expected, list):
         if not isinstance(result, list) or len(result) != len(expected):
             return False
@@ -368,8 +368,8 @@ def _lists(value: Any) -> Any:
 
 
 def _predicted_calls(tree: ast.Module, target: str, names: dict[str, Any]) -> list[list[Any]] | None:
-    """The arguments of the calls to come where the tests have the form of evalplus: ``inputs = [...]`` and one loop over
-    them with one call ``target(*inp)``. None where they have not, or where it cannot be told."""
+    """Return the arguments of the calls to come where the tests have the form of evalplus: ``inputs = [...]`` and one
+    loop over them with one call ``target(*inp)``. None where they have not, or where it cannot be told."""
     bodies = [
         tree.body,
         *[node.body for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "check"],
