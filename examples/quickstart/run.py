@@ -238,12 +238,12 @@ def show(summary: dict[str, dict[str, float]]) -> None:
         "acc.: accuracy; skill: 1 - Brier / Brier of the lookup; conf.: mean confidence; viol.: share without a valid one. "
         "lookup: GRPO's accuracy on other problems of the same kind, what a calibrated confidence has to beat"
     )
-    table = Table(title="Held-out problems", caption=caption)
+    table = Table(title=f"Held-out problems, {summary['base']['n']} responses", caption=caption, box=None, pad_edge=False)
     table.add_column("", no_wrap=True)
-    for heading in (*COLUMNS.values(), "n"):
+    for heading in COLUMNS.values():
         table.add_column(heading, justify="right", no_wrap=True)
     for name, row in summary.items():
-        table.add_row(name, *(f"{row[column]:.3f}" for column in COLUMNS), str(row["n"]))
+        table.add_row(name, *(f"{row[column]:.3f}" for column in COLUMNS))
     Console().print(table)
 
 
