@@ -116,11 +116,12 @@ def _checked(name: str, kind: Any, value: Any) -> Any:
 
 @dataclass(frozen=True, config=_STRICT)
 class DataConfig:
-    """``path``: jsonl, json or parquet, or a hub data set name. ``template``: how a problem becomes a prompt.
+    """``path``: jsonl, json or parquet, or a hub data set name. ``template``: how a problem becomes a prompt:
+    ``paper``, ``grpo``, ``raw``, or an import path, ``my_prompt.py:render``.
     ``untested``: keep programming problems whose tests assert nothing, which any program passes."""
 
     path: str
-    template: Literal["paper", "grpo", "raw"] = "paper"
+    template: str = "paper"
     prompts_per_step: Positive = 256
     max_prompt_length: Positive = 1024
     limit: NonNegative = 0

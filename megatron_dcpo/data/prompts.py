@@ -1,8 +1,9 @@
 r"""From a problem to the tokens a policy continues: one template function for training and for evaluation.
 
-``paper``  problem + box the answer + one last line ``<conf> Confidence: 0.83`` (the confidence prompt of DCPO)
-``grpo``   problem + box the answer (the prompt of the GRPO baseline)
-``raw``    the problem text alone, without chat template: for base models and for tasks that bring their own format
+``paper``  problem + box the answer + one last line ``<conf> Confidence: 0.83`` (the confidence prompt of DCPO) ``grpo``
+problem + box the answer (the prompt of the GRPO baseline) ``raw``    the problem text alone, without chat template: for
+base models and for tasks that bring their own format ``my_prompt.py:render``  a user's function (CONTRIBUTING.md):
+``render(problem, marker)`` gives the user turn, or all messages
 
 For a programming problem ``paper`` and ``grpo`` ask for one fenced program instead of a box.
 
@@ -13,12 +14,13 @@ ours, and with thinking switched off where the template has that switch (Qwen3).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.runtime.plugins import check_signature, is_import_path, load_object
 from megatron_dcpo.types import CONFIDENCE_TAG
 
 _BOX = r"Please reason step by step, and put your final answer within \boxed{}."
@@ -47,12 +49,12 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Template:
-    """How a problem is put: ``instruct(problem, marker)`` writes the user turn (``instruct_code`` that of a programming
-    problem), ``chat`` applies the chat template."""
+    """How a problem is put: ``instruct(problem, marker)`` writes the user turn, or all messages (``instruct_code``
+    those of a programming problem), ``chat`` applies the chat template."""
 
     name: str
-    instruct: Callable[[str, str], str]
-    instruct_code: Callable[[str, str], str]
+    instruct: Callable[[str, str], str | Sequence[Message]]
+    instruct_code: Callable[[str, str], str | Sequence[Message]]
     chat: bool
 
 
@@ -91,8 +93,16 @@ TEMPLATES: Mapping[str, Template] = MappingProxyType(
 
 
 def find_template(name: str) -> Template:
+    """Return the template ``name``: a key of :data:`TEMPLATES`, or an import path (``my_prompt.py:render``) of a function
+    whose attribute ``chat`` may be False. Raises :class:`UserError` where there is none."""
+    if is_import_path(name):
+        function = load_object(name, "data.template")
+        check_signature(function, name, "data.template", "problem", "marker")
+        return Template(name, function, function, bool(getattr(function, "chat", True)))
     if name not in TEMPLATES:
-        raise UserError(f"unknown prompt template {name!r}; known: {', '.join(TEMPLATES)}")
+        raise UserError(
+            f"unknown prompt template {name!r}; known: {', '.join(TEMPLATES)}, or file.py:function of your own"
+        )
     return TEMPLATES[name]
 
 
@@ -111,7 +121,24 @@ def ask(
         raise UserError("a prompt must end with a user message")
     chosen = find_template(template)
     instruct = chosen.instruct_code if code else chosen.instruct
-    return (*messages[:-1], {**messages[-1], "content": instruct(bare_problem(messages[-1]["content"]), marker)})
+    asked = instruct(bare_problem(messages[-1]["content"]), marker)
+    if isinstance(asked, str):
+        return (*messages[:-1], {**messages[-1], "content": asked})
+    if not _are_messages(asked):
+        raise UserError(
+            f"data.template={template}: expected a text or messages with role and content, got {asked!r:.60}"
+        )
+    return tuple(dict(message) for message in asked)
+
+
+def _are_messages(value: Any) -> bool:
+    """Return whether ``value`` is a list of messages that ends with a user's turn."""
+    return (
+        isinstance(value, list | tuple)
+        and len(value) > 0
+        and all(isinstance(m, Mapping) and all(isinstance(m.get(k), str) for k in ("role", "content")) for m in value)
+        and value[-1]["role"] == "user"
+    )
 
 
 def plain_text(messages: tuple[Message, ...]) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dcpo.config import Config
+from megatron_dcpo.data.prompts import find_template
 from megatron_dcpo.errors import UserError, check_world_size
 from megatron_dcpo.evaluation.heldout import benchmark_names, check_validation
 from megatron_dcpo.runtime.device import capabilities
@@ -47,7 +48,9 @@ def check_wandb(config: Config) -> None:
 
 
 def check_pass_through(config: Config) -> None:
-    """Check the names of what is handed on to Megatron and vLLM, where they are installed. Raises :class:`UserError`."""
+    """Check the names of what is handed on to Megatron and vLLM, where they are installed, and the prompt template. Raises
+    :class:`UserError`."""
+    find_template(config.data.template)
     if config.parallel.megatron:
         from megatron_dcpo.policy.megatron_options import check_megatron_options
 
