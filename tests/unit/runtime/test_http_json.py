@@ -8,7 +8,6 @@ import json
 import logging
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -146,25 +145,25 @@ DRIPS = {
 def test_a_reply_that_drips_ends_at_the_time_limit(what: str) -> None:
     """A byte every 20 ms would keep a time-out for each read waiting for minutes."""
     ended = threading.Event()
+    sent: list[int] = []
 
     def drip(listener: socket.socket) -> None:
         connection, _ = listener.accept()
         with connection, contextlib.suppress(OSError):
             for at in range(len(DRIPS[what])):
                 connection.sendall(DRIPS[what][at : at + 1])
+                sent.append(at)
                 if ended.wait(0.02):
                     return
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=drip, args=(listener,), daemon=True)
         thread.start()
-        begin = time.monotonic()
         with pytest.raises(HttpError):
             JsonClient(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=1.0).call("/")
-        waited = time.monotonic() - begin
         ended.set()
         thread.join()
-    assert waited < 60, "the whole drip takes 200 s"
+    assert len(sent) < 500, "in a second at most 50 bytes come"
 
 
 def test_what_may_pass_is_repeated_and_a_refusal_is_not(servers: list[Server]) -> None:
