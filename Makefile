@@ -1,5 +1,6 @@
 # make setup       .venv with everything, pinned           make quickstart [SEED=k]   GRPO and three DCPO on CPU
 # make test        the test suite                          make test-fast             its quick part, for every day
+# make test-full   the same with every case                make test-sandbox, fuzz    the whole of two suites
 # make lint        ruff, mypy, shellcheck, the documentation's links
 PYTHON ?= python3
 SEED ?= 1
@@ -10,7 +11,7 @@ BIN := $(VENV)/bin
 # a file stays on one worker (its fixtures are made once); the long ones of distributed and system come first
 IN_ORDER := --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup setup-engine setup-sandbox quickstart quickstart-moe policy test test-fast test-engine test-browser test-peft test-grid test-resilience test-soak test-slurm \
+.PHONY: setup setup-engine setup-sandbox quickstart quickstart-moe policy test test-full test-fast test-sandbox test-changed test-engine test-browser test-peft test-grid test-resilience test-soak test-slurm \
 	test-multinode test-gpu gpu-check attacks code-data reference-solutions check-transformer-engine test-cuda-wheels lint fuzz clean
 
 setup: $(VENV)/.installed
@@ -47,7 +48,21 @@ policy: setup
 	$(BIN)/python examples/quickstart/make_policy.py --family qwen3_moe --out examples/quickstart/moe --data examples/quickstart/data
 
 test: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(IN_ORDER) -m "not full" --hypothesis-profile=ci tests
+
+# everything: more cases of the sandboxes, two to three times as many examples of each property
+test-full: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(IN_ORDER) tests
+
+# every program and attack against every sandbox that works here; what passed is written down
+test-sandbox: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/sandbox
+	$(BIN)/python tools/tested.py sandbox --record
+
+# the two long suites whose sources are not those that passed (tests/*/tested.sha256)
+test-changed: setup
+	$(BIN)/python tools/tested.py sandbox || $(MAKE) test-sandbox
+	$(BIN)/python tools/tested.py fuzz || $(MAKE) fuzz
 
 # what needs neither ranks nor a training, without what takes seconds (marked slow)
 test-fast: setup
@@ -77,8 +92,7 @@ test-browser: setup
 # PEFT loads the adapters that a run leaves; installed beside the environment, which would import accelerate everywhere
 test-peft: setup
 	$(BIN)/python -m pip install --quiet --target .peft --no-deps peft==0.21.2 accelerate==1.15.0
-	PYTHONPATH=.peft OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/distributed/test_adapter.py \
-		tests/system/test_policy_adapter.py tests/system/test_confidence_adapter.py -k "peft or vocabulary"
+	PYTHONPATH=.peft OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/system/test_policy_adapter.py -k peft
 
 # a real Slurm of two nodes (network namespaces, as root): warned, killed, requeued, resumed. Installs Debian's packages
 test-slurm: setup
@@ -103,10 +117,11 @@ lint: setup
 	git ls-files '*.sh' '*.sbatch' .ci/run | xargs $(BIN)/shellcheck
 	$(BIN)/python tools/check_docs.py
 
-# every parser of text that others write, 5,000 odd texts each (the suite runs 150), and 200,000 outputs through the
-# confidence parser and the block splitter (the suite runs 5,000); minutes
+# every parser of text that others write, 5,000 odd texts each (the suite runs 50), and 200,000 outputs through the
+# confidence parser and the block splitter (the suite runs 5,000); minutes; what passed is written down
 fuzz: setup
 	OMP_NUM_THREADS=1 DCPO_FUZZ=200000 $(BIN)/python -m pytest -n 2 tests/fuzz tests/unit/judging/test_blocks.py
+	$(BIN)/python tools/tested.py fuzz --record
 
 # every reference solution of LeetCodeDataset through the judge: at least 99 % must pass (DATA: where the files are)
 DATA ?= ../shared/data

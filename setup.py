@@ -37,6 +37,7 @@ setup(
         "megatron-core>=0.16,<0.17",
         "transformers>=5.5,<5.20",
         "safetensors>=0.5",
+        "httpx2>=2.0,<3",  # what huggingface_hub uses
         "math-verify>=0.8",
         "omegaconf>=2.3",
         "pydantic>=2.7",

@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rest:
         args.overrides += rest
     _write_safely(args.debug)
-    for noisy in ("httpx", "urllib3", "matplotlib", "torch", "transformers"):
+    for noisy in ("httpx", "httpx2", "httpcore2", "urllib3", "matplotlib", "torch", "transformers"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     try:
         return int(args.run(args))

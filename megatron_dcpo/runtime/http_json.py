@@ -1,4 +1,4 @@
-"""JSON over HTTP with retries, for every server that this package uses. Standard library only; imports no torch.
+"""Send JSON over HTTP with retries, for every server that this package uses. Imports no torch.
 
 A server may answer with anything, at any speed: what is read of it, and for how long, is bounded.
 """
@@ -6,28 +6,32 @@ A server may answer with anything, at any speed: what is read of it, and for how
 from __future__ import annotations
 
 import functools
-import http.client
-import io
 import json
 import logging
 import random
-import socket
+import ssl
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+
+import httpx2
 
 from megatron_dcpo.errors import one_line
 from megatron_dcpo.runtime.text import parse_json, printable
 
 logger = logging.getLogger(__name__)
+for _name in (
+    "httpx2",
+    "httpcore2",
+):  # a line for each request; at DEBUG the headers of replies, which may repeat a key
+    logging.getLogger(_name).setLevel(logging.WARNING)
 
 PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})  # statuses after which a request is repeated
 _REDIRECTS = range(300, 400)
 _WORDS = 500  # bytes of an error's body that are reported
+_PIECE = 16 << 10  # bytes of a request between two looks at the clock
 
 
 class HttpError(Exception):
@@ -84,14 +88,14 @@ class JsonClient:
                 reason = problem(reply)
                 if not reason:
                     return reply
-            except urllib.error.HTTPError as error:
-                reason = self._refusal(path, error)
-                if error.code not in PASSING:
-                    raise HttpError(reason, error.code) from None
-                after = error.headers.get("Retry-After") or ""
-                if after.strip().isdecimal():  # its other form, a date, is left to our own pauses
+            except httpx2.HTTPStatusError as error:
+                reason, status = str(error), error.response.status_code
+                if status not in PASSING:
+                    raise HttpError(reason, status) from None
+                after = error.response.headers.get("Retry-After", "").strip()
+                if after.isdecimal():  # its other form, a date, is left to our own pauses
                     pause = min(self.longest_pause, float(after))
-            except (OSError, http.client.HTTPException, ValueError) as error:
+            except (httpx2.HTTPError, httpx2.InvalidURL, OSError, ValueError) as error:
                 reason = self.without_key(f"{type(error).__name__}: {one_line(error, _WORDS)}")
             if attempt + 1 < self.attempts:
                 logger.debug("%s%s: %s; once more", self.url, path, reason)
@@ -100,97 +104,72 @@ class JsonClient:
         raise HttpError(reason)
 
     def without_key(self, text: str) -> str:
-        """``text`` of the server, which knows the key and may repeat it."""
+        """Return printable ``text`` of the server, which knows the key and may repeat it, without the key."""
         return printable(text.replace(self.api_key, "***") if self.api_key else text)
 
-    def _refusal(self, path: str, error: urllib.error.HTTPError) -> str:
-        with error:
-            if error.code in _REDIRECTS:
-                there = self.without_key(one_line(error.headers.get("Location"), _WORDS))
-                return f"{self.url}{path} redirects to {there}; redirects are not followed, name the address itself"
-            try:
-                words = error.read(_WORDS).decode(errors="replace")
-            except (OSError, http.client.HTTPException) as unread:
-                words = type(unread).__name__
-            return self.without_key(f"HTTP {error.code} {one_line(words)}".strip())
-
     def _once(self, path: str, body: Any, timeout: float) -> Any:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url.rstrip("/") + path, data, {"Content-Type": "application/json"})
+        """Return the parsed reply to one request. Raises HTTPStatusError, whose text is ours, for any status but 2xx."""
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if self.api_key:
-            request.add_unredirected_header("Authorization", f"Bearer {self.api_key}")
-        with _opener().open(request, timeout=timeout) as reply:
-            text = reply.read(self.max_reply_bytes + 1)
+            headers["Authorization"] = f"Bearer {self.api_key}"
+        method, data = ("GET", None) if body is None else ("POST", json.dumps(body).encode())
+        options: dict[str, Any] = {"content": data, "extensions": {"trace": _end_all_io_at(time.monotonic() + timeout)}}
+        with (
+            httpx2.Client(verify=_trusted(), timeout=timeout, headers=headers) as client,
+            client.stream(method, self.url.rstrip("/") + path, **options) as reply,
+        ):
+            if not reply.is_success:
+                raise httpx2.HTTPStatusError(self._refusal(path, reply), request=reply.request, response=reply)
+            text = _read(reply, self.max_reply_bytes + 1)
         if len(text) > self.max_reply_bytes:
             raise HttpError(f"a reply of more than {self.max_reply_bytes >> 20} MB")
         return parse_json(text) if text.strip() else {}
 
+    def _refusal(self, path: str, reply: httpx2.Response) -> str:
+        """Return the status and the first words of a reply that refuses the request."""
+        if reply.status_code in _REDIRECTS:
+            there = self.without_key(one_line(reply.headers.get("Location"), _WORDS))
+            return f"{self.url}{path} redirects to {there}; redirects are not followed, name the address itself"
+        try:
+            words = _read(reply, _WORDS).decode(errors="replace")
+        except (httpx2.HTTPError, OSError) as unread:
+            words = type(unread).__name__
+        return self.without_key(f"HTTP {reply.status_code} {one_line(words)}".strip())
 
-class _Reader(io.RawIOBase):
-    """Reads a socket until ``deadline`` (of the monotonic clock), however little arrives at a time."""
 
-    def __init__(self, source: socket.socket, deadline: float) -> None:
-        self.source, self.deadline = source, deadline
-        self.bytes: Any = source.makefile("rb", buffering=0)
+def _read(reply: httpx2.Response, most: int) -> bytes:
+    """Return the first ``most`` bytes of the body as they were sent: decompressed they could be any number."""
+    text = bytearray()
+    for piece in reply.iter_raw():
+        text += piece
+        if len(text) >= most:
+            break
+    return bytes(text[:most])
 
-    def readable(self) -> bool:
-        return True
 
-    def readinto(self, buffer: Any) -> int:
-        left = self.deadline - time.monotonic()
-        if left <= 0:
+def _end_all_io_at(deadline: float) -> Callable[[str, dict[str, Any]], None]:
+    """Return a trace hook that ends a connection's reads and writes at ``deadline`` (of the monotonic clock): httpx2's own
+    time-out is that of each read, which a server that sends a byte now and then never reaches."""
+
+    def left() -> float:
+        seconds = deadline - time.monotonic()
+        if seconds <= 0:
             raise TimeoutError("the reply was not complete in time")
-        self.source.settimeout(left)
-        return int(self.bytes.readinto(buffer) or 0)
+        return seconds
 
-    def close(self) -> None:
-        self.bytes.close()
-        super().close()
+    def hook(event: str, info: dict[str, Any]) -> None:
+        if event.endswith((".connect_tcp.complete", ".start_tls.complete")):
+            stream = info["return_value"]
+            read, write = stream.read, stream.write
+            stream.read = lambda size, timeout=None: read(size, left())
+            stream.write = lambda data, timeout=None: [
+                write(data[at : at + _PIECE], left()) for at in range(0, len(data), _PIECE)
+            ]
 
-
-class _Response(http.client.HTTPResponse):
-    def __init__(self, source: socket.socket, *rest: Any, deadline: float, **named: Any) -> None:
-        super().__init__(source, *rest, **named)
-        self.fp.close()
-        self.fp = io.BufferedReader(_Reader(source, deadline))
-
-
-class _Connection(http.client.HTTPConnection):
-    """Its time-out is that of the whole exchange, and not of each read."""
-
-    def __init__(self, host: str, **options: Any) -> None:
-        super().__init__(host, **options)
-        _set_deadline(self, options["timeout"])
-
-
-class _SecureConnection(http.client.HTTPSConnection):
-    """The same with TLS."""
-
-    def __init__(self, host: str, **options: Any) -> None:
-        super().__init__(host, **options)
-        _set_deadline(self, options["timeout"])
-
-
-def _set_deadline(connection: http.client.HTTPConnection, seconds: float) -> None:
-    response = functools.partial(_Response, deadline=time.monotonic() + seconds)
-    connection.response_class = response  # type: ignore[assignment]
-
-
-class _Http(urllib.request.HTTPHandler):
-    def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(_Connection, request)
-
-
-class _Https(urllib.request.HTTPSHandler):
-    def https_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(_SecureConnection, request)
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *_: Any) -> None:
-        """A redirect stays what it is, an ``HTTPError``."""
+    return hook
 
 
 @functools.cache
-def _opener() -> urllib.request.OpenerDirector:
-    return urllib.request.build_opener(_Http, _Https, _NoRedirect)
+def _trusted() -> ssl.SSLContext:
+    """Return the system's certificates, read once."""
+    return ssl.create_default_context()

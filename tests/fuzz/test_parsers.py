@@ -53,7 +53,7 @@ from tests.helpers.tokenizers import byte_level
 
 AT_LENGTH = int(os.environ.get("DCPO_FUZZ", "0")) // 40
 fuzz = settings(
-    max_examples=AT_LENGTH or 150,
+    max_examples=AT_LENGTH or (50 if settings.get_current_profile_name() == "ci" else 150),
     derandomize=not AT_LENGTH,
     database=None,
     deadline=None,

@@ -33,28 +33,32 @@ def results_of(out: Path, rank: int) -> list[Any]:
     return json.loads((out / f"rank{rank}.json").read_text())
 
 
-def launched(
-    processes: int, arguments: list[str], timeout: float, environment: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
+def launched(processes: int, arguments: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     return subprocess.run(
         [*launcher, *arguments],
         capture_output=True,
         text=True,
-        env=os.environ | ENVIRONMENT | (environment or {}),
+        env=os.environ | ENVIRONMENT,
         cwd=REPOSITORY,
         timeout=timeout,
     )
 
 
-def forked(processes: int, arguments: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
-    """The ranks of a worker, without a launcher and its imports."""
-    return warm.run("tests.distributed.worker", arguments, [os.environ | rank for rank in _ranks(processes)], timeout)
+def forked(
+    processes: int, arguments: list[str], timeout: float, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run the ranks of a worker without a launcher and its imports, and what they import under ``environment``."""
+    own = [os.environ | rank | (environment or {}) for rank in ranks(processes)]
+    return warm.run("tests.distributed.worker", arguments, own, timeout, environment)
 
 
-def _ranks(processes: int) -> list[dict[str, str]]:
-    """The variables of each rank. As under torchrun the store is the launcher's: a free port that is only looked up can be
-    taken before rank 0 listens on it."""
+def ranks(processes: int) -> list[dict[str, str]]:
+    """Return the variables of each rank.
+
+    As under torchrun the store is the launcher's: a free port that is only looked up can be taken before rank 0 listens
+    on it.
+    """
     _STORES.append(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
     fixed = ENVIRONMENT | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_STORES[-1].port)}
     fixed |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -63,11 +67,9 @@ def _ranks(processes: int) -> list[dict[str, str]]:
 
 
 def alone(case: str, out: Path, options: dict[str, Any], timeout: float = 300) -> subprocess.CompletedProcess[str]:
-    """One case in one process, however it ends."""
-    command = [sys.executable, *worker(out, (case, options))]
-    return subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | ENVIRONMENT, cwd=REPOSITORY, timeout=timeout
-    )
+    """Run one case in one process that is no rank of a job, however it ends."""
+    arguments = worker(out, (case, options))[2:]
+    return warm.run("tests.distributed.worker", arguments, [os.environ | ENVIRONMENT], timeout)
 
 
 def torchrun_all(
@@ -81,10 +83,7 @@ def torchrun_all(
 
     To start ranks costs more than most cases do: what runs on as many ranks had better be started once.
     """
-    if environment is None:
-        done = forked(processes, worker(out, *jobs)[2:], timeout)
-    else:
-        done = launched(processes, worker(out, *jobs), timeout, environment)
+    done = forked(processes, worker(out, *jobs)[2:], timeout, environment)
     assert done.returncode == 0, f"{[name for name, _ in jobs]} failed:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
     return [list(results) for results in zip(*(results_of(out, rank) for rank in range(processes)), strict=True)]
 
@@ -106,4 +105,4 @@ def without_launcher(
 ) -> list[subprocess.Popen[str]]:
     """The same with no one who ends the other ranks when one dies."""
     command = [sys.executable, *worker(out, (case, options))]
-    return [subprocess.Popen(command, env=os.environ | rank, cwd=REPOSITORY, **how) for rank in _ranks(processes)]
+    return [subprocess.Popen(command, env=os.environ | rank, cwd=REPOSITORY, **how) for rank in ranks(processes)]

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.helpers import warm
+from tests.helpers import launch, warm
 from tests.helpers.paths import QUICKSTART, REPOSITORY
 
 SMALL = ["data.prompts_per_step=8", "rollout.group_size=4", "training.micro_batch_size=16", "logging.tensorboard=false"]
@@ -22,10 +22,15 @@ def command(*arguments: object, processes: int = 1) -> list[str]:
     return [*launcher, "-m", "megatron_dcpo", *map(str, arguments)]
 
 
-def run(*arguments: object, processes: int = 1, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+def run(
+    *arguments: object, processes: int = 1, torchrun: bool = False, timeout: float = 300
+) -> subprocess.CompletedProcess[str]:
+    """Run ``dcpo`` in forks of the warm process, several as ranks of one job; with ``torchrun`` under the launcher, whose
+    exit status is its own."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    if processes == 1:
-        return warm.run("megatron_dcpo", [*map(str, arguments)], [environment], timeout)
+    if not torchrun:
+        ranks = launch.ranks(processes) if processes > 1 else [{}]
+        return warm.run("megatron_dcpo", [*map(str, arguments)], [environment | rank for rank in ranks], timeout)
     return subprocess.run(
         command(*arguments, processes=processes),
         capture_output=True,
@@ -36,9 +41,11 @@ def run(*arguments: object, processes: int = 1, timeout: float = 300) -> subproc
     )
 
 
-def train(run_dir: Path, *overrides: str, method: str = "dcpo", processes: int = 1) -> list[dict[str, Any]]:
+def train(
+    run_dir: Path, *overrides: str, method: str = "dcpo", processes: int = 1, torchrun: bool = False
+) -> list[dict[str, Any]]:
     arguments = ("train", "--config", QUICKSTART / f"{method}.yaml", f"run_dir={run_dir}", *SMALL, *overrides)
-    done = run(*arguments, processes=processes)
+    done = run(*arguments, processes=processes, torchrun=torchrun)
     assert done.returncode == 0, done.stderr[-3000:]
     return metrics(run_dir)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import importlib
 import json
 import os
@@ -21,14 +22,22 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers.paths import REPOSITORY
+from tests.helpers.transformer_engine import pretend
 
 
 def run(
-    module: str, arguments: Sequence[str], environments: Sequence[Mapping[str, str]], timeout: float
+    module: str,
+    arguments: Sequence[str],
+    environments: Sequence[Mapping[str, str]],
+    timeout: float,
+    imports_in: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """``python -m MODULE ARGUMENTS`` in this checkout, a process with each of ``environments``, all at once; the output of
-    all, one after the other, and the first status that is not 0 (the others are then ended). Raises TimeoutExpired."""
-    server = _server()
+    all, one after the other, and the first status that is not 0 (the others are then ended). Raises TimeoutExpired.
+
+    ``imports_in``: variables on which it depends what is imported; such processes are forks of a server with them.
+    """
+    server = _server(frozenset((imports_in or {}).items()))
     assert server.stdin is not None
     with tempfile.TemporaryDirectory() as scratch:
         outputs = [[str(Path(scratch, f"{name}{n}")) for name in ("out", "err")] for n in range(len(environments))]
@@ -48,14 +57,14 @@ def run(
 
 
 @functools.cache
-def _server() -> subprocess.Popen[str]:
+def _server(environment: frozenset[tuple[str, str]]) -> subprocess.Popen[str]:
     server = subprocess.Popen(
         [sys.executable, "-m", "tests.helpers.warm"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         cwd=REPOSITORY,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | dict(environment),
     )
     atexit.register(server.kill)
     return server
@@ -69,6 +78,7 @@ def _answer(server: subprocess.Popen[str], timeout: float) -> Any:
 
 
 def _serve() -> None:
+    pretend()
     import torch._dynamo  # noqa: F401
 
     import megatron_dcpo.evaluation.run
@@ -77,6 +87,8 @@ def _serve() -> None:
 
     auto_class("AutoModelForCausalLM")  # with what torch's optimizers import 2 s, which every rank would take itself
     importlib.import_module("transformers.models.qwen3_moe.modeling_qwen3_moe")
+    gc.collect()
+    gc.freeze()  # else each fork looks through all of this when it collects and when it ends, 0.8 s
 
     for line in iter(sys.stdin.readline, ""):
         request = json.loads(line)

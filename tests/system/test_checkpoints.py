@@ -173,7 +173,8 @@ def test_full_disk_leaves_the_last_checkpoint_usable(tmp_path, processes, backgr
     run_dir = tmp_path / "disk" / "run"
     options = ("training.steps=4", "training.keep_checkpoints=4", f"training.async_save={background}")
     with small_disk(tmp_path / "disk", 5):
-        done = run(*COMMON, f"run_dir={run_dir}", "training.save_interval=1", *options, processes=processes)
+        words = (*COMMON, f"run_dir={run_dir}", "training.save_interval=1", *options)
+        done = run(*words, processes=processes, torchrun=processes > 1)
         assert done.returncode == (2 if processes == 1 else 1), done.stderr[-3000:]  # torchrun says 1
         lines = [line for line in done.stderr.splitlines() if "dcpo train: error: cannot write" in line]
         assert lines, done.stderr

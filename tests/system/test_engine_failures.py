@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.launch import alone, launched, worker
+from tests.helpers.launch import alone, forked, worker
 from tests.helpers.quickstart import metrics, without_clocks
 
 SMALL = ["data.prompts_per_step=4", "rollout.group_size=4", "training.steps=3", "logging.tensorboard=false"]
@@ -67,9 +67,8 @@ def test_what_was_handed_over_before_the_failure_is_kept(tmp_path, undisturbed):
 def test_one_engine_of_two_fails_and_both_start_anew(tmp_path, undisturbed, mode, reason):
     """A restart is a collective of all engines here, as vLLM's is: one that restarts alone would wait for ever."""
     overrides = [f"run_dir={tmp_path / 'run'}", *SMALL, "parallel.distributed_timeout_minutes=1"]
-    done = launched(
-        2, worker(tmp_path / "out", ("failing_engine", {"mode": mode, "overrides": overrides})), timeout=300
-    )
+    arguments = worker(tmp_path / "out", ("failing_engine", {"mode": mode, "overrides": overrides}))[2:]
+    done = forked(2, arguments, timeout=300)
     assert "restarted 1 updated 5" in done.stdout, done.stderr[-3000:]
     assert done.stdout.count("restarted 1 updated 5") == 2
     assert f"rank 1: {reason}" in done.stderr

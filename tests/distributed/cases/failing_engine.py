@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from megatron_dcpo import cli
 from megatron_dcpo.rollout import EngineError, TransformersEngine
+from megatron_dcpo.runtime import signals
 from megatron_dcpo.training import weight_sync
 from tests.helpers.paths import QUICKSTART
 
@@ -52,6 +53,8 @@ class Failures:
             if self.mode == "signal" and step == 3:
                 next(parts)
                 os.kill(os.getpid(), signal.SIGTERM)
+                while not signals.stop_requested():  # a thread notes it, which a busy machine may keep waiting
+                    time.sleep(0.001)
             if self.mode == "shuffled":
                 parts = [[response] for responses in parts for response in responses]
                 random.Random(step).shuffle(parts)
