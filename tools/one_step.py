@@ -19,13 +19,14 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
+from megatron_dcpo.training.sampling import TrainingSample, sample_step  # noqa: E402
+from megatron_dcpo.training.update import MiniBatch, accumulate, score, with_old_logprobs  # noqa: E402
+
 from megatron_dcpo.config import load_config  # noqa: E402
 from megatron_dcpo.policy.optimizer import gradient_norm, zero_gradients  # noqa: E402
 from megatron_dcpo.runtime.distributed import destroy  # noqa: E402
 from megatron_dcpo.runtime.watchdog import Timers  # noqa: E402
 from megatron_dcpo.training.run import TrainingRun, build_run  # noqa: E402
-from megatron_dcpo.training.sampling import TrainingSample, sample_step  # noqa: E402
-from megatron_dcpo.training.update import MiniBatch, accumulate, score, with_old_logprobs  # noqa: E402
 from megatron_dcpo.training.weight_sync import synchronize_engine  # noqa: E402
 from megatron_dcpo.types import BLOCKS  # noqa: E402
 

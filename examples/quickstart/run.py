@@ -238,7 +238,9 @@ def show(summary: dict[str, dict[str, float]]) -> None:
         "acc.: accuracy; skill: 1 - Brier / Brier of the lookup; conf.: mean confidence; viol.: share without a valid one. "
         "lookup: GRPO's accuracy on other problems of the same kind, what a calibrated confidence has to beat"
     )
-    table = Table(title=f"Held-out problems, {summary['base']['n']} responses", caption=caption, box=None, pad_edge=False)
+    table = Table(
+        title=f"Held-out problems, {summary['base']['n']} responses", caption=caption, box=None, pad_edge=False
+    )
     table.add_column("", no_wrap=True)
     for heading in COLUMNS.values():
         table.add_column(heading, justify="right", no_wrap=True)

@@ -129,7 +129,7 @@ def add_sandbox_arguments(parser: Any) -> None:
         "--sandbox",
         default="auto",
         metavar="WHERE",
-        help="where programs run: auto, bubblewrap, landlock, the URL of a remote sandbox, or unsafe (default auto)",
+        help="where programs run: auto, bubblewrap, landlock, or unsafe (default auto)",
     )
     parser.add_argument(
         "--test-seconds", type=float, metavar="S", help="wall time of one test of a program (default 6)"

@@ -169,7 +169,7 @@ class RolloutConfig:
 class JudgingConfig:
     """``marker`` opens the confidence block; ``verifier`` decides correctness R.
 
-    ``sandbox``: what programs run in (``auto``, ``bubblewrap``, ``landlock``, the URL of a Sandbox-Fusion server,
+    ``sandbox``: what programs run in (``auto``, ``bubblewrap``, ``landlock``,
     ``unsafe``).
     ``test_seconds``, ``program_seconds``: wall time of one test and of all tests of a program.
     """

@@ -74,7 +74,7 @@ class JsonClient:
         stop: threading.Event | None = None,
         problem: Callable[[Any], str] = lambda reply: "",
     ) -> Any:
-        """The parsed reply to a POST of ``body``, or to a GET without one; an empty reply is ``{}``.
+        """Return the parsed reply to a POST of ``body``, or to a GET without one; an empty reply is ``{}``.
 
         ``stop`` ends the pauses when it is set. ``problem``: why a reply has to be asked for again, "" when it is good.
         Raises :class:`HttpError`.

@@ -68,8 +68,7 @@ class CodePool:
         if workers < 1:
             raise UserError(f"workers is {workers}: want at least 1")
         self.limits = limits or CodeLimits()
-        self.url = sandbox if sandbox.startswith(("http://", "https://")) else None
-        self.level = "remote" if self.url else choose(sandbox)
+        self.level = choose(sandbox)
         if self.level != "unsafe":
             cgroup.place()  # raises here, not in a worker, where the named one does not do
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -119,15 +118,8 @@ class CodePool:
             thread.join()
         self._started = False
 
-    def _session(self) -> Any:
-        if self.url is None:
-            return SandboxSession(self.level, self.limits)  # type: ignore[arg-type]
-        from megatron_dcpo.sandbox.remote import RemoteSession  # HTTP and TLS, for a service only
-
-        return RemoteSession(self.url, self.limits)
-
     def _work(self) -> None:
-        with self._session() as session:
+        with SandboxSession(self.level, self.limits) as session:
             while (job := self._jobs.get()) is not None:
                 if not job.future.set_running_or_notify_cancel():
                     continue

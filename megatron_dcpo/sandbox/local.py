@@ -1,7 +1,7 @@
 """Where untrusted programs run: one interface, and behind it the strongest isolation that the machine offers.
 
 ``bubblewrap``: user, pid, mount, network and IPC namespaces. ``landlock``: Landlock, seccomp and limits, where user
-namespaces are switched off. ``unsafe``: limits only; it must be asked for. A remote service is in ``remote.py``.
+namespaces are switched off. ``unsafe``: limits only; it must be asked for.
 
 A ``Server`` is a warm interpreter inside the sandbox; ``Server.spawn`` forks a supervised process from it.
 """
@@ -278,7 +278,7 @@ def choose(sandbox: str) -> Level:
             raise UserError(f"sandbox {sandbox} does not work here: {problem}")
         return sandbox  # type: ignore[return-value]
     if sandbox != "auto":
-        raise UserError(f"sandbox {sandbox!r}: want auto, bubblewrap, landlock, unsafe or the URL of a remote sandbox")
+        raise UserError(f"sandbox {sandbox!r}: want auto, bubblewrap, landlock, or unsafe")
     problems = {}
     for level in ("bubblewrap", "landlock"):
         problem = problem_of(level)  # type: ignore[arg-type]
@@ -288,7 +288,7 @@ def choose(sandbox: str) -> Level:
     raise UserError(
         "no sandbox for untrusted programs works here ("
         + "; ".join(f"{level}: {problem}" for level, problem in problems.items())
-        + "); install bubblewrap (apt-get install bubblewrap), give the URL of a remote sandbox, "
+        + "); install bubblewrap (apt-get install bubblewrap), "
         "or type --sandbox unsafe to run without one"
     )
 

@@ -6,7 +6,6 @@ Nothing here is secret: the process knows its source, its inputs and, for calls,
 from __future__ import annotations
 
 import _sitebuiltins
-import base64
 import builtins
 import itertools
 import os
@@ -65,14 +64,6 @@ def define(job: dict[str, Any], name: str) -> tuple[types.ModuleType, set[str]]:
     shared = {word for word, value in vars(module).items() if isinstance(value, type) and value.__module__ == name}
     exec(compile(job["program"], "<program>", "exec"), module.__dict__)
     return module, shared
-
-
-def answer_calls(job: dict[str, Any], calls: list[dict[str, Any]], output: int, message_bytes: int) -> None:
-    """Answer where there is no pipe to the tests: all at once, in base64 on ``output``."""
-    module, shared = define(job, "solution")
-    answers = Answers(module, shared, output, message_bytes)
-    data = b"".join(answers.answer(call) for call in calls)
-    rpc.write_all(output, base64.b64encode(data) + b"\n")
 
 
 def category_code(error: BaseException) -> int:

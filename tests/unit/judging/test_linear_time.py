@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from megatron_dcpo.objectives.expected_digits import DigitVocabulary
 
 from megatron_dcpo.cli.judge import read_answer
 from megatron_dcpo.data.datasets import final_answer
@@ -32,7 +33,6 @@ from megatron_dcpo.judging.confidence import parse_confidence
 from megatron_dcpo.judging.judge import with_text
 from megatron_dcpo.judging.math.equivalence import quick_verdict
 from megatron_dcpo.judging.token_bytes import TokenBytes
-from megatron_dcpo.objectives.expected_digits import DigitVocabulary
 from megatron_dcpo.rollout.openai_client import _response
 from megatron_dcpo.runtime.text import encodable, parse_json, printable
 from megatron_dcpo.types import Judgement, Prompt, Response

@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+from megatron_dcpo.training.update import ROUTED_OTHERWISE, _mismatch, routing_mismatch
 
 from megatron_dcpo.rollout import SamplingConfig, TransformersEngine
-from megatron_dcpo.training.update import ROUTED_OTHERWISE, _mismatch, routing_mismatch
 from megatron_dcpo.types import BLOCKS
 from megatron_dcpo.weights.architecture import read_architecture
 from megatron_dcpo.weights.planner import WeightSlice

@@ -8,8 +8,8 @@ import torch
 
 from megatron_dcpo.config import ModelConfig, ParallelConfig, validate
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.weights.pipeline import chunk_layers, layers_per_stage
 from megatron_dcpo.weights.layout import UNEVEN_PIPELINE, Layout
+from megatron_dcpo.weights.pipeline import chunk_layers, layers_per_stage
 from megatron_dcpo.weights.planner import check_layout
 from tests.unit.weights.test_planner import architecture
 
