@@ -19,7 +19,7 @@ sys.path.insert(1, str(Path(__file__).parents[1]))
 from measurement import DATA, Measurement, absent
 
 from megatron_dcpo.data.code_problems import code_problem
-from megatron_dcpo.data.datasets import read_rows
+from megatron_dcpo.data.files import read_rows
 from megatron_dcpo.sandbox.judge import CodeLimits, judge_programs
 from tests.helpers.data import reference_solution
 

@@ -30,7 +30,7 @@ from typing import Any
 from measurement import DATA, Measurement, absent
 
 from megatron_dcpo.data.code_problems import OtherLanguage, Untested, code_problem
-from megatron_dcpo.data.datasets import read_rows
+from megatron_dcpo.data.files import read_rows
 from megatron_dcpo.sandbox.guest import test_runner
 from megatron_dcpo.sandbox.guest.program import Answers, define
 from megatron_dcpo.sandbox.judge import judge_programs

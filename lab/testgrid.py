@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from lab.results import read_archive, write_archive
-from megatron_dcpo.data.datasets import read_json_lines
+from megatron_dcpo.data.files import read_json_lines
 from megatron_dcpo.errors import UserError, did_you_mean
 from megatron_dcpo.runtime.files import write_atomically
 

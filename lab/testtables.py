@@ -21,7 +21,7 @@ import numpy as np
 from lab.results import Interval, crossed, interval, read_archive, write_json
 from lab.testgrid import EXAMPLES, METHODS
 from megatron_dcpo.calibration import auroc, bin_rows, binned_error, brier, ece
-from megatron_dcpo.data.datasets import read_json_lines
+from megatron_dcpo.data.files import read_json_lines
 from megatron_dcpo.errors import UserError
 
 RECORDS = "test_records.tar.xz"

@@ -6,10 +6,7 @@ from megatron_dcpo.calibration.binned import BinnedError, binned_error, null_ece
 from megatron_dcpo.calibration.metrics import (
     BrierParts,
     accuracy,
-    accuracy_at_coverage,
-    accuracy_coverage,
     auprc,
-    aurc,
     auroc,
     bin_rows,
     bootstrap_ci,
@@ -26,6 +23,7 @@ from megatron_dcpo.calibration.metrics import (
     pce,
     pessimistic,
 )
+from megatron_dcpo.calibration.selective import accuracy_at_coverage, accuracy_coverage, aurc
 from megatron_dcpo.calibration.summary import json_ready, summarize, violation_rates
 
 __all__ = [

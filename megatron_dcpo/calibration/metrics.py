@@ -20,10 +20,6 @@ With M bins, n_b rows in bin b, N rows, acc_b and conf_b the means of the bin:
 
 No rows, or no valid ones: every metric is NaN. One class only: AUROC is NaN; no correct row: AUPRC is NaN.
 
-The accuracy-coverage curve and AURC take the rows from the most to the least confident: what answering only when sure
-would give. Rows of equal confidence cannot be told apart, so each counts as the mean of its ties: the result does not
-depend on the order of the rows. Any score ranks; NaN rows (unparsed) are left out, as in ``auroc``.
-
 Why not scikit-learn and SciPy (the test suite compares with them, to 1e-12): their import takes a second, a training
 step logs these numbers; they raise or warn where there is one class or no row, which happens; ``binomtest`` takes one
 share at a time; and ``scipy.stats.bootstrap`` does not resample problems with all their repeats.
@@ -364,40 +360,6 @@ def _ratio(numerator: np.ndarray, count: np.ndarray) -> np.ndarray:
     return np.divide(numerator, count, out=np.full(len(count), np.nan), where=count > 0)
 
 
-COVERAGES = (0.5, 0.8, 0.9)
-
-
-def accuracy_coverage(confidences: Confidences, correct: Correct) -> tuple[np.ndarray, np.ndarray]:
-    """Coverage k/N and accuracy among the k most confident rows, both [N], k = 1 .. N."""
-    hits = np.cumsum(_expected_hits(confidences, correct))
-    k = np.arange(1, len(hits) + 1)
-    return k / max(len(hits), 1), hits / k
-
-
-def aurc(confidences: Confidences, correct: Correct) -> float:
-    """Area under the risk-coverage curve: the mean over k of the error rate among the k most confident (Geifman 2017)."""
-    _, accuracy = accuracy_coverage(confidences, correct)
-    return float(np.mean(1.0 - accuracy)) if len(accuracy) else float("nan")
-
-
-def accuracy_at_coverage(confidences: Confidences, correct: Correct, coverage: float) -> float:
-    """Accuracy among the ceil(coverage * N) most confident rows; ``coverage`` in (0, 1]."""
-    if not 0.0 < coverage <= 1.0:
-        raise ValueError(f"coverage must be in (0, 1], got {coverage}")
-    _, accuracy = accuracy_coverage(confidences, correct)
-    if not len(accuracy):
-        return float("nan")
-    return float(accuracy[int(np.ceil(round(coverage * len(accuracy), 9))) - 1])
-
-
-def _expected_hits(confidences: Confidences, correct: Correct) -> np.ndarray:
-    """Correctness [N] from the most confident row on, each replaced by the mean of its ties."""
-    s, y = ranked_rows(confidences, correct)
-    _, group, count = np.unique(-s, return_inverse=True, return_counts=True)
-    mean = np.bincount(group, weights=y, minlength=len(count)) / np.maximum(count, 1)
-    return np.repeat(mean, count)
-
-
 def ece_adaptive(confidences: Confidences, correct: Correct, bins: int = DEFAULT_BINS) -> float:
     """Adaptive calibration error (Nixon 2019): the plain mean of the gaps of ``bins`` groups of equal size.
 
@@ -426,16 +388,3 @@ def ece_debiased(confidences: Confidences, correct: Correct, bins: int = DEFAULT
     accuracy, gap = rows.accuracy[filled], rows.confidence[filled] - rows.accuracy[filled]
     variance = accuracy * (1.0 - accuracy) / np.maximum(count - 1, 1)
     return float(np.sqrt(max(0.0, ((count / count.sum()) * (gap**2 - variance)).sum())))
-
-
-def selective_summary(confidences: Confidences, correct: Correct) -> dict[str, float]:
-    """AURC and the accuracies at ``COVERAGES``."""
-    at = {f"accuracy_at_{100 * c:.0f}": accuracy_at_coverage(confidences, correct, c) for c in COVERAGES}
-    return {"aurc": aurc(confidences, correct), **at}
-
-
-def coverage_to_json(confidences: Confidences, correct: Correct, points: int = 101) -> dict[str, Sequence[Any]]:
-    """Return the curve thinned to at most ``points`` equally spaced coverages, for pictures."""
-    coverage, accuracy = accuracy_coverage(confidences, correct)
-    chosen = np.unique(np.linspace(0, len(coverage) - 1, min(points, len(coverage))).round().astype(int))
-    return {"coverage": coverage[chosen].tolist(), "accuracy": accuracy[chosen].tolist()}

@@ -16,8 +16,8 @@ from megatron_dcpo.calibration.metrics import (
     Correct,
     ece_adaptive,
     ece_debiased,
-    selective_summary,
 )
+from megatron_dcpo.calibration.selective import selective_summary
 from megatron_dcpo.runtime.text import encodable
 from megatron_dcpo.types import MALFORMED
 

@@ -90,7 +90,7 @@ def _judge_programs(args: argparse.Namespace) -> int:
 
 def _read_programs(path: str) -> list[tuple[str, str, Any]]:
     """Return where each stands, for messages; the response; its tests."""
-    from megatron_dcpo.data.datasets import read_json_lines
+    from megatron_dcpo.data.files import read_json_lines
 
     rows = []
     for where, row in read_json_lines(path):
@@ -101,7 +101,7 @@ def _read_programs(path: str) -> list[tuple[str, str, Any]]:
 
 
 def _read_pairs(path: str) -> list[tuple[str, str]]:
-    from megatron_dcpo.data.datasets import read_json_lines
+    from megatron_dcpo.data.files import read_json_lines
 
     pairs = []
     for where, row in read_json_lines(path):

@@ -14,7 +14,8 @@ from datetime import date
 from pathlib import Path
 from types import MappingProxyType
 
-from megatron_dcpo.data.datasets import Record, Row, load_records, read_rows, sorted_out, untested_note
+from megatron_dcpo.data.datasets import Record, load_records, sorted_out, untested_note
+from megatron_dcpo.data.files import Row, read_rows
 from megatron_dcpo.data.livecodebench import contest_date
 from megatron_dcpo.errors import UserError
 

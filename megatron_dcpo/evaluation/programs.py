@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megatron_dcpo.data.code_problems import pack_tests, tests_key, unpack_tests
-from megatron_dcpo.data.datasets import read_json_lines
+from megatron_dcpo.data.files import read_json_lines
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.samples import Sample
 from megatron_dcpo.judging.programs import PackedTests

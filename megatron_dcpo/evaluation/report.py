@@ -22,7 +22,7 @@ from markupsafe import Markup
 from megatron_dcpo.calibration import diagrams
 from megatron_dcpo.calibration.metrics import Bins
 from megatron_dcpo.calibration.summary import json_ready
-from megatron_dcpo.data.datasets import read_json_lines
+from megatron_dcpo.data.files import read_json_lines
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation import published
 from megatron_dcpo.evaluation.published import Published

@@ -18,7 +18,7 @@ from typing import IO, Any, get_args, get_origin, get_type_hints
 import numpy as np
 
 from megatron_dcpo.calibration.summary import json_ready
-from megatron_dcpo.data.datasets import read_json_lines
+from megatron_dcpo.data.files import read_json_lines
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.files import write_atomically
 from megatron_dcpo.runtime.text import read_json_object

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from megatron_dcpo.calibration import metrics
-from megatron_dcpo.calibration.metrics import DEFAULT_BINS, Bins, coverage_to_json
+from megatron_dcpo.calibration.metrics import DEFAULT_BINS, Bins
+from megatron_dcpo.calibration.selective import coverage_to_json
 from megatron_dcpo.calibration.summary import INTERVALS, json_ready, summarize, violation_rates
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.samples import Sample

@@ -9,7 +9,8 @@ from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.judging.token_bytes import check_ids
 from megatron_dcpo.rollout.engine import Engine, EngineError, SamplingConfig, choose_engine
 from megatron_dcpo.rollout.transformers_engine import TransformersEngine, auto_class, own_logs
-from megatron_dcpo.rollout.vllm_engine import VllmEngine, VllmOptions
+from megatron_dcpo.rollout.vllm_engine import VllmEngine
+from megatron_dcpo.rollout.vllm_host import VllmOptions
 from megatron_dcpo.runtime.text import read_json_object
 
 __all__ = [

@@ -13,18 +13,14 @@ import glob
 import hashlib
 import logging
 import os
-import random
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from importlib.util import find_spec
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
-from megatron_dcpo.errors import UserError, did_you_mean, one_line
+from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.rollout.engine import (
     Engine,
     EngineError,
@@ -37,47 +33,31 @@ from megatron_dcpo.rollout.engine import (
     read_eos_token_ids,
     request_seed,
 )
+from megatron_dcpo.rollout.vllm_host import (
+    VllmOptions,
+    cache_bytes,
+    prepare_environment,
+    preserve_process_state,
+)
 from megatron_dcpo.runtime.device import (
     capabilities,
     device_failed,
     empty_cache,
     host_memory_available,
-    rng_state,
-    set_rng_state,
     total_memory,
 )
 from megatron_dcpo.runtime.dtypes import dtype_bytes, dtype_name
 from megatron_dcpo.runtime.host_memory import ledger
 from megatron_dcpo.runtime.signals import RolloutAbandoned, stop_requested
 from megatron_dcpo.types import Prompt, Response
-from megatron_dcpo.weights.architecture import Architecture, read_architecture
+from megatron_dcpo.weights.architecture import read_architecture
 from megatron_dcpo.weights.planner import WeightSlice
 from megatron_dcpo.weights.reshard_plan import check_engine
-from megatron_dcpo.weights.table import kv_bytes_per_token, number_of_parameters
+from megatron_dcpo.weights.table import number_of_parameters
 
 logger = logging.getLogger(__name__)
 
 _WEIGHTS, _CACHE = "engine weights", "engine cache"  # in the ledger
-_BLOCK = 128  # tokens; vLLM's largest block on the CPU
-
-
-@dataclass(frozen=True)
-class VllmOptions:
-    """``max_model_len`` 0 is left to vLLM. ``dummy_weights``: start with random weights, the first update brings the real
-    ones. ``raw_logprobs``: the engine reports log-probs of the raw logits (fixed for its life; see
-    :class:`SamplingConfig`). ``arguments``: more of vLLM's engine arguments, by their names.
-    """
-
-    dtype: str = "bf16"
-    tensor_model_parallel_size: int = 1
-    gpu_memory_utilization: float = 0.6
-    max_model_len: int = 0
-    max_num_seqs: int = 512
-    sleep: bool = True
-    raw_logprobs: bool = False
-    dummy_weights: bool = False
-    seed: int = 0
-    arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 class VllmEngine(Engine):
@@ -114,7 +94,7 @@ class VllmEngine(Engine):
             )
         digests = [b""] * len(samples)
         try:
-            with _host_kept():
+            with preserve_process_state():
                 for outputs in self._steps(samples, sampling, step, partial):
                     responses = []
                     for number, completion in outputs:
@@ -294,7 +274,7 @@ class VllmEngine(Engine):
 
     def _start(self) -> Any:
         options = self.options
-        _prepare_environment()
+        prepare_environment()
         self._unlink_shared_memory()
         arguments = {name: value for name, value in options.arguments.items() if name != "enforce_eager"}
         if options.max_model_len:
@@ -305,7 +285,7 @@ class VllmEngine(Engine):
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             arguments["distributed_executor_backend"] = "external_launcher"
         try:
-            with _host_kept():
+            with preserve_process_state():
                 from vllm import LLM
 
                 from megatron_dcpo.rollout.vllm_weights import register
@@ -364,95 +344,6 @@ class VllmEngine(Engine):
             path.unlink(missing_ok=True)
 
 
-# What an option of ours decides, or the way the weights come.
-_DECIDED = {
-    "tensor_parallel_size": "rollout.tensor_model_parallel_size",
-    "gpu_memory_utilization": "rollout.gpu_memory_utilization",
-    "max_num_seqs": "rollout.max_num_seqs",
-    "seed": "seed",
-    "model": "model.path",
-    "tokenizer": "model.path",
-    **dict.fromkeys(("load_format", "weight_transfer_config", "logprobs_mode", "skip_tokenizer_init"), "the engine"),
-    **dict.fromkeys(("generation_config", "distributed_executor_backend", "disable_log_stats"), "the engine"),
-    **dict.fromkeys(("pipeline_parallel_size", "data_parallel_size"), "the engine"),
-}
-
-
-def check_engine_arguments(arguments: Mapping[str, Any]) -> None:
-    """Raise :class:`UserError` for an argument of ``rollout.vllm`` that something else decides, or that the installed vLLM
-    does not know; without vLLM its names are not checked."""
-    for name in arguments:
-        if name in _DECIDED:
-            raise UserError(f"rollout.vllm.{name} is decided by {_DECIDED[name]}; remove it")
-    if find_spec("vllm") is None:
-        return
-    from vllm.engine.arg_utils import EngineArgs
-
-    known = {field.name for field in fields(EngineArgs)}
-    for name in arguments:
-        if name not in known:
-            hint = did_you_mean(name, known - _DECIDED.keys())
-            raise UserError(f"rollout.vllm.{name} is unknown to the EngineArgs of the installed vLLM{hint}")
-
-
-def cache_bytes(arch: Architecture, options: VllmOptions, available: int, ranks: int) -> int:
-    """Return the bytes of the cache of an engine that shares its host's memory: what the requests it runs at once need
-    at their longest, at most its part of the ``available`` bytes. 0 leaves the size to vLLM: on a device of its own.
-
-    vLLM would take ``gpu_memory_utilization`` of the whole memory for each of a host's ``ranks``. Raises
-    :class:`UserError` when one request does not fit.
-    """
-    given = options.arguments.get("kv_cache_memory_bytes", 0)
-    if given or capabilities().separate_memory:
-        return int(given)
-    itemsize, size = dtype_bytes(options.dtype), options.tensor_model_parallel_size
-    longest = min(options.max_model_len or arch.max_position_embeddings, arch.max_position_embeddings)
-    request = (longest // _BLOCK + 1) * _BLOCK * kv_bytes_per_token(arch, itemsize, size)
-    share = int(available * options.gpu_memory_utilization) // ranks - number_of_parameters(arch) * itemsize // size
-    if share < 2 * request:
-        raise UserError(
-            f"no memory for vLLM on this host: a rank's part of {available / 1e9:.1f} GB available ({ranks} ranks) leaves "
-            f"{max(share, 0) / 1e9:.2f} GB beside the weights; a request of {longest} tokens takes {request / 1e9:.2f} GB. "
-            "Lower the longest request (rollout.max_response_length, rollout.vllm.max_model_len, --max-tokens) or take the "
-            "transformers engine"
-        )
-    return min((options.max_num_seqs + 1) * request, share)
-
-
 def _engine_error(what: str, error: Exception) -> Exception:
     """Return what a restart may mend, or ``error`` itself where the device has failed."""
     return error if device_failed(error) else EngineError(f"{what}: {type(error).__name__}: {error}")
-
-
-def _prepare_environment() -> None:
-    """Set what vLLM reads when it is imported. The engine core stays in this process, or weights would have to be
-    pickled."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    if not capabilities().separate_memory:
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-
-
-@contextlib.contextmanager
-def _host_kept() -> Iterator[None]:
-    """Put back what vLLM changes in its host: generators, thread count, environment."""
-    python, array = random.getstate(), np.random.get_state()
-    cpu = torch.get_rng_state()
-    on_device = rng_state()
-    set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
-    environment = dict(os.environ)
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(array)
-        torch.set_rng_state(cpu)
-        set_rng_state(on_device)
-        torch.set_num_threads = set_num_threads
-        if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)
-        for key in set(os.environ) - set(environment):
-            if not key.startswith("VLLM_"):
-                del os.environ[key]
-        os.environ.update({key: value for key, value in environment.items() if os.environ.get(key) != value})

@@ -56,7 +56,7 @@ def check_pass_through(config: Config) -> None:
 
         check_megatron_options(config.parallel.megatron)
     if config.rollout.vllm:
-        from megatron_dcpo.rollout.vllm_engine import check_engine_arguments
+        from megatron_dcpo.rollout.vllm_host import check_engine_arguments
 
         check_engine_arguments(config.rollout.vllm)
 

@@ -27,7 +27,7 @@ from megatron_dcpo.policy.gradient_probe import probe_block_gradients
 from megatron_dcpo.policy.model import Policy, build_policy
 from megatron_dcpo.policy.optimizer import Offload, PolicyOptimizer, on_host
 from megatron_dcpo.rollout import Engine, build_local_engine, load_tokenizer
-from megatron_dcpo.rollout.vllm_engine import VllmOptions
+from megatron_dcpo.rollout.vllm_host import VllmOptions
 from megatron_dcpo.runtime import distributed
 from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.runtime.distributed import Topology

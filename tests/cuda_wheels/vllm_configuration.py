@@ -82,7 +82,8 @@ class Asked(Exception):
 def configuration(model: str, options: dict[str, Any]) -> dict[str, Any]:
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    from megatron_dcpo.rollout.vllm_engine import VllmEngine, VllmOptions
+    from megatron_dcpo.rollout.vllm_engine import VllmEngine
+    from megatron_dcpo.rollout.vllm_host import VllmOptions
 
     def instead(engine_args: Any, *_: Any, **__: Any) -> None:
         raise Asked(engine_args)

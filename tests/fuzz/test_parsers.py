@@ -29,7 +29,8 @@ from megatron_dcpo.checkpoints.manifest import MANIFEST, listed_files
 from megatron_dcpo.config import load_config
 from megatron_dcpo.conversion import megatron_checkpoint
 from megatron_dcpo.conversion.checkpoint_metadata import METADATA, read_metadata
-from megatron_dcpo.data.datasets import load_records, read_json_lines
+from megatron_dcpo.data.datasets import load_records
+from megatron_dcpo.data.files import read_json_lines
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.programs import normal_form, same_program
 from megatron_dcpo.evaluation.samples import Sample, read_samples, sample_line

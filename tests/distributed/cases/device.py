@@ -28,7 +28,7 @@ from megatron_dcpo.policy.model import Policy, build_policy
 from megatron_dcpo.policy.optimizer import Offload, build_optimizer, on_host, optimizer_parts, zero_gradients
 from megatron_dcpo.policy.schedule import accumulate_gradients, compute_logprobs
 from megatron_dcpo.rollout import SamplingConfig, build_local_engine
-from megatron_dcpo.rollout.vllm_engine import VllmOptions
+from megatron_dcpo.rollout.vllm_host import VllmOptions
 from megatron_dcpo.runtime import host_memory
 from megatron_dcpo.runtime.device import _CPU, current_device, empty_cache, has_cuda, memory_gb, synchronize
 from megatron_dcpo.runtime.distributed import Topology

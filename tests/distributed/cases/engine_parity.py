@@ -20,7 +20,8 @@ from megatron_dcpo.policy.model import build_policy
 from megatron_dcpo.policy.schedule import compute_logprobs
 from megatron_dcpo.rollout import SamplingConfig
 from megatron_dcpo.rollout.engine import Partial
-from megatron_dcpo.rollout.vllm_engine import VllmEngine, VllmOptions
+from megatron_dcpo.rollout.vllm_engine import VllmEngine
+from megatron_dcpo.rollout.vllm_host import VllmOptions
 from megatron_dcpo.runtime.device import memory_gb
 from megatron_dcpo.runtime.distributed import barrier
 from megatron_dcpo.runtime.dtypes import torch_dtype

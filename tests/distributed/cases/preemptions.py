@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from megatron_dcpo.rollout.engine import SamplingConfig
-from megatron_dcpo.rollout.vllm_engine import VllmEngine, VllmOptions
+from megatron_dcpo.rollout.vllm_engine import VllmEngine
+from megatron_dcpo.rollout.vllm_host import VllmOptions
 from megatron_dcpo.types import Prompt
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dcpo.data import datasets
-from megatron_dcpo.data.datasets import final_answer, load_prompts, load_records, read_rows
+from megatron_dcpo.data import datasets, files
+from megatron_dcpo.data.datasets import final_answer, load_prompts, load_records
+from megatron_dcpo.data.files import read_rows
 from megatron_dcpo.errors import UserError
 from tests.helpers.data import real, write
 from tests.helpers.tokenizers import ByteTokenizer
@@ -244,7 +245,7 @@ def test_hub_names_with_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.json.gz"])
 def test_a_small_file_cannot_fill_the_memory(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets, "LONGEST", 10_000)
+    monkeypatch.setattr(files, "LONGEST", 10_000)
     path = tmp_path / name
     row = json.dumps({"problem": "x" * 20_000, "answer": "1"})
     path.write_bytes(gzip.compress((f"[{row}]" if "json." in name else row + "\n").encode()))

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.rollout.vllm_engine import VllmOptions, cache_bytes
+from megatron_dcpo.rollout.vllm_host import VllmOptions, cache_bytes
 from megatron_dcpo.weights.architecture import read_architecture
 from tests.helpers.paths import REPOSITORY
 

@@ -1,0 +1,62 @@
+"""Answering only when sure: accuracy among the most confident rows, and the area under the risk-coverage curve. NumPy only.
+
+Rows are taken from the most to the least confident. Rows of equal confidence cannot be told apart, so each counts as
+the mean of its ties: the result does not depend on the order of the rows. Any score ranks; NaN rows (unparsed) are left
+out, as in ``auroc``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron_dcpo.calibration.metrics import Confidences, Correct, ranked_rows
+
+COVERAGES = (0.5, 0.8, 0.9)
+
+
+def accuracy_coverage(confidences: Confidences, correct: Correct) -> tuple[np.ndarray, np.ndarray]:
+    """Return coverage k/N and accuracy among the k most confident rows, both [N], k = 1 .. N."""
+    hits = np.cumsum(_expected_hits(confidences, correct))
+    k = np.arange(1, len(hits) + 1)
+    return k / max(len(hits), 1), hits / k
+
+
+def aurc(confidences: Confidences, correct: Correct) -> float:
+    """Return the area under the risk-coverage curve: the mean over k of the error rate among the k most confident
+    (Geifman 2017)."""
+    _, accuracy = accuracy_coverage(confidences, correct)
+    return float(np.mean(1.0 - accuracy)) if len(accuracy) else float("nan")
+
+
+def accuracy_at_coverage(confidences: Confidences, correct: Correct, coverage: float) -> float:
+    """Return the accuracy among the ceil(coverage * N) most confident rows; ``coverage`` in (0, 1]."""
+    if not 0.0 < coverage <= 1.0:
+        raise ValueError(f"coverage must be in (0, 1], got {coverage}")
+    _, accuracy = accuracy_coverage(confidences, correct)
+    if not len(accuracy):
+        return float("nan")
+    return float(accuracy[int(np.ceil(round(coverage * len(accuracy), 9))) - 1])
+
+
+def _expected_hits(confidences: Confidences, correct: Correct) -> np.ndarray:
+    """Return the correctness [N] from the most confident row on, each replaced by the mean of its ties."""
+    s, y = ranked_rows(confidences, correct)
+    _, group, count = np.unique(-s, return_inverse=True, return_counts=True)
+    mean = np.bincount(group, weights=y, minlength=len(count)) / np.maximum(count, 1)
+    return np.repeat(mean, count)
+
+
+def selective_summary(confidences: Confidences, correct: Correct) -> dict[str, float]:
+    """Return AURC and the accuracies at ``COVERAGES``."""
+    at = {f"accuracy_at_{100 * c:.0f}": accuracy_at_coverage(confidences, correct, c) for c in COVERAGES}
+    return {"aurc": aurc(confidences, correct), **at}
+
+
+def coverage_to_json(confidences: Confidences, correct: Correct, points: int = 101) -> dict[str, Sequence[Any]]:
+    """Return the curve thinned to at most ``points`` equally spaced coverages, for pictures."""
+    coverage, accuracy = accuracy_coverage(confidences, correct)
+    chosen = np.unique(np.linspace(0, len(coverage) - 1, min(points, len(coverage))).round().astype(int))
+    return {"coverage": coverage[chosen].tolist(), "accuracy": accuracy[chosen].tolist()}

@@ -1,0 +1,165 @@
+"""Rows of data files: JSON, JSON lines (also gzip-compressed), parquet, and hub data sets. What cannot be read is a
+``UserError`` that names the line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import sys
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Any, TextIO
+
+from megatron_dcpo.errors import UserError, one_line
+from megatron_dcpo.runtime.text import parse_json
+
+Row = Mapping[str, Any]
+
+SUFFIXES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
+LONGEST = 1 << 30  # characters of a line, or of a JSON array: compressed, they may be a small file
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?(@[\w.-]+)?\Z")
+
+
+def read_rows(path_or_name: str | Path) -> Iterator[Row]:
+    """Yield the rows of a file, of a directory's only data file, or of a hub data set."""
+    path = Path(path_or_name).expanduser()
+    if path.is_dir():
+        path = _only_data_file(path)
+    if not path.exists():
+        if isinstance(path_or_name, str) and _looks_like_hub_name(path_or_name):
+            yield from _read_hub(path_or_name)
+            return
+        raise UserError(f"{path_or_name}: no such data file")
+    name = path.name.removesuffix(".gz")
+    if name.endswith(".parquet"):
+        yield from _read_parquet(path)
+    elif name.endswith((".jsonl", ".json")):
+        yield from _read_json(path)
+    else:
+        raise UserError(f"{path}: unknown kind of data file; expected one of {', '.join(SUFFIXES)}")
+
+
+def read_json_lines(path: str | Path, allow_truncated: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (FILE:LINE, object) of every line that is not blank, as it is read; NaN and Infinity are numbers.
+
+    ``path`` may be gzip-compressed, or ``-`` for standard input. ``allow_truncated``: a broken last line without its
+    newline, as a killed process leaves it, is left out. Raises :class:`UserError`, naming the line.
+    """
+    with _open_text(path) as file:
+        for number, line in enumerate(iter(lambda: file.readline(LONGEST), ""), start=1):  # a test set may be gigabytes
+            if len(line) == LONGEST:
+                raise UserError(f"{path}:{number}: a line of more than {LONGEST >> 20} M characters; split the file")
+            if line.strip():
+                try:
+                    yield f"{path}:{number}", _parse_object(line, f"{path}:{number}")
+                except UserError:
+                    if allow_truncated and not line.endswith("\n"):
+                        return
+                    raise
+
+
+@contextmanager
+def _open_text(path: str | Path) -> Iterator[TextIO]:
+    """Lines end at newlines only: an answer may hold other separators."""
+    try:
+        with ExitStack() as stack:
+            if str(path) == "-":
+                stream: Any = sys.stdin.buffer
+            else:
+                stream = stack.enter_context(open(path, "rb"))
+                if stream.peek(2)[:2] == b"\x1f\x8b":
+                    stream = stack.enter_context(gzip.open(stream))
+            yield TextIOWrapper(stream, encoding="utf-8", newline="\n")
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except (UnicodeDecodeError, gzip.BadGzipFile, zlib.error, EOFError) as error:
+        raise UserError(f"{path}: not UTF-8 text ({error}); convert the file") from None
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}") from None
+
+
+def _read_json(path: Path) -> Iterator[Row]:
+    """Yield a JSON array of objects, or one object per line (also under a plain .json name)."""
+    with _open_text(path) as file:
+        head = next((line for line in iter(lambda: file.readline(LONGEST), "") if line.strip()), "")
+        if head.startswith("version https://git-lfs"):
+            raise UserError(f"{path}: only a git-lfs pointer; fetch the file with `git lfs pull`")
+    if not head.lstrip().startswith("["):
+        yield from (row for _, row in read_json_lines(path))
+        return
+    with _open_text(path) as file:
+        text = file.read(LONGEST)
+        if len(text) == LONGEST:
+            raise UserError(f"{path}: more than {LONGEST >> 20} M characters; write one object per line")
+        yield from _parse_array(path, text)
+
+
+def _parse_array(path: Path, text: str) -> list[Row]:
+    try:
+        rows = parse_json(text)
+    except ValueError as error:
+        line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+        raise UserError(f"{path}{line}: not valid JSON ({getattr(error, 'msg', error)}); fix the file") from None
+    for index, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise UserError(f"{path}: element {index + 1} is no object but {type(row).__name__}")
+    return rows
+
+
+def _parse_object(line: str, where: str) -> dict[str, Any]:
+    try:
+        row = parse_json(line)
+    except ValueError as error:
+        raise UserError(f"{where}: not valid JSON ({getattr(error, 'msg', error)}); fix or remove the line") from None
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: not a JSON object but {type(row).__name__}; fix or remove the line")
+    return row
+
+
+def _read_parquet(path: Path) -> Iterator[Row]:
+    try:
+        import pyarrow.parquet as parquet
+        from pyarrow.lib import ArrowException
+    except ImportError:
+        raise UserError(f"{path}: reading parquet needs pyarrow; `pip install pyarrow`") from None
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=1024):
+                yield from batch.to_pylist()
+    except (ArrowException, OSError, ValueError) as error:
+        raise UserError(f"{path}: not a readable parquet file ({one_line(error, 200)})") from None
+
+
+def _read_hub(name: str) -> Iterator[Row]:
+    """``owner/name[:config][@split]`` through the ``datasets`` library, which is optional."""
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise UserError(
+            f"{name}: no such file, and reading it from the hub needs the datasets library; `pip install datasets`, "
+            "or give the path of a local copy"
+        ) from None
+    repository, _, split = name.partition("@")
+    repository, _, config = repository.partition(":")
+    try:
+        rows = load_dataset(repository, config or None, split=split or "train")
+    except Exception as error:  # the library raises anything from OSError to its own classes; all mean "not available"
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"{name}: cannot load it from the hub ({reason})") from None
+    yield from rows
+
+
+def _only_data_file(directory: Path) -> Path:
+    files = sorted(file for file in directory.iterdir() if file.name.endswith(SUFFIXES))
+    if len(files) == 1:
+        return files[0]
+    names = ", ".join(file.name for file in files) or "none"
+    raise UserError(f"{directory}: expected exactly one data file in this directory, found {names}; name the file")
+
+
+def _looks_like_hub_name(name: str) -> bool:
+    return bool(_HUB_NAME.match(name)) and not name.startswith(".") and not name.partition("@")[0].endswith(SUFFIXES)
