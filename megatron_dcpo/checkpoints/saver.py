@@ -184,7 +184,7 @@ class Saver:
         if self.replicas is not None:
             shares = determine_main_replica_uniform_distribution(sharded, self.replicas)
             distribute_main_replicas_with_precomputed_distribution(sharded, self.replicas, shares)
-        writer, metadata = _Planner("torch_dist", 1).async_save(sharded, temporary)
+        writer, metadata = _SavePlanner("torch_dist", 1).async_save(sharded, temporary)
         writer.write_buckets = _snapshot(writer.write_buckets, _storages(sharded) if self.background else set())
         return writer, metadata
 
@@ -249,7 +249,7 @@ def remove_leftovers(directory: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-class _Planner(TorchDistSaveShardedStrategy):
+class _SavePlanner(TorchDistSaveShardedStrategy):
     """Megatron's plan of a save, without its way of carrying it out (processes, and collectives amid the writing)."""
 
     def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> Any:

@@ -212,7 +212,7 @@ class NewChunk:
         return WriteItem(MetadataIndex(self.key, self.offsets), WriteItemType.SHARD, tensor_data=data)
 
 
-class _Planner(DefaultSavePlanner):
+class _ChunkPlanner(DefaultSavePlanner):
     """Makes each tensor only when it is written, so that one chunk is in memory at a time."""
 
     def __init__(self, chunks: Sequence[NewChunk], objects: Mapping[str, Any], count: Callable[[int], None]) -> None:
@@ -252,7 +252,7 @@ def write_checkpoint(
     checksums = torch.serialization.get_crc32_options()
     try:
         torch.serialization.set_crc32_options(False)  # half of the time of torch.save, and no reader compares them
-        results = writer.write_data(writer.prepare_global_plan(plans)[0], _Planner(chunks, objects, count)).value()
+        results = writer.write_data(writer.prepare_global_plan(plans)[0], _ChunkPlanner(chunks, objects, count)).value()
     except RuntimeError as error:
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, OSError):

@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.planning.plan import GB, Plan, advice, less_recomputation
+from megatron_dcpo.planning.advice import advice, less_recomputation
+from megatron_dcpo.planning.plan import GB, Plan
 from megatron_dcpo.runtime.dtypes import dtype_bytes
 from megatron_dcpo.weights.architecture import read_architecture
 from megatron_dcpo.weights.layout import Layout

@@ -40,7 +40,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class BytesSent:
     """Bytes that the busiest rank sends per step."""
 
     data_parallel: int
@@ -71,7 +71,7 @@ class Seconds:
 
 def step_traffic(
     arch: Architecture, layout: Layout, config: Config, replicas: int, state: State, work: Work
-) -> Traffic:
+) -> BytesSent:
     """Ring collectives: an all-gather or reduce-scatter of n bytes over r ranks sends (r - 1) / r * n, an all-reduce
     twice that. ``state``: of the rank with most gradients, which are sent in fp32. ``replicas``: data- times
     context-parallel size."""
@@ -101,7 +101,7 @@ def step_traffic(
     ep, etp = layout.expert_model_parallel_size, layout.expert_tensor
     away = arch.experts_per_token * hidden / tp * ((ep - 1) / ep + etp - 1)
     experts = 2 * away * layers * (passes + 2 + repeated)
-    return Traffic(int(work.updates * per_update), int(tensor), int(context), int(experts), int(pipeline))
+    return BytesSent(int(work.updates * per_update), int(tensor), int(context), int(experts), int(pipeline))
 
 
 def forward_flops(arch: Architecture, layout: Layout, work: Work) -> float:
@@ -140,7 +140,7 @@ def step_seconds(
     config: Config,
     gpus: int,
     work: Work,
-    traffic: Traffic,
+    traffic: BytesSent,
     resharding: int,
     engine_weights: int,
     engine_kv: int,
