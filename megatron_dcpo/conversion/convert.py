@@ -147,7 +147,8 @@ def _new_chunks(arch: Architecture, reader: HFReader, padded: int) -> Iterator[N
 
 
 def _rows(reader: HFReader, copies: Sequence[Copy], start: int, stop: int, sizes: tuple[int, ...]) -> Tensor:
-    """Rows ``start:stop`` of the Megatron tensor made of ``copies``, as a tensor of ``sizes``; zeros after the last."""
+    """Return rows ``start:stop`` of the Megatron tensor made of ``copies``, as a tensor of ``sizes``; zeros after the
+    last."""
     parts = []
     for copy in copies:
         low, high = max(start, copy.start), min(stop, copy.start + copy.length)
@@ -162,14 +163,16 @@ def _rows(reader: HFReader, copies: Sequence[Copy], start: int, stop: int, sizes
 
 
 def _chunk_bounds(kind: Interleaving, rows: int, row_bytes: int) -> list[int]:
-    """Megatron reads the halves of gate and up apart; otherwise whole tensors up to a size."""
+    """Return where chunks begin and end: Megatron reads the halves of gate and up apart; otherwise whole tensors up to
+    a size."""
     step = max(1, _CHUNK_BYTES // row_bytes)
     halves = [(0, rows // 2), (rows // 2, rows)] if kind == "gate_up" else [(0, rows)]
     return [start for low, high in halves for start in range(low, high, step)] + [rows]
 
 
 def _ignored(reader: HFReader, arch: Architecture) -> tuple[str, ...]:
-    """Names of superfluous tensors. Raises :class:`UserError` for one that means something ``config.json`` denies."""
+    """Return the names of superfluous tensors. Raises :class:`UserError` for one that means something ``config.json``
+    denies."""
     source, extra = reader.model_dir, sorted(set(reader.specs) - set(hf_shapes(arch)))
     for name in extra:
         if name.endswith("rotary_emb.inv_freq"):
@@ -279,7 +282,7 @@ def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 def _recorded_files(side: Path, specs: Specs) -> dict[str, str] | None:
-    """Tensor name -> file as it was before import, if the record has exactly these tensors."""
+    """Return tensor name -> file as it was before import, if the record has exactly these tensors."""
     if not (side / INDEX).is_file():
         return None
     files = read_weight_map(side)

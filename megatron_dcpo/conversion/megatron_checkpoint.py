@@ -84,7 +84,8 @@ class StoredTensor:
         return math.prod(self.shape) * dtype_bytes(self.dtype)
 
     def entry(self, number: int) -> StoredTensor:
-        """Entry ``number`` along the leading axis, on which Megatron stacks the layers, and the experts on the next."""
+        """Return the entry ``number`` along the leading axis, on which Megatron stacks the layers, and the experts on
+        the next."""
         axis = len(self.place)
         chunks = tuple(c for c in self.chunks if c.offsets[axis] <= number < c.offsets[axis] + c.sizes[axis])
         return StoredTensor(self.key, self.shape[1:], self.dtype, chunks, (*self.place, number))
@@ -119,7 +120,8 @@ class MegatronCheckpoint:
             yield key, StoredTensor(key, tuple(entry.size), name_of(entry.properties.dtype), tuple(chunks))
 
     def blocks(self, tensor: StoredTensor) -> list[tuple[int, Tensor]]:
-        """(first row, bytes [rows, ..., bytes per element]) of ``tensor`` in order of rows, none of them in two blocks.
+        """Yield (first row, bytes [rows, ..., bytes per element]) of ``tensor`` in order of rows, none of them in two
+        blocks.
 
         Chunks of whole rows are views of the files' maps; chunks of columns are joined. Raises :class:`UserError` for
         a chunk that is damaged or not what the metadata says.
@@ -168,8 +170,8 @@ class MegatronCheckpoint:
 
 
 def find_checkpoint(path: Path, which: str = "latest") -> Path:
-    """``path`` itself, or the checkpoint that its ``latest_checkpointed_iteration.txt`` or, ``best``, its ``best.json``
-    names."""
+    """Return ``path`` itself, or the checkpoint that its ``latest_checkpointed_iteration.txt`` or, ``best``, its
+    ``best.json`` names."""
     if which == "best":
         if not (path / BEST).is_file():
             raise UserError(

@@ -144,7 +144,8 @@ def rejudge(
 def write_evaluation(
     directory: str | Path, evaluation: Mapping[str, Any], samples: Sequence[Sample], title: str = ""
 ) -> None:
-    """``evaluation.json``, ``samples.jsonl``, ``report.html``, and ``diagrams/`` per benchmark and kind of confidence."""
+    """Write ``evaluation.json``, ``samples.jsonl``, ``report.html``, and ``diagrams/`` per benchmark and kind of
+    confidence."""
     root = Path(directory)
     pictures = root / "diagrams"
     root.mkdir(parents=True, exist_ok=True)
@@ -161,7 +162,8 @@ def write_evaluation(
 
 
 def _draw(scores: Mapping[str, Any], run: EvaluatedRun, benchmark: str | None, pictures: Path) -> None:
-    """Reliability diagram and histogram of every kind of confidence, and the accuracy-coverage curves of all kinds."""
+    """Draw the reliability diagram and histogram of every kind of confidence, and the accuracy-coverage curves of all
+    kinds."""
     kinds, name = scored_kinds(scores), benchmark or "overall"
     file = re.sub(r"[^\w.-]", "_", name)[:100]  # a name of a samples.jsonl may be anything
     for kind in kinds:

@@ -101,7 +101,7 @@ def read_run(path: Path, evaluation_path: Path | None = None, name: str | None =
 
 
 def _adopted(directories: Sequence[Path]) -> dict[Path, Path]:
-    """Training directory -> the only evaluation directory below it."""
+    """Return training directory -> the only evaluation directory below it."""
     adopted = {}
     for parent in directories:
         if (parent / "evaluation.json").exists():
@@ -113,7 +113,7 @@ def _adopted(directories: Sequence[Path]) -> dict[Path, Path]:
 
 
 def _distinct(runs: Sequence[EvaluatedRun]) -> list[EvaluatedRun]:
-    """Names that occur twice get their parent directory in front."""
+    """Return the runs under distinct names: those that occur twice get their parent directory in front."""
     names = [run.name for run in runs]
     return [
         replace(run, name=f"{run.path.resolve().parent.name}/{run.name}") if names.count(run.name) > 1 else run
@@ -132,7 +132,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def comparison(runs: Sequence[EvaluatedRun]) -> dict[str, dict[str, Any]]:
-    """``HEADLINE`` per run: of the evaluation, or of the last logged training step where there is none."""
+    """Return ``HEADLINE`` per run: of the evaluation, or of the last logged training step where there is none."""
     return {run.name: summary_of(run) for run in runs}
 
 
@@ -244,7 +244,7 @@ def _has(run: EvaluatedRun, kind: str, benchmark: str | None) -> bool:
 
 
 def _cells(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Per run the text of each headline value, and whether it is the best one of its column."""
+    """Return, per run, the text of each headline value, and whether it is the best one of its column."""
     best = {key: _best(key, [row.get(key) for row in rows.values()]) for key in HEADLINE}
     return {
         name: [
@@ -274,7 +274,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _panels(runs: Sequence[EvaluatedRun], kinds: Sequence[str], benchmarks: Sequence[str]) -> list[dict[str, Any]]:
-    """Reliability diagrams of all runs: per kind of confidence overall, then of the first kind per benchmark."""
+    """Return the reliability diagrams of all runs: per kind of confidence overall, then of the first kind per benchmark."""
     shown: list[tuple[str, str | None]] = [(kind, None) for kind in kinds]
     if len(benchmarks) > 1:
         shown += [(kinds[0], name) for name in benchmarks]
@@ -285,7 +285,7 @@ def _panels(runs: Sequence[EvaluatedRun], kinds: Sequence[str], benchmarks: Sequ
 
 
 def _reliability(runs: Sequence[EvaluatedRun], kind: str, benchmark: str | None) -> list[_Picture]:
-    """Reliability diagram over histogram of every run that has this kind of confidence, on shared axes."""
+    """Return the reliability diagram over histogram of every run that has this kind of confidence, on shared axes."""
     bins: dict[str, Bins] = {}
     notes: dict[str, str] = {}
     for run in runs:
@@ -313,7 +313,8 @@ def _short(name: str, width: int = 30) -> str:
 
 
 def _coverage(runs: Sequence[EvaluatedRun], kinds: Sequence[str]) -> list[_Picture]:
-    """Accuracy of the most confident share of the samples, one picture per kind of confidence, all runs overlaid."""
+    """Return the accuracy of the most confident share of the samples, one picture per kind of confidence, all runs
+    overlaid."""
     pictures = []
     for kind in kinds:
         scored = {run.name: run.evaluation["overall"].get(kind, {}) for run in runs if run.evaluation is not None}
@@ -348,7 +349,7 @@ def _samples(run: EvaluatedRun) -> list[dict[str, str]]:
 
 
 def choose_samples(samples: Sequence[Mapping[str, Any]], count: int = _SAMPLES_SHOWN) -> list[Mapping[str, Any]]:
-    """Over-confident mistakes, doubted and sure correct answers, malformed ones, in turns; no problem twice."""
+    """Return over-confident mistakes, doubted and sure correct answers, malformed ones, in turns; no problem twice."""
     stated = [row for row in samples if _is_number(row.get("confidence"))]
     by_confidence = sorted(stated, key=lambda row: -row["confidence"])
     wrong = [row for row in by_confidence if not row.get("correct")]
@@ -370,7 +371,7 @@ def choose_samples(samples: Sequence[Mapping[str, Any]], count: int = _SAMPLES_S
 
 
 def _two_blocks(row: Mapping[str, Any], marker: str) -> tuple[str, str]:
-    """Reasoning and confidence block of a response: as split by the trainer, else from the last marker on."""
+    """Return the reasoning and confidence block of a response: as split by the trainer, else from the last marker on."""
     if "reasoning" in row:
         return str(row["reasoning"]), str(row.get("confidence_block") or "")
     text = str(row.get("response") or "")
@@ -379,5 +380,5 @@ def _two_blocks(row: Mapping[str, Any], marker: str) -> tuple[str, str]:
 
 
 def _embedded(value: Any) -> Markup:
-    """JSON inside a script element: it must not be able to close the element."""
+    """Return JSON for a script element: it must not be able to close the element."""
     return Markup(json.dumps(json_ready(value), allow_nan=False).replace("<", "\\u003c"))

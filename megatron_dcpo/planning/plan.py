@@ -69,7 +69,7 @@ class Stage:
 
     @property
     def saving(self) -> int:
-        """While a checkpoint is begun: the engine sleeps, nothing is gathered."""
+        """Return the bytes while a checkpoint is begun: the engine sleeps, nothing is gathered."""
         return self.state.total + self.engine
 
 
@@ -108,7 +108,7 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """On the busiest node, of which a checkpoint's copy is part."""
+        """Return the bytes on the busiest node, of which a checkpoint's copy is part."""
         ranks = min(self.machine.gpus, self.rates.gpus_per_node)
         return ranks * max(stage.host_copies + stage.saved for stage in self.stages)
 
@@ -290,7 +290,8 @@ def _engine(arch: Architecture, config: Config, machine: Machine) -> EngineMemor
 
 
 def _resharding(arch: Architecture, layout: Layout, config: Config, engine: EngineMemory, replicas: int) -> int:
-    """Bytes that the rank receiving most gets in a weight synchronization: its engine's part less what it holds of it."""
+    """Return the bytes that the rank receiving most gets in a weight synchronization: its engine's part less what it
+    holds of it."""
     if engine.kind == "server":
         return 0
     itemsize = dtype_bytes(config.model.params_dtype)

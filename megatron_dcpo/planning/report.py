@@ -24,7 +24,7 @@ from megatron_dcpo.weights.table import adapted, number_of_parameters
 
 
 def print_plan(plan: Plan) -> None:
-    """Memory, traffic, time and verdict to stdout. GB are 1e9 bytes."""
+    """Print memory, traffic, time and verdict. GB are 1e9 bytes."""
     console = Console(width=118, highlight=False)
     layout, config = plan.layout, plan.config
     layers = layers_per_stage(plan.arch.num_layers, layout)

@@ -72,9 +72,9 @@ class Seconds:
 def step_traffic(
     arch: Architecture, layout: Layout, config: Config, replicas: int, state: State, work: Work
 ) -> BytesSent:
-    """Ring collectives: an all-gather or reduce-scatter of n bytes over r ranks sends (r - 1) / r * n, an all-reduce
-    twice that. ``state``: of the rank with most gradients, which are sent in fp32. ``replicas``: data- times
-    context-parallel size."""
+    """Return the bytes that a rank sends in a step. Ring collectives: an all-gather or reduce-scatter of n bytes over r
+    ranks sends (r - 1) / r * n, an all-reduce twice that. ``state``: of the rank with most gradients, which are sent in
+    fp32. ``replicas``: data- times context-parallel size."""
     tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
     parallel, b = config.parallel, dtype_bytes(config.model.params_dtype)
     numel, of_experts = state.buffer_numel - state.expert_numel, expert_replicas(layout, replicas)
@@ -105,7 +105,7 @@ def step_traffic(
 
 
 def forward_flops(arch: Architecture, layout: Layout, work: Work) -> float:
-    """Multiply-adds counted twice, of one forward pass over all tokens of a step; attention is causal."""
+    """Return the multiply-adds, counted twice, of one forward pass over all tokens of a step; attention is causal."""
     return sequence_flops(arch, layout, work.tokens, work.length)
 
 

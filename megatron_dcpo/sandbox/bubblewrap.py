@@ -64,7 +64,7 @@ def site_packages() -> str:
 
 
 def _extra_libraries() -> list[str]:
-    """Python's own shared library and its neighbors, when it lies outside the system's directories."""
+    """Return Python's own shared library and its neighbors, when it lies outside the system's directories."""
     name = os.path.join(sysconfig.get_config_var("LIBDIR") or "", sysconfig.get_config_var("LDLIBRARY") or "-")
     return [os.path.realpath(name)] if name.endswith(".so") and os.path.isfile(name) else []
 
