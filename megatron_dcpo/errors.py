@@ -36,7 +36,7 @@ def nearest(word: object, known: Iterable[str], cutoff: float = 0.4) -> str | No
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """``; did you mean 'x'?`` with the nearest of ``known``, or the list of them: the end of an error message."""
+    """Return the end of an error message: ``; did you mean 'x'?`` with the nearest of ``known``, or the list of them."""
     known = list(known)
     near = nearest(word, known)
     return f"; did you mean {near!r}?" if near else f"; valid: {', '.join(known)}"

@@ -37,7 +37,7 @@ def binned_error(
     seed: int = 0,
     over_only: bool = False,
 ) -> BinnedError:
-    """ECE (``over_only``: PCE) corrected for its bias, with a 95 % interval; whole problems are resampled.
+    """Return ECE (``over_only``: PCE) corrected for its bias, with a 95 % interval; whole problems are resampled.
 
     The interval is estimate ± 1.96 standard deviations of the corrected estimate, cut at 0. It begins at 0 where the plug-in
     error is not above what 97.5 % of calibrated models with the same noise stay below. Simulated coverage: 92 to 97 %
@@ -89,7 +89,7 @@ def _plain(x: np.ndarray, over_only: bool) -> np.ndarray:
 
 
 def _corrected(x: np.ndarray, deviation: np.ndarray, over_only: bool) -> np.ndarray:
-    """max(x, 0) or |x| less its estimated bias."""
+    """Return max(x, 0) or |x| less its estimated bias."""
     s = np.maximum(deviation, 1e-15)
     h = x * _PHI(x / s) + s * np.exp(-0.5 * np.square(x / s)) / math.sqrt(2 * math.pi)
     over = 2 * np.maximum(x, 0.0) - h

@@ -86,7 +86,7 @@ TRAINING_CURVES = (
 
 @rc_context(_STYLE)
 def reliability_diagram(bins: Bins, title: str = "", note: str = "") -> Figure:
-    """Accuracy against confidence; bars shaded by their share of the samples, 95 % intervals, the diagonal."""
+    """Draw accuracy against confidence; bars shaded by their share of the samples, 95 % intervals, the diagonal."""
     figure = _figure(4.6, 4.4)
     axes = figure.add_subplot()
     draw_reliability(axes, bins, title, note)
@@ -108,7 +108,7 @@ def confidence_histogram(bins: Bins, title: str = "") -> Figure:
 
 @rc_context(_STYLE)
 def comparison_grid(runs: Mapping[str, Bins], notes: Mapping[str, str] | None = None, columns: int = 4) -> Figure:
-    """Reliability diagram over histogram for every run, all on the same axes."""
+    """Draw the reliability diagram over histogram for every run, all on the same axes."""
     columns = max(1, min(columns, len(runs)))
     blocks = math.ceil(len(runs) / columns)
     figure = _figure(2.9 * columns + 0.9, 4.7 * blocks)
@@ -161,7 +161,7 @@ def curve_figure(runs: Mapping[str, Sequence[Mapping[str, Any]]], curve: Curve) 
 
 @rc_context(_STYLE)
 def coverage_figure(curves: Mapping[str, Mapping[str, Sequence[float]]], title: str = "") -> Figure:
-    """Accuracy of the most confident samples against their share; one line per name."""
+    """Draw the accuracy of the most confident samples against their share; one line per name."""
     figure = _figure(4.4, 3.0)
     axes = figure.add_subplot()
     for position, (name, curve) in enumerate(curves.items()):
@@ -183,7 +183,7 @@ def logged_curves(
 
 
 def validation_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Curve]:
-    """Those of the held-out problems on which any of the runs was validated."""
+    """Return the curves of the held-out problems on which any of the runs was validated."""
     keys = (key.split("/") for rows in runs.values() for row in rows for key in row if key.startswith("evaluation/"))
     return [
         curve
@@ -202,7 +202,7 @@ def validation_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[C
 
 
 def draw_reliability(axes: Axes, bins: Bins, title: str = "", note: str = "") -> None:
-    """Bars of accuracy per bin, a tick at the bin's mean confidence, Wilson intervals, the diagonal."""
+    """Draw bars of accuracy per bin, a tick at the bin's mean confidence, Wilson intervals, the diagonal."""
     filled = bins.count > 0
     width = np.diff(bins.edges)[filled]
     center = bins.edges[:-1][filled] + width / 2
@@ -304,7 +304,8 @@ def inline_svg(figure: Figure, label: str) -> str:
 
 
 def _literal(text: str) -> str:
-    """Names are no mathematics to matplotlib, whatever dollar signs they hold, and have no control characters."""
+    """Return a name as matplotlib must show it: no mathematics, whatever dollar signs it holds, and no control
+    characters."""
     return printable(text, lines=True).replace("$", r"\$")
 
 
@@ -326,7 +327,7 @@ def _share_colorbar(figure: Figure, axes: list[Axes]) -> None:
 
 
 def _count_range(most: int) -> tuple[float, float]:
-    """Limits of the log axis: one sample is visible, and so is the top of the largest bin."""
+    """Return the limits of the log axis: one sample is visible, and so is the top of the largest bin."""
     return 0.7, max(10.0, 1.6 * most)
 
 
@@ -342,7 +343,7 @@ def series(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[np.ndarray, np.
 
 
 def _running_mean(values: np.ndarray) -> np.ndarray:
-    """Centred mean over about a twentieth of the run, shorter at the ends so that nothing is invented there."""
+    """Return the centered mean over about a twentieth of the run, shorter at the ends so that nothing is invented there."""
     half = max(0, len(values) // 40)
     total = np.concatenate([[0.0], np.cumsum(values)])
     index = np.arange(len(values))

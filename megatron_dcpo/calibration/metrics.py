@@ -52,17 +52,17 @@ class Bins:
 
     @property
     def confidence(self) -> np.ndarray:
-        """Mean confidence per bin [M]."""
+        """Return the mean confidence per bin [M]."""
         return _ratio(self.confidence_sum, self.count)
 
     @property
     def accuracy(self) -> np.ndarray:
-        """Share of correct rows per bin [M]."""
+        """Return the share of correct rows per bin [M]."""
         return _ratio(self.correct_sum, self.count)
 
     @property
     def excess(self) -> np.ndarray:
-        """n_b (conf_b - acc_b) per bin [M]: positive where the model is over-confident."""
+        """Return n_b (conf_b - acc_b) per bin [M]: positive where the model is over-confident."""
         return self.confidence_sum - self.correct_sum
 
 
@@ -84,7 +84,7 @@ class BrierParts:
 
 
 def accuracy(correct: Correct) -> float:
-    """Share of correct rows; rows with an unparsed confidence count."""
+    """Return the share of correct rows; rows with an unparsed confidence count."""
     return _mean(as_correct(correct))
 
 
@@ -129,20 +129,21 @@ def ece(
 def pce(
     confidences: Confidences, correct: Correct, bins: int = DEFAULT_BINS, denominator: Denominator = "valid"
 ) -> float:
-    """Positive calibration error: ECE restricted to the over-confident bins. Never above ``ece`` of the same bins."""
+    """Return the positive calibration error: ECE restricted to the over-confident bins. Never above ``ece`` of the same
+    bins."""
     total = _denominator(confidences, correct, denominator)
     return float(np.maximum(bin_rows(confidences, correct, bins).excess, 0.0).sum() / total) if total else float("nan")
 
 
 def mce(confidences: Confidences, correct: Correct, bins: int = DEFAULT_BINS) -> float:
-    """Maximum calibration error over the bins that are not empty."""
+    """Return the maximum calibration error over the bins that are not empty."""
     rows = bin_rows(confidences, correct, bins)
     gaps = np.abs(_ratio(rows.excess, rows.count))
     return float(np.nanmax(gaps)) if rows.count.any() else float("nan")
 
 
 def ece_equal_mass(confidences: Confidences, correct: Correct, bins: int = DEFAULT_BINS) -> float:
-    """ECE over bins of about equal counts (Nixon 2019): does not hang on where the confidences crowd."""
+    """Return ECE over bins of about equal counts (Nixon 2019): does not hang on where the confidences crowd."""
     rows = bin_rows(confidences, correct, bins, mass=True)
     total = int(rows.count.sum())
     return float(np.abs(rows.excess).sum() / total) if total else float("nan")
@@ -152,7 +153,7 @@ def ece_equal_mass(confidences: Confidences, correct: Correct, bins: int = DEFAU
 
 
 def brier(confidences: Confidences, correct: Correct) -> float:
-    """Mean squared error of the valid confidences."""
+    """Return the mean squared error of the valid confidences."""
     c, y = valid_rows(confidences, correct)
     return _mean((c.astype(np.float64) - y) ** 2)
 
@@ -174,7 +175,8 @@ def brier_decomposition(confidences: Confidences, correct: Correct, bins: int = 
 
 
 def nll(confidences: Confidences, correct: Correct) -> float:
-    """Negative log-likelihood in nats; confidences stay one double epsilon away from 0 and 1, as in scikit-learn."""
+    """Return the negative log-likelihood in nats; confidences stay one double epsilon away from 0 and 1, as in
+    scikit-learn."""
     c, y = valid_rows(confidences, correct)
     eps = np.finfo(np.float64).eps
     p = np.clip(c.astype(np.float64), eps, 1.0 - eps)
@@ -185,7 +187,7 @@ def nll(confidences: Confidences, correct: Correct) -> float:
 
 
 def auroc(confidences: Confidences, correct: Correct) -> float:
-    """Probability that a correct row states more confidence than a wrong one, ties one half (Mann-Whitney).
+    """Return the probability that a correct row states more confidence than a wrong one, ties one half (Mann-Whitney).
 
     Any score ranks, also outside [0, 1], so token log-probs and the reference's sentinels work. NaN rows are left out.
     One class only: NaN (scikit-learn raises or warns there).
@@ -215,20 +217,20 @@ def auprc(confidences: Confidences, correct: Correct) -> float:
 
 
 def overconfidence(confidences: Confidences, correct: Correct) -> float:
-    """Mean confidence minus accuracy over the valid rows: positive when the model says more than it holds."""
+    """Return the mean confidence minus accuracy over the valid rows: positive when the model says more than it holds."""
     c, y = valid_rows(confidences, correct)
     return _mean(c.astype(np.float64)) - _mean(y)
 
 
 def parse_rate(confidences: Confidences) -> float:
-    """Share of rows with a valid confidence."""
+    """Return the share of rows with a valid confidence."""
     return _mean(is_valid(as_confidences(confidences)).astype(np.float64))
 
 
 def pessimistic(
     confidences: Confidences, correct: Correct, fill: Literal["farthest", "half"] = "farthest"
 ) -> np.ndarray:
-    """Confidences [N] with every invalid one replaced: by the wrong end of the scale (1 - y), or by one half.
+    """Return the confidences [N] with every invalid one replaced: by the wrong end of the scale (1 - y), or by one half.
 
     Metrics of the result bound what a model could gain by not answering.
     """
@@ -244,7 +246,7 @@ def pessimistic(
 
 
 def wilson_interval(successes: np.ndarray, count: np.ndarray, z: float = 1.959963984540054) -> tuple[np.ndarray, ...]:
-    """Wilson score interval (low [M], high [M]) of shares; 95 % by default. Takes the samples as independent."""
+    """Return the Wilson score interval (low [M], high [M]) of shares; 95 % by default. Takes the samples as independent."""
     share = successes / count
     center = (share + z**2 / (2 * count)) / (1 + z**2 / count)
     half = z / (1 + z**2 / count) * np.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
@@ -260,7 +262,7 @@ def bootstrap_ci(
     level: float = 0.95,
     seed: int = 0,
 ) -> tuple[float, float]:
-    """Percentile bootstrap interval of ``metric(confidences, correct)``, resampling whole problems.
+    """Return the percentile bootstrap interval of ``metric(confidences, correct)``, resampling whole problems.
 
     Repeats of one problem are not independent, hence the clusters; without ``problem_ids`` every row is its own.
     Resamples where the metric is NaN (one class only) are left out. Not for ECE and PCE, whose resamples are biased
@@ -285,7 +287,7 @@ def bootstrap_ci(
 
 
 def _clusters(problem_ids: Sequence[Any] | np.ndarray | None, n: int) -> list[np.ndarray]:
-    """Row numbers of each problem."""
+    """Return the row numbers of each problem."""
     if problem_ids is None:
         return list(np.arange(n)[:, None])
     if len(problem_ids) != n:
@@ -300,7 +302,7 @@ def _clusters(problem_ids: Sequence[Any] | np.ndarray | None, n: int) -> list[np
 
 
 def as_confidences(confidences: Confidences) -> np.ndarray:
-    """Floating array [N]; ``None`` becomes NaN."""
+    """Return a floating array [N]; ``None`` becomes NaN."""
     if isinstance(confidences, np.ndarray) and np.issubdtype(confidences.dtype, np.floating):
         array = confidences
     else:
@@ -361,7 +363,7 @@ def _ratio(numerator: np.ndarray, count: np.ndarray) -> np.ndarray:
 
 
 def ece_adaptive(confidences: Confidences, correct: Correct, bins: int = DEFAULT_BINS) -> float:
-    """Adaptive calibration error (Nixon 2019): the plain mean of the gaps of ``bins`` groups of equal size.
+    """Return the adaptive calibration error (Nixon 2019): the plain mean of the gaps of ``bins`` groups of equal size.
 
     The sorted rows are cut into groups whose sizes differ by at most one, ties by row order, so a crowded value may be
     cut, unlike in ``ece_equal_mass``. Fewer rows than bins: one group per row.
@@ -375,7 +377,7 @@ def ece_adaptive(confidences: Confidences, correct: Correct, bins: int = DEFAULT
 
 
 def ece_debiased(confidences: Confidences, correct: Correct, bins: int = DEFAULT_BINS) -> float:
-    """Debiased root-mean-square calibration error (Kumar 2019, equation of the debiased estimator).
+    """Return the debiased root-mean-square calibration error (Kumar 2019, equation of the debiased estimator).
 
     sqrt(max(0, sum_b n_b/N [(acc_b - conf_b)^2 - acc_b (1 - acc_b) / (n_b - 1)])). The plain ECE of a perfectly
     calibrated model is positive for every finite sample; this one is near zero. A bin of one row is not corrected.

@@ -89,7 +89,7 @@ def summarize(
 
 
 def violation_rates(statuses: Sequence[str]) -> dict[str, Any]:
-    """``violation_rate`` and ``violations``: {kind: share of all samples}, with every kind there is."""
+    """Return ``violation_rate`` and ``violations``: {kind: share of all samples}, with every kind there is."""
     n = len(statuses)
     share = {kind: sum(s == kind for s in statuses) / n if n else math.nan for kind in MALFORMED}
     return {"violation_rate": sum(s != "ok" for s in statuses) / n if n else math.nan, "violations": share}
@@ -104,8 +104,8 @@ def intervals(
     resamples: int = 1000,
     seed: int = 0,
 ) -> dict[str, list[float]]:
-    """95 % intervals [low, high] of ``INTERVALS``, clustered by problem: bootstrap percentiles, and of the binned errors
-    those of ``binned_error``."""
+    """Return 95 % intervals [low, high] of ``INTERVALS``, clustered by problem: bootstrap percentiles, and of the
+    binned errors those of ``binned_error``."""
 
     def auroc_of_valid(c: np.ndarray, y: np.ndarray) -> float:
         return metrics.auroc(*metrics.valid_rows(c, y))

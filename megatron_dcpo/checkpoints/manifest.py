@@ -44,7 +44,7 @@ def latest_iteration(directory: Path) -> int | None:
 
 
 def digest(path: Path) -> dict[str, Any]:
-    """``{"bytes": size, "sha256": hexadecimal}`` of a file."""
+    """Return ``{"bytes": size, "sha256": hexadecimal}`` of a file."""
     with path.open("rb") as file:
         return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 

@@ -52,7 +52,7 @@ def optimizer_state(optimizer: Any, model: dict[str, Any], is_loading: bool) -> 
 
 
 def restore(optimizer: Any, loaded: dict[str, Any]) -> None:
-    """Step counts and options of the groups, and without the distributed optimizer the tensors too."""
+    """Set step counts and options of the groups, and without the distributed optimizer the tensors too."""
     if optimizer is None:
         return
     if not is_distributed(optimizer):
@@ -85,7 +85,7 @@ def _own_shards(part: DistributedOptimizer, model: dict[str, Any]) -> Iterator[d
 
 
 def _owned_ranges(part: DistributedOptimizer) -> Iterator[tuple[Tensor, int, int]]:
-    """(parameter of the model, start, stop) of the flat ranges whose state this rank has."""
+    """Yield (parameter of the model, start, stop) of the flat ranges whose state this rank has."""
     for buffer in part.gbuf_ranges:
         for buckets in buffer.values():
             for bucket in buckets:
@@ -96,7 +96,8 @@ def _owned_ranges(part: DistributedOptimizer) -> Iterator[tuple[Tensor, int, int
 def _shards(
     base: ShardedTensor | ShardedTensorFactory, name: str, own: Tensor, start: int, stop: int
 ) -> Iterator[ShardedTensor]:
-    """``own``: the flat values [``start``, ``stop``) of the parameter that ``base`` describes. A factory cuts it in two."""
+    """Return the sharded tensors of ``own``: the flat values [``start``, ``stop``) of the parameter that ``base``
+    describes. A factory cuts it in two."""
     pieces = base.build() if isinstance(base, ShardedTensorFactory) else [base]
     for piece in pieces:
         first = piece.data.storage_offset() - base.data.storage_offset()  # of the piece in the flat parameter

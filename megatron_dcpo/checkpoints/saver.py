@@ -139,7 +139,7 @@ class Saver:
             work(pending, *more)
 
     def _announce(self, pending: Pending) -> None:
-        """When all ranks have written, the first one begins to complete."""
+        """Begin to complete on the first rank when all ranks have written."""
         if pending.work is not None:
             pending.work.join()
         written = all_gather_objects((pending.error, pending.results, pending.files))
@@ -177,19 +177,19 @@ class Saver:
         return Pending(iteration, temporary, self.rank, writer, metadata, copy.deepcopy(common))
 
     def _plan(self, state: dict[str, Any], temporary: Path) -> tuple[Any, Any]:
-        """Megatron's writer with this rank's part of the state, and on the first rank the metadata."""
+        """Return Megatron's writer with this rank's part of the state, and on the first rank the metadata."""
         # Megatron would start a process to hold this queue; the thread that writes is in this one.
         filesystem_async._results_queue = queue.Queue()
         sharded, _ = save_preprocess(state)
         if self.replicas is not None:
             shares = determine_main_replica_uniform_distribution(sharded, self.replicas)
             distribute_main_replicas_with_precomputed_distribution(sharded, self.replicas, shares)
-        writer, metadata = _Planner("torch_dist", 1).async_save(sharded, temporary)
+        writer, metadata = _SavePlanner("torch_dist", 1).async_save(sharded, temporary)
         writer.write_buckets = _snapshot(writer.write_buckets, _storages(sharded) if self.background else set())
         return writer, metadata
 
     def _complete(self, pending: Pending, written: list[tuple[Any, list[Any], dict[str, Any]]]) -> None:
-        """Rank 0: metadata, manifest, the final name, the announcement; then remove what is too old."""
+        """Write, on rank 0, metadata, manifest, the final name and the announcement; then remove what is too old."""
         try:
             self._rename(pending, written)
             if self.best and iteration_dir(self.directory, self.best["iteration"]).is_dir():
@@ -249,7 +249,7 @@ def remove_leftovers(directory: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-class _Planner(TorchDistSaveShardedStrategy):
+class _SavePlanner(TorchDistSaveShardedStrategy):
     """Megatron's plan of a save, without its way of carrying it out (processes, and collectives amid the writing)."""
 
     def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> Any:
@@ -265,14 +265,14 @@ def _storages(sharded: Any) -> set[int]:
 
 
 def _form(part: Any) -> tuple[Any, ...]:
-    """Which part of the whole it is."""
+    """Return which part of the whole it is."""
     if isinstance(part, ShardedTensor):
         return part.key, part.global_offset, part.local_shape, part.dtype, part.replica_id
     return part.unique_key, part.replica_id
 
 
 def _taken_over(buckets: list[Any], parts: list[Any]) -> list[Any]:
-    """:attr:`_Plan.files` of Megatron's buckets."""
+    """Return :attr:`_Plan.files` of Megatron's buckets."""
     tensors = {(p.key, *p.global_offset): n for n, p in enumerate(parts) if isinstance(p, ShardedTensor)}
     numbers = tensors | {(p.unique_key,): n for n, p in enumerate(parts) if not isinstance(p, ShardedTensor)}
     return [
@@ -288,7 +288,7 @@ def _taken_over(buckets: list[Any], parts: list[Any]) -> list[Any]:
 
 
 def _refreshed(plan: _Plan, directory: Path, parts: list[Any]) -> list[Any]:
-    """Megatron's buckets, with the values of now."""
+    """Return Megatron's buckets, with the values of now."""
     buckets = []
     for name, objects, tensors in plan.files:
         for _, number, host in tensors:

@@ -109,13 +109,14 @@ def _print_traceback(kind: type[BaseException], error: BaseException, trace: Tra
 
 
 def _ranks_differ() -> bool:
-    """Before the process groups exist every rank meets the same error, and one line is enough."""
+    """Return whether ranks may have errors of their own: before the process groups exist all meet the same one, and one
+    line is enough."""
     torch = sys.modules.get("torch")
     return torch is not None and torch.distributed.is_initialized()
 
 
 def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
-    """``config.load_config``; a file that is not there is reported before the schema and its libraries are imported."""
+    """Call ``config.load_config``; a file that is not there is reported before the schema and its libraries are imported."""
     if all("=" in override for override in overrides) and not Path(path).is_file():
         raise UserError(f"config file {Path(path)} does not exist")
     from megatron_dcpo.config import load_config

@@ -16,7 +16,7 @@ from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.text import printable
 
 if TYPE_CHECKING:
-    from megatron_dcpo.conversion.convert import Conversion, Progress
+    from megatron_dcpo.conversion.common import Conversion, Progress
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 

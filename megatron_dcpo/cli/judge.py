@@ -115,7 +115,7 @@ def _read_pairs(path: str) -> list[tuple[str, str]]:
 
 
 def _text(value: Any) -> str:
-    """Numbers are taken as they are written; a missing answer is an empty one."""
+    """Return a field as text: numbers as they are written, a missing answer as an empty one."""
     if value is None:
         return ""
     if isinstance(value, str):

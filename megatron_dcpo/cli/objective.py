@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_dcpo.cli import VERBS
@@ -24,8 +25,19 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Print the result of ``args.input``. Raises :class:`UserError` for bad input."""
-    from megatron_dcpo.objectives.worksheet import evaluate, read, table
+    from megatron_dcpo.objectives.worksheet import evaluate, read
 
     result = evaluate(read(args.input))
     print(json.dumps(result) if args.json else table(result))
     return 0
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """Return one line per response for people."""
+    names = ("target", "R", "R_c", "A reasoning", "A confidence")
+    advantages = result["advantages"]
+    columns = (result["targets"], result["R"], result["R_c"], advantages["reasoning"], advantages["confidence"])
+    lines = ["  i " + "".join(f"{name:>14}" for name in names)]
+    for i, row in enumerate(zip(*columns, strict=True)):
+        lines.append(f"{i:>3} " + "".join(f"{'-' if x is None else format(x, '+.6f'):>14}" for x in row))
+    return "\n".join([*lines, f"loss {result['loss']:+.9f}"])

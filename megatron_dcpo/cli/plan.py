@@ -79,7 +79,8 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= args.reserve_gb < args.gpu_memory_gb:
         raise UserError(f"--reserve-gb {args.reserve_gb:g} is outside 0 ... --gpu-memory-gb {args.gpu_memory_gb:g}")
     config = load_config(args.config, args.overrides)
-    from megatron_dcpo.planning.plan import Machine, as_dict, make_plan
+    from megatron_dcpo.planning.advice import as_dict
+    from megatron_dcpo.planning.plan import Machine, make_plan
     from megatron_dcpo.planning.traffic import Rates
 
     machine = Machine(args.gpus, args.gpu_memory_gb, args.reserve_gb, args.response_tokens)

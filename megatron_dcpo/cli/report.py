@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def serve(runs: Sequence[str], port: int) -> int:
-    """Until it is interrupted."""
+    """Serve the page until it is interrupted."""
     from megatron_dcpo.evaluation.live import ADDRESS, live_server
 
     if len(runs) > 1:

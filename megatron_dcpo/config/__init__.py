@@ -343,7 +343,7 @@ def as_dict(config: Config) -> dict[str, Any]:
 
 
 def _check_keys(values: dict[Any, Any], kind: type, source: str, prefix: tuple[str, ...]) -> None:
-    """Unknown keys first: pydantic would report them last, and without the nearest valid name."""
+    """Refuse unknown keys first: pydantic would report them last, and without the nearest valid name."""
     known = _fields(kind)
     for key, value in values.items():
         name = ".".join((*prefix, str(key)))
@@ -360,7 +360,7 @@ def _check_keys(values: dict[Any, Any], kind: type, source: str, prefix: tuple[s
 
 
 def _fields(kind: Any) -> dict[str, Any]:
-    """Keys of a section with their types; nothing for what is not a section."""
+    """Return the keys of a section with their types; nothing for what is not a section."""
     if kind is ObjectiveConfig:
         return dict.fromkeys(option_names())
     return {name: field.annotation for name, field in getattr(kind, "__pydantic_fields__", {}).items()}

@@ -9,17 +9,53 @@ from megatron_dcpo.objectives import find_method, resolve
 from megatron_dcpo.objectives.options import ObjectiveConfig
 
 if TYPE_CHECKING:
-    from megatron_dcpo.config import Config, RolloutConfig
+    from megatron_dcpo.config import Config, ParallelConfig, RolloutConfig
 
 
 def check_compatible(config: Config, source: str) -> None:
     """Raise :class:`UserError` for the first options that do not go together."""
-    parallel, training = config.parallel, config.training
+    training = config.training
+    for refused, why in (
+        *_parallel_rules(config.parallel),
+        (
+            config.optimizer.min_lr > config.optimizer.lr,
+            f"optimizer.min_lr={config.optimizer.min_lr} is above optimizer.lr={config.optimizer.lr}",
+        ),
+        (
+            not config.evaluation.interval and bool(training.keep_best or training.early_stop),
+            "training.keep_best and training.early_stop need evaluation.interval: every how many steps to validate",
+        ),
+        (
+            training.early_stop > 0 and not training.keep_best,
+            f"training.early_stop={training.early_stop} needs training.keep_best: the metric that it watches",
+        ),
+        (
+            config.evaluation.interval > 0 and not config.evaluation.benchmarks,
+            f"evaluation.interval={config.evaluation.interval} needs evaluation.benchmarks, for instance math500 or "
+            "NAME=PATH",
+        ),
+    ):
+        if refused:
+            raise UserError(f"{source}: {why}")
+    try:
+        objective = resolve(config.objective)
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from None
+    _check_rollout(config.rollout, objective, source)
+    if config.data.prompts_per_step % training.updates_per_rollout:
+        raise UserError(
+            f"{source}: training.updates_per_rollout={training.updates_per_rollout} does not divide "
+            f"data.prompts_per_step={config.data.prompts_per_step}"
+        )
+
+
+def _parallel_rules(parallel: ParallelConfig) -> tuple[tuple[bool, str], ...]:
+    """Return, for every rule of ``parallel``, whether it is broken and what to say."""
     ends = parallel.num_layers_in_first_pipeline_stage or parallel.num_layers_in_last_pipeline_stage
     counted = parallel.account_for_embedding_in_pipeline_split or parallel.account_for_loss_in_pipeline_split
     ways = sum(map(bool, (ends, counted, parallel.pipeline_model_parallel_layout)))
     uneven = "num_layers_in_*_pipeline_stage, account_for_*_in_pipeline_split and pipeline_model_parallel_layout"
-    for refused, why in (
+    return (
         (
             parallel.cp_comm_type != "p2p" and (parallel.context_parallel_size == 1 or parallel.sequence_packing),
             f"parallel.cp_comm_type={parallel.cp_comm_type} needs parallel.context_parallel_size > 1 and no "
@@ -55,36 +91,7 @@ def check_compatible(config: Config, source: str) -> None:
             parallel.recompute_granularity != "selective" and parallel.recompute_modules != ("core_attn",),
             "parallel.recompute_modules needs parallel.recompute_granularity=selective",
         ),
-        (
-            config.optimizer.min_lr > config.optimizer.lr,
-            f"optimizer.min_lr={config.optimizer.min_lr} is above optimizer.lr={config.optimizer.lr}",
-        ),
-        (
-            not config.evaluation.interval and bool(training.keep_best or training.early_stop),
-            "training.keep_best and training.early_stop need evaluation.interval: every how many steps to validate",
-        ),
-        (
-            training.early_stop > 0 and not training.keep_best,
-            f"training.early_stop={training.early_stop} needs training.keep_best: the metric that it watches",
-        ),
-        (
-            config.evaluation.interval > 0 and not config.evaluation.benchmarks,
-            f"evaluation.interval={config.evaluation.interval} needs evaluation.benchmarks, for instance math500 or "
-            "NAME=PATH",
-        ),
-    ):
-        if refused:
-            raise UserError(f"{source}: {why}")
-    try:
-        objective = resolve(config.objective)
-    except UserError as error:
-        raise UserError(f"{source}: {error}") from None
-    _check_rollout(config.rollout, objective, source)
-    if config.data.prompts_per_step % training.updates_per_rollout:
-        raise UserError(
-            f"{source}: training.updates_per_rollout={training.updates_per_rollout} does not divide "
-            f"data.prompts_per_step={config.data.prompts_per_step}"
-        )
+    )
 
 
 def _check_rollout(rollout: RolloutConfig, objective: ObjectiveConfig, source: str) -> None:

@@ -54,7 +54,7 @@ def read_metadata(directory: Path) -> Metadata:
 
 
 def _check(metadata: Any) -> None:
-    """Types and boxes. Raises :class:`ValueError`."""
+    """Check types and boxes. Raises :class:`ValueError`."""
     _require(isinstance(metadata, Metadata), "not the metadata of a checkpoint")
     _require(isinstance(metadata.state_dict_metadata, dict), "no table of tensors")
     _require(isinstance(metadata.storage_data, dict), "no table of files")
@@ -120,7 +120,7 @@ class _Opaque:
 
 
 def _memory_format(owner: Any, name: str) -> Any:
-    """``getattr`` as Python 3.11.0 to 3.11.3 pickles a member of an enumeration, for the one that metadata has."""
+    """Return ``getattr`` as Python 3.11.0 to 3.11.3 pickles a member of an enumeration, for the one that metadata has."""
     return _MEM_FORMAT_ENCODING[name] if owner is _MEM_FORMAT_ENCODING else _Opaque()
 
 

@@ -13,22 +13,29 @@ import json
 import math
 import os
 import shutil
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
-import psutil
 import torch
 from torch import Tensor
 
-from megatron_dcpo import __version__
+from megatron_dcpo.conversion.common import (
+    EMBEDDING,
+    Conversion,
+    PeakMemory,
+    Progress,
+    byte_counter,
+    few_threads,
+    float_dtype,
+    in_threads,
+    one_dtype,
+    sha256,
+    verify_bytes,
+    write_record,
+)
 from megatron_dcpo.conversion.megatron_checkpoint import (
     MegatronCheckpoint,
     NewChunk,
@@ -48,7 +55,7 @@ from megatron_dcpo.conversion.parameters import (
     stack,
 )
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.runtime.dtypes import FLOATS, dtype_bytes
+from megatron_dcpo.runtime.dtypes import dtype_bytes
 from megatron_dcpo.runtime.files import new_directory, require_apart, require_space
 from megatron_dcpo.weights.architecture import Architecture, read_architecture
 from megatron_dcpo.weights.hf_checkpoint import (
@@ -71,64 +78,7 @@ from megatron_dcpo.weights.table import Interleaving, hf_shapes
 # What the model is besides its weights (config, tokenizer, the split into files), kept in an imported checkpoint.
 HF_SUBDIRECTORY = "hf"
 _CHUNK_BYTES = 2**28  # a reader loads chunks whole, also when it wants a slice
-_EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
-
-_THREADS = min(4, os.cpu_count() or 1)
-
-Progress = Callable[[int, int], None]
-_T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class Conversion:
-    """What a conversion did; written as ``conversion.json`` into its result.
-
-    ``tensors``: SHA-256 of every Hugging Face tensor that was moved. ``seconds`` without verification.
-    """
-
-    direction: str
-    source: str
-    target: str
-    architecture: str
-    dtype: str
-    bytes_moved: int
-    seconds: float
-    verify_seconds: float | None
-    peak_resident_bytes: int
-    peak_anonymous_bytes: int
-    padding: dict[str, int]
-    ignored: tuple[str, ...]
-    tensors: dict[str, str] = field(repr=False)
-    version: str = __version__
-
-
-class PeakMemory:
-    """Samples resident and anonymous memory of this process while the block runs.
-
-    Anonymous memory (heap, buffers) is what a machine must have; resident memory counts mapped files as well, which the
-    kernel can drop.
-    """
-
-    def __init__(self) -> None:
-        self.resident_bytes = self.anonymous_bytes = 0
-        self._process, self._stop = psutil.Process(), threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def __enter__(self) -> PeakMemory:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        stopped = False
-        while not stopped:
-            sample = self._process.memory_info()
-            self.resident_bytes = max(self.resident_bytes, sample.rss)
-            self.anonymous_bytes = max(self.anonymous_bytes, sample.rss - getattr(sample, "shared", 0))
-            stopped = self._stop.wait(0.02)
+_OUTPUT = "lm_head.weight"
 
 
 # ------------------------------------------------------------------------------------------- Hugging Face -> Megatron
@@ -156,26 +106,26 @@ def import_checkpoint(
         padded = padded_vocab_size(arch, Layout(tensor_model_parallel_size, 1, 1, make_vocab_size_divisible_by))
         reader = HFReader(source)
         reader.check(arch)
-        dtype = _one_dtype(source, {name: reader.specs[name] for name in hf_shapes(arch)})
+        dtype = one_dtype(source, {name: reader.specs[name] for name in hf_shapes(arch)})
         ignored = _ignored(reader, arch)
         chunks = list(_new_chunks(arch, reader, padded))
         total = sum(math.prod(chunk.sizes) for chunk in chunks) * dtype_bytes(dtype)
         require_space(target, total)
-        with new_directory(target, overwrite) as temporary, _threads() as pool:
-            hashing = {name: pool.submit(_sha256, reader.tensor(name)) for name in hf_shapes(arch)}
-            write_checkpoint(temporary, chunks, extra_states(arch), _counter(progress, total))
+        with new_directory(target, overwrite) as temporary, few_threads() as pool:
+            hashing = {name: pool.submit(sha256, reader.tensor(name)) for name in hf_shapes(arch)}
+            write_checkpoint(temporary, chunks, extra_states(arch), byte_counter(progress, total))
             hashes = {name: hashing[name].result() for name in sorted(hashing)}
             side = temporary / HF_SUBDIRECTORY
             side.mkdir()
             copy_side_files(source, side)
             _record_files(source, side, arch)
             seconds = time.perf_counter() - clock
-            checked = _verify(arch, MegatronCheckpoint(temporary), reader, progress) if verify else None
+            checked = verify_bytes(arch, MegatronCheckpoint(temporary), reader, progress) if verify else None
             padding = {"vocab_size": arch.vocab_size, "padded_vocab_size": padded}
             names = "import", str(source), str(target), arch.name, dtype
             peaks = memory.resident_bytes, memory.anonymous_bytes
             result = Conversion(*names, total, seconds, checked, *peaks, padding, ignored, hashes)
-            _write_record(temporary, result)
+            write_record(temporary, result)
     return result
 
 
@@ -197,7 +147,8 @@ def _new_chunks(arch: Architecture, reader: HFReader, padded: int) -> Iterator[N
 
 
 def _rows(reader: HFReader, copies: Sequence[Copy], start: int, stop: int, sizes: tuple[int, ...]) -> Tensor:
-    """Rows ``start:stop`` of the Megatron tensor made of ``copies``, as a tensor of ``sizes``; zeros after the last."""
+    """Return rows ``start:stop`` of the Megatron tensor made of ``copies``, as a tensor of ``sizes``; zeros after the
+    last."""
     parts = []
     for copy in copies:
         low, high = max(start, copy.start), min(stop, copy.start + copy.length)
@@ -212,23 +163,25 @@ def _rows(reader: HFReader, copies: Sequence[Copy], start: int, stop: int, sizes
 
 
 def _chunk_bounds(kind: Interleaving, rows: int, row_bytes: int) -> list[int]:
-    """Megatron reads the halves of gate and up apart; otherwise whole tensors up to a size."""
+    """Return where chunks begin and end: Megatron reads the halves of gate and up apart; otherwise whole tensors up to
+    a size."""
     step = max(1, _CHUNK_BYTES // row_bytes)
     halves = [(0, rows // 2), (rows // 2, rows)] if kind == "gate_up" else [(0, rows)]
     return [start for low, high in halves for start in range(low, high, step)] + [rows]
 
 
 def _ignored(reader: HFReader, arch: Architecture) -> tuple[str, ...]:
-    """Names of superfluous tensors. Raises :class:`UserError` for one that means something ``config.json`` denies."""
+    """Return the names of superfluous tensors. Raises :class:`UserError` for one that means something ``config.json``
+    denies."""
     source, extra = reader.model_dir, sorted(set(reader.specs) - set(hf_shapes(arch)))
     for name in extra:
         if name.endswith("rotary_emb.inv_freq"):
             continue
         if name != _OUTPUT or not arch.tied_embeddings:
             raise UserError(f"{source}: config.json has no place for the tensor {name}")
-        same = reader.specs[_OUTPUT] == reader.specs[_EMBEDDING]
-        if not same or not torch.equal(as_bytes(reader.tensor(_OUTPUT)), as_bytes(reader.tensor(_EMBEDDING))):
-            raise UserError(f"{source}: config.json ties the embeddings, but {_OUTPUT} differs from {_EMBEDDING}")
+        same = reader.specs[_OUTPUT] == reader.specs[EMBEDDING]
+        if not same or not torch.equal(as_bytes(reader.tensor(_OUTPUT)), as_bytes(reader.tensor(EMBEDDING))):
+            raise UserError(f"{source}: config.json ties the embeddings, but {_OUTPUT} differs from {EMBEDDING}")
     return tuple(extra)
 
 
@@ -273,26 +226,26 @@ def export_checkpoint(
         located = locate(arch, checkpoint)
         dtypes = {copy.hf: located[name].dtype for name, copies in row_copies(arch).items() for copy in copies}
         specs = {name: (shape, dtypes[name]) for name, shape in hf_shapes(arch).items()}
-        dtype = _float_dtype(source, specs)
+        dtype = float_dtype(source, specs)
         recorded = None if max_shard_bytes or hf_config else _recorded_files(side, specs)
         shards = plan_shards(specs, recorded or assign_files(specs, max_shard_bytes or SHARD_BYTES))
         total = sum(math.prod(shape) * dtype_bytes(name) for shape, name in specs.values())
         require_space(target, sum(shard.nbytes for shard in shards))
         with new_directory(target, overwrite) as temporary:
-            hashes = _write_shards(temporary, shards, slices(arch, checkpoint, located), _counter(progress, total))
+            hashes = _write_shards(temporary, shards, slices(arch, checkpoint, located), byte_counter(progress, total))
             if recorded and len(shards) > 1:
                 shutil.copyfile(side / INDEX, temporary / INDEX)
             else:
                 write_index(temporary, shards)
             copy_side_files(side, temporary, dtype)
             seconds = time.perf_counter() - clock
-            checked = _verify(arch, checkpoint, HFReader(temporary), progress) if verify else None
+            checked = verify_bytes(arch, checkpoint, HFReader(temporary), progress) if verify else None
             names = "export", str(source), str(target), arch.name, dtype
             peaks = memory.resident_bytes, memory.anonymous_bytes
             tensors = dict(sorted(hashes.items()))
             padding = {"vocab_size": arch.vocab_size}
             result = Conversion(*names, total, seconds, checked, *peaks, padding, (), tensors)
-            _write_record(temporary, result)
+            write_record(temporary, result)
     return result
 
 
@@ -316,7 +269,7 @@ def _write_shards(
             file = stack.enter_context((out / shard.file).open("wb", buffering=0))
             file.write(shard.header)
             places |= {name: (file.fileno(), offset) for name, offset in shard.offsets.items()}
-        for digests, nbytes in _in_threads(write, parameters):
+        for digests, nbytes in in_threads(write, parameters):
             hashes |= digests
             count(nbytes)
     return hashes
@@ -329,89 +282,8 @@ def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 def _recorded_files(side: Path, specs: Specs) -> dict[str, str] | None:
-    """Tensor name -> file as it was before import, if the record has exactly these tensors."""
+    """Return tensor name -> file as it was before import, if the record has exactly these tensors."""
     if not (side / INDEX).is_file():
         return None
     files = read_weight_map(side)
     return files if set(files) == set(specs) else None
-
-
-# ------------------------------------------------------------------------------------------------------ both directions
-
-
-def _one_dtype(where: Path, specs: Specs) -> str:
-    """Return the common element type. Raises :class:`UserError` naming the first tensor that differs."""
-    expected = _float_dtype(where, specs)
-    for name, (_, dtype) in specs.items():
-        if dtype != expected:
-            raise UserError(f"{where}: {name} has dtype {dtype}, but {_EMBEDDING} has {expected}")
-    return expected
-
-
-def _float_dtype(where: Path, specs: Specs) -> str:
-    """Return the element type of the embedding. Megatron's local RMSNorm is fp32 in a bf16 model that was never
-    wrapped, so in a checkpoint other tensors may differ from it; they keep their bits."""
-    for name, (_, dtype) in specs.items():
-        if dtype not in FLOATS:
-            raise UserError(f"{where}: {name} has dtype {dtype}; known: {', '.join(sorted(FLOATS))}")
-    return specs[_EMBEDDING][1]
-
-
-def _verify(arch: Architecture, checkpoint: MegatronCheckpoint, reader: HFReader, progress: Progress) -> float:
-    """Compare source and result, both read again, byte for byte; returns the seconds."""
-    clock, located = time.perf_counter(), locate(arch, checkpoint)
-    count = _counter(progress, sum(math.prod(shape) * dtype_bytes(dtype) for shape, dtype in reader.specs.values()))
-
-    def compare(parameter: list[Slice]) -> int:
-        for part in parameter:
-            expected = as_bytes(reader.tensor(part.name)).view(-1)[part.start : part.start + part.values.numel()]
-            if not torch.equal(expected, part.values.reshape(-1)):
-                raise UserError(f"verification failed: {part.name} reads back differently; is the disk in order?")
-        return sum(part.values.numel() for part in parameter)
-
-    for nbytes in _in_threads(compare, slices(arch, checkpoint, located)):
-        count(nbytes)
-    return time.perf_counter() - clock
-
-
-@contextmanager
-def _threads() -> Iterator[ThreadPoolExecutor]:
-    """Open a few threads; what they have not begun when the block ends or fails is dropped."""
-    pool, inner = ThreadPoolExecutor(_THREADS), torch.get_num_threads()
-    torch.set_num_threads(1)  # torch's own threads beside these would wait for a core, spinning
-    try:
-        yield pool
-    finally:
-        pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(inner)
-
-
-def _in_threads(function: Callable[[list[Slice]], _T], parameters: Iterable[list[Slice]]) -> Iterator[_T]:
-    """Yield ``function`` of each parameter, few of which exist at a time: a parameter of joined chunks takes memory."""
-    with _threads() as pool:
-        pending: deque[Future[_T]] = deque()
-        for parameter in parameters:
-            pending.append(pool.submit(function, parameter))
-            if len(pending) == _THREADS:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-
-
-def _sha256(tensor: Tensor) -> str:
-    return hashlib.sha256(as_bytes(tensor).numpy().data).hexdigest()
-
-
-def _counter(progress: Progress, total: int) -> Callable[[int], None]:
-    done = 0
-
-    def add(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        progress(done, total)
-
-    return add
-
-
-def _write_record(directory: Path, result: Conversion) -> None:
-    (directory / "conversion.json").write_text(json.dumps(result.__dict__, indent=1) + "\n")

@@ -84,7 +84,8 @@ class StoredTensor:
         return math.prod(self.shape) * dtype_bytes(self.dtype)
 
     def entry(self, number: int) -> StoredTensor:
-        """Entry ``number`` along the leading axis, on which Megatron stacks the layers, and the experts on the next."""
+        """Return the entry ``number`` along the leading axis, on which Megatron stacks the layers, and the experts on
+        the next."""
         axis = len(self.place)
         chunks = tuple(c for c in self.chunks if c.offsets[axis] <= number < c.offsets[axis] + c.sizes[axis])
         return StoredTensor(self.key, self.shape[1:], self.dtype, chunks, (*self.place, number))
@@ -119,7 +120,8 @@ class MegatronCheckpoint:
             yield key, StoredTensor(key, tuple(entry.size), name_of(entry.properties.dtype), tuple(chunks))
 
     def blocks(self, tensor: StoredTensor) -> list[tuple[int, Tensor]]:
-        """(first row, bytes [rows, ..., bytes per element]) of ``tensor`` in order of rows, none of them in two blocks.
+        """Yield (first row, bytes [rows, ..., bytes per element]) of ``tensor`` in order of rows, none of them in two
+        blocks.
 
         Chunks of whole rows are views of the files' maps; chunks of columns are joined. Raises :class:`UserError` for
         a chunk that is damaged or not what the metadata says.
@@ -168,8 +170,8 @@ class MegatronCheckpoint:
 
 
 def find_checkpoint(path: Path, which: str = "latest") -> Path:
-    """``path`` itself, or the checkpoint that its ``latest_checkpointed_iteration.txt`` or, ``best``, its ``best.json``
-    names."""
+    """Return ``path`` itself, or the checkpoint that its ``latest_checkpointed_iteration.txt`` or, ``best``, its
+    ``best.json`` names."""
     if which == "best":
         if not (path / BEST).is_file():
             raise UserError(
@@ -212,7 +214,7 @@ class NewChunk:
         return WriteItem(MetadataIndex(self.key, self.offsets), WriteItemType.SHARD, tensor_data=data)
 
 
-class _Planner(DefaultSavePlanner):
+class _ChunkPlanner(DefaultSavePlanner):
     """Makes each tensor only when it is written, so that one chunk is in memory at a time."""
 
     def __init__(self, chunks: Sequence[NewChunk], objects: Mapping[str, Any], count: Callable[[int], None]) -> None:
@@ -252,7 +254,7 @@ def write_checkpoint(
     checksums = torch.serialization.get_crc32_options()
     try:
         torch.serialization.set_crc32_options(False)  # half of the time of torch.save, and no reader compares them
-        results = writer.write_data(writer.prepare_global_plan(plans)[0], _Planner(chunks, objects, count)).value()
+        results = writer.write_data(writer.prepare_global_plan(plans)[0], _ChunkPlanner(chunks, objects, count)).value()
     except RuntimeError as error:
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, OSError):

@@ -30,7 +30,7 @@ _EXTRA_STATES_QK = ("self_attention.q_layernorm", "self_attention.k_layernorm")
 
 
 def row_copies(arch: Architecture) -> dict[str, list[Copy]]:
-    """Megatron parameter (global layer numbers, Transformer Engine's names) -> its copies in order of its rows.
+    """Map a Megatron parameter (global layer numbers, Transformer Engine's names) -> its copies in order of its rows.
 
     One rank holds all columns of what Megatron splits by columns, so every copy is one of rows.
     """
@@ -49,8 +49,8 @@ def megatron_shape(arch: Architecture, copies: Sequence[Copy]) -> tuple[int, ...
 
 
 def checkpoint_key(megatron: str) -> tuple[str, tuple[int, ...]]:
-    """``decoder.layers.7.mlp...`` -> (``decoder.layers.mlp...``, (7,)): layers are stacked in a checkpoint, and the experts
-    of a layer, (7, expert)."""
+    """Split ``decoder.layers.7.mlp...`` -> (``decoder.layers.mlp...``, (7,)): layers are stacked in a checkpoint, and
+    the experts of a layer, (7, expert)."""
     if not megatron.startswith(_LAYER):
         return megatron, ()
     number, _, rest = megatron.removeprefix(_LAYER).partition(".")
@@ -89,8 +89,8 @@ class Slice:
 def slices(
     arch: Architecture, checkpoint: MegatronCheckpoint, located: Mapping[str, StoredTensor]
 ) -> Iterator[list[Slice]]:
-    """For each Megatron parameter, its rows as slices of Hugging Face tensors, each tensor's in order; no padding. Merged
-    with the low-rank adapter that a training with ``model.adapter`` leaves in a checkpoint.
+    """Yield, for each Megatron parameter, its rows as slices of Hugging Face tensors, each tensor's in order; no
+    padding. Merged with the low-rank adapter that a training with ``model.adapter`` leaves in a checkpoint.
 
     ``located``: what :func:`locate` returned.
     """
@@ -125,7 +125,7 @@ def _low_rank(checkpoint: MegatronCheckpoint, name: str) -> LowRank | None:
 
 
 def _added(values: Tensor, dtype: torch.dtype, addition: Tensor) -> Tensor:
-    """``values`` [rows, columns, bytes] of ``dtype`` plus ``addition`` [rows, columns] fp32, as bytes again."""
+    """Return ``values`` [rows, columns, bytes] of ``dtype`` plus ``addition`` [rows, columns] fp32, as bytes again."""
     total = addition.add_(values.clone().view(dtype).squeeze(-1))  # a map is not aligned
     return as_bytes(total.to(dtype)).view(values.shape)
 
@@ -187,7 +187,7 @@ def _other_name(key: str) -> str:
 
 
 def _model_tensors(checkpoint: MegatronCheckpoint) -> tuple[str, dict[str, StoredTensor]]:
-    """(prefix, tensors) of the language model in a checkpoint that may hold an optimizer too.
+    """Return (prefix, tensors) of the language model in a checkpoint that may hold an optimizer too.
 
     Wrappers put ``module.`` or ``model.`` before the names. Raises :class:`UserError` when there is no model.
     """

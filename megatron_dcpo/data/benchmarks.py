@@ -272,7 +272,7 @@ def _parse_window(spec: str, dates: str, entry: Benchmark) -> tuple[str, str]:
 
 
 def parse_specs(text: str) -> list[str]:
-    """``"math500, AIME24,mine=a.jsonl"`` -> its parts; the same name twice is an error."""
+    """Return the parts of ``"math500, AIME24,mine=a.jsonl"``; the same name twice is an error."""
     specs = [part.strip() for part in text.split(",") if part.strip()]
     if not specs:
         raise UserError(f"no benchmark named; known: {', '.join(BENCHMARKS)}")

@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatron_dcpo.data import livecodebench
+from megatron_dcpo.data.leetcode import LEETCODE_SETUP
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.sandbox.tests import checked_tests
 
@@ -43,7 +44,7 @@ class CodeProblem(NamedTuple):
 
 
 def pack_tests(tests: Tests) -> bytes:
-    """Compressed JSON: keys are sorted, so that equal tests are equal bytes."""
+    """Return the compressed JSON: keys are sorted, so that equal tests are equal bytes."""
     return zlib.compress(json.dumps(tests, sort_keys=True).encode(), level=3)
 
 
@@ -53,7 +54,7 @@ def unpack_tests(packed: bytes) -> Tests:
 
 
 def tests_key(packed: bytes) -> str:
-    """Names a set of tests, the same in every run: ``tests:`` and 16 hex digits of a hash of their JSON."""
+    """Return the name of a set of tests, the same in every run: ``tests:`` and 16 hex digits of a hash of their JSON."""
     return "tests:" + hashlib.sha256(zlib.decompress(packed)).hexdigest()[:16]
 
 
@@ -128,12 +129,12 @@ def _cases(cases: Sequence[Mapping[str, Any]], name: str | None) -> Tests:
 
 
 def _lines(value: Any) -> str:
-    """Text; some sets give lines as a list."""
+    """Return text; some sets give lines as a list."""
     return value if isinstance(value, str) else "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _parsed(value: Any) -> Any:
-    """JSON, or a literal of Python's (PrimeIntellect writes both); text that is neither stays text."""
+    """Parse JSON, or a literal of Python's (PrimeIntellect writes both); text that is neither stays text."""
     if not isinstance(value, str):
         return value
     try:
@@ -146,7 +147,7 @@ def _parsed(value: Any) -> Any:
 
 
 def _functional(code: str) -> Tests:
-    """rllm: the definition of ``check`` and, in the last line, its call with what is to be tested."""
+    """Return rllm's tests: the definition of ``check`` and, in the last line, its call with what is to be tested."""
     calls = list(_ENTRY_OF_CHECK.finditer(code))
     if not calls:
         raise ValueError("functional tests without a call of check(...)")
@@ -173,7 +174,7 @@ def _stated(statement: str, tests: Tests) -> CodeProblem:
 
 
 def _verification_info(row: Row) -> CodeProblem | None:
-    """PrimeIntellect and open-r1. Tests in other languages than Python are not used."""
+    """Return the problem of a PrimeIntellect or open-r1 row. Tests in other languages than Python are not used."""
     info = _parsed(row["verification_info"])
     language = str(info.get("language") or "python")
     if not _PYTHON.fullmatch(language.strip()):
@@ -183,7 +184,8 @@ def _verification_info(row: Row) -> CodeProblem | None:
 
 
 def _human_eval(row: Row) -> CodeProblem:
-    """HumanEval, and HumanEval+ in the same format. What stands before the function belongs to the program.
+    """Return the problem of a HumanEval row, or HumanEval+ in the same format. What stands before the function belongs
+    to the program.
 
     The published HumanEval+ in this format cannot be solved in problem 32: its test swaps two arguments.
     """
@@ -221,7 +223,8 @@ def _before_function(prompt: str, name: str) -> str:
 
 
 def _mbpp_plus(row: Row) -> CodeProblem:
-    """MBPP+ in MBPP's format: ``test`` runs at the top level and calls the function by its name.
+    """Return the problem of an MBPP+ row in MBPP's format: ``test`` runs at the top level and calls the function by its
+    name.
 
     One input of problem 255 has 1.7 million combinations of 77 words as its result, gigabytes to compare: left out.
     """
@@ -240,8 +243,9 @@ def _mbpp_plus(row: Row) -> CodeProblem:
 
 
 def _alike_first(test: str) -> str:
-    """NumPy finds an empty list close to every number, and a number close to a list of it, by broadcasting: with the
-    released tests ``return []`` passes 30 tasks. Shapes and kinds are compared first."""
+    """Return tests that compare the form first. NumPy finds an empty list close to every number, and a number close to
+    a list of it, by broadcasting: with the released tests ``return []`` passes 30 tasks. Shapes and kinds are compared
+    first."""
     strict = test.replace("assert np.allclose(out, exp", "assert _alike(out, exp) and np.allclose(out, exp")
     return test if strict == test else _ALIKE + strict
 
@@ -267,7 +271,8 @@ def _mbpp(row: Row) -> CodeProblem:
 
 
 def _leetcode(row: Row) -> CodeProblem:
-    """LeetCodeDataset: ``prompt`` holds the imports and node classes that solutions and tests rely on."""
+    """Return the problem of a LeetCodeDataset row: ``prompt`` holds the imports and node classes that solutions and
+    tests rely on."""
     statement = row.get("problem_description")
     if statement and row.get("starter_code"):
         statement = f"{statement.strip()}\n\nComplete this:\n```python\n{row['starter_code'].rstrip()}\n```"
@@ -320,72 +325,6 @@ _FORMATS: tuple[tuple[Callable[[Row], bool], Callable[[Row], Any]], ...] = (
     (lambda row: bool(row.get("tests")) and any(name in row for name in ("problem", "question", "prompt")), _native),
     (lambda row: "prompt" in row and _verl_ground_truth(row) is not None, _verl),
 )
-
-# What LeetCode's own environment gives: names that solutions use without importing them, and linked nodes.
-LEETCODE_SETUP = """\
-import bisect, collections, datetime, functools, heapq, itertools, math, operator, random, re, string
-from bisect import *
-from collections import *
-from functools import *
-from heapq import *
-from itertools import *
-from math import *
-from operator import *
-from string import *
-from typing import *
-
-inf = float("inf")
-
-
-class ListNode:
-    def __init__(self, val=0, next=None):
-        self.val, self.next = val, next
-
-
-class TreeNode:
-    def __init__(self, val=0, left=None, right=None):
-        self.val, self.left, self.right = val, left, right
-
-
-def list_node(values):
-    head = None
-    for value in reversed(values):
-        head = ListNode(value, head)
-    return head
-
-
-def tree_node(values):
-    if not values:
-        return None
-    nodes = [None if value is None else TreeNode(value) for value in values]
-    parents, waiting = iter([node for node in nodes if node is not None]), iter(nodes[1:])
-    for parent in parents:
-        parent.left = next(waiting, None)
-        parent.right = next(waiting, None)
-    return nodes[0]
-
-
-def is_same_list(p, q):
-    while p is not None and q is not None:
-        if p.val != q.val:
-            return False
-        p, q = p.next, q.next
-    return p is None and q is None
-
-
-def is_same_tree(p, q):
-    waiting = [(p, q)]
-    while waiting:
-        p, q = waiting.pop()
-        if p is None or q is None:
-            if p is not q:
-                return False
-        elif p.val != q.val:
-            return False
-        else:
-            waiting += [(p.left, q.left), (p.right, q.right)]
-    return True
-"""
 
 # evalplus' rule: equal, or both floats (or lists of them) within the tolerance; find_zero is judged by its residue.
 _AGAINST_REFERENCE = """

@@ -131,7 +131,7 @@ def message_prompts(
 
 
 def draw_prompts(prompts: Sequence[Prompt], first: int, count: int, *, seed: int, shuffle: bool) -> list[Prompt]:
-    """``count`` prompts from the ``first`` (0-based) on: epoch after epoch, each in its own order when ``shuffle``.
+    """Return ``count`` prompts from the ``first`` (0-based) on: epoch after epoch, each in its own order when ``shuffle``.
 
     A function of seed and position alone, so that resuming needs no generator. The epoch is appended to ``prompt_id``, so
     that a prompt met twice in one step forms two groups.
@@ -276,7 +276,8 @@ def _as_messages(problem: Any, where: str) -> tuple[dict[str, str], ...]:
 
 
 def _task_name(path_or_name: str | Path) -> str:
-    """``.../math500/test.jsonl`` -> math500; ``.../aime24.parquet`` -> aime24; ``owner/name@test`` -> name."""
+    """Return a task's name: ``.../math500/test.jsonl`` -> math500; ``.../aime24.parquet`` -> aime24;
+    ``owner/name@test`` -> name."""
     path = Path(str(path_or_name).partition("@")[0].partition(":")[0])
     stem = path.name.removesuffix(".gz")
     stem = stem.rsplit(".", 1)[0] if stem.endswith((".json", ".jsonl", ".parquet")) else stem

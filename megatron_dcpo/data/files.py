@@ -64,7 +64,7 @@ def read_json_lines(path: str | Path, allow_truncated: bool = False) -> Iterator
 
 @contextmanager
 def _open_text(path: str | Path) -> Iterator[TextIO]:
-    """Lines end at newlines only: an answer may hold other separators."""
+    """Open a file whose lines end at newlines only: an answer may hold other separators."""
     try:
         with ExitStack() as stack:
             if str(path) == "-":
@@ -135,7 +135,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
 
 
 def _read_hub(name: str) -> Iterator[Row]:
-    """``owner/name[:config][@split]`` through the ``datasets`` library, which is optional."""
+    """Read ``owner/name[:config][@split]`` through the ``datasets`` library, which is optional."""
     try:
         from datasets import load_dataset
     except ImportError:

@@ -51,7 +51,7 @@ def decode_private(encoded: str) -> list[Mapping[str, Any]]:
 
 
 def tests_of(row: Mapping[str, Any], setup: str) -> Mapping[str, Any]:
-    """Public and private tests of a row, in this order. ``setup``: what method solutions may rely on."""
+    """Return the public and private tests of a row, in this order. ``setup``: what method solutions may rely on."""
     public = row["public_test_cases"]
     cases = _case_list(parse_json(public) if isinstance(public, str) else public)
     private = row.get("private_test_cases")
@@ -81,7 +81,7 @@ def tests_of(row: Mapping[str, Any], setup: str) -> Mapping[str, Any]:
 
 
 def contest_date(row: Mapping[str, Any]) -> str:
-    """``2024-08-03``; the empty string for a row without one. The hub gives a datetime, the files ISO text."""
+    """Return ``2024-08-03``; the empty string for a row without one. The hub gives a datetime, the files ISO text."""
     value = row.get("contest_date")
     return "" if value is None else str(value)[:10]
 

@@ -157,7 +157,8 @@ def render(
 
 
 def encode_chat(tokenizer: Any, messages: tuple[Message, ...]) -> list[int]:
-    """Token ids of a chat up to and including the generation prompt, thinking off where the template has that switch."""
+    """Return the token ids of a chat up to and including the generation prompt, thinking off where the template has
+    that switch."""
     chat_template = getattr(tokenizer, "chat_template", None)
     if not chat_template:
         raise UserError("the tokenizer has no chat template; use the prompt template 'raw' or add chat_template.jinja")

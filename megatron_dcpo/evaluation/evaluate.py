@@ -20,7 +20,7 @@ from megatron_dcpo.calibration import diagrams
 from megatron_dcpo.data import LoadedBenchmark
 from megatron_dcpo.data.datasets import Record
 from megatron_dcpo.evaluation.posthoc import features
-from megatron_dcpo.evaluation.report import Run, read_run, summary_of, write_report
+from megatron_dcpo.evaluation.report import EvaluatedRun, read_run, summary_of, write_report
 from megatron_dcpo.evaluation.samples import (
     Sample,
     SampleLog,
@@ -144,7 +144,8 @@ def rejudge(
 def write_evaluation(
     directory: str | Path, evaluation: Mapping[str, Any], samples: Sequence[Sample], title: str = ""
 ) -> None:
-    """``evaluation.json``, ``samples.jsonl``, ``report.html``, and ``diagrams/`` per benchmark and kind of confidence."""
+    """Write ``evaluation.json``, ``samples.jsonl``, ``report.html``, and ``diagrams/`` per benchmark and kind of
+    confidence."""
     root = Path(directory)
     pictures = root / "diagrams"
     root.mkdir(parents=True, exist_ok=True)
@@ -160,8 +161,9 @@ def write_evaluation(
     write_report([run], root / "report.html", title or f"Evaluation of {evaluation['model'] or run.name}")
 
 
-def _draw(scores: Mapping[str, Any], run: Run, benchmark: str | None, pictures: Path) -> None:
-    """Reliability diagram and histogram of every kind of confidence, and the accuracy-coverage curves of all kinds."""
+def _draw(scores: Mapping[str, Any], run: EvaluatedRun, benchmark: str | None, pictures: Path) -> None:
+    """Draw the reliability diagram and histogram of every kind of confidence, and the accuracy-coverage curves of all
+    kinds."""
     kinds, name = scored_kinds(scores), benchmark or "overall"
     file = re.sub(r"[^\w.-]", "_", name)[:100]  # a name of a samples.jsonl may be anything
     for kind in kinds:

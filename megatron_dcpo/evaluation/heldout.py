@@ -82,7 +82,7 @@ class HeldOut:
         return max(len(prompt.token_ids) for prompt in self.prompts.values())
 
     def judged(self, responses: Sequence[Response], eos_ids: Sequence[int]) -> list[Sample]:
-        """Responses to any of the prompts, judged by their text as in an evaluation.
+        """Return the responses to any of the prompts, judged by their text as in an evaluation.
 
         The samples have no log-probs: an engine that trains gives those of the distribution that was sampled.
         """
@@ -105,7 +105,8 @@ class HeldOut:
         return [replace(s, token_confidence=None, min_logprob=None, reasoning_logprob=None) for s in samples]
 
     def metrics(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """``evaluation/BENCHMARK/METRIC``, as ``dcpo evaluate`` has them of the stated confidence; undefined ones NaN.
+        """Return ``evaluation/BENCHMARK/METRIC``, as ``dcpo evaluate`` has them of the stated confidence; undefined
+        ones NaN.
 
         ``samples`` may come in any order.
         """
@@ -148,7 +149,7 @@ def load_held_out(config: Config, tokenizer: Any, tokens: TokenBytes) -> HeldOut
 
 
 def benchmark_list(options: ValidationConfig) -> str:
-    """``evaluation.benchmarks`` as ``dcpo evaluate --benchmarks`` takes it."""
+    """Return ``evaluation.benchmarks`` as ``dcpo evaluate --benchmarks`` takes it."""
     return options.benchmarks if isinstance(options.benchmarks, str) else ",".join(options.benchmarks)
 
 

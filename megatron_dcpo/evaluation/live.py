@@ -114,4 +114,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: Any) -> None:
-        """Two requests a second are no news."""
+        """Log nothing: two requests a second are no news."""

@@ -62,7 +62,7 @@ class Posthoc:
     weights: Weights
 
     def predict(self, samples: Sequence[Sample]) -> list[float | None]:
-        """Confidence in [0, 1] per sample, None where the sample lacks what it is made from."""
+        """Return the confidence in [0, 1] per sample, None where the sample lacks what it is made from."""
         predictions: list[float | None] = [None] * len(samples)
         try:
             inputs, known = inputs_of(samples, self.source)
@@ -108,7 +108,7 @@ class Posthoc:
 
 
 def features(top_logprobs: np.ndarray | None) -> list[float] | None:
-    """[3 * 20]: mean, standard deviation over the tokens, and last token, of the falling log-probs [T, K]."""
+    """Return [3 * 20]: mean, standard deviation over the tokens, and last token, of the falling log-probs [T, K]."""
     if top_logprobs is None or top_logprobs.size == 0:
         return None
     rows = np.full((len(top_logprobs), TOP_LOGPROBS), LOWEST_LOGPROB)
@@ -160,7 +160,7 @@ def problem_of(sample: Sample) -> str:
 
 
 def soft_targets(samples: Sequence[Sample]) -> np.ndarray:
-    """[N]: the share of correct ones among all repeats of the sample's problem."""
+    """Return [N]: the share of correct ones among all repeats of the sample's problem."""
     groups: dict[str, list[bool]] = {}
     for sample in samples:
         groups.setdefault(problem_of(sample), []).append(sample.correct)
@@ -237,7 +237,7 @@ def _sigmoid(z: np.ndarray) -> np.ndarray:
 
 
 def _log_loss(z: np.ndarray, y: np.ndarray) -> float:
-    """Mean cross-entropy of logits z [N] with targets y [N] in [0, 1]."""
+    """Return the mean cross-entropy of logits z [N] with targets y [N] in [0, 1]."""
     return float(np.mean(np.logaddexp(0.0, z) - y * z))
 
 
@@ -277,7 +277,8 @@ def _fit_isotonic(c: np.ndarray, y: np.ndarray) -> Weights:
 def _fit_perceptron(
     x: np.ndarray, y: np.ndarray, x_stop: np.ndarray, y_stop: np.ndarray, seed: int, epochs: int, width: int
 ) -> Weights:
-    """Three layers, standardized inputs; the weights of the epoch with the least cross-entropy on the stopping problems."""
+    """Fit three layers, standardized inputs; the weights of the epoch with the least cross-entropy on the stopping
+    problems."""
     import torch
 
     mean, deviation = x.mean(0), np.maximum(x.std(0), 1e-6)
@@ -332,7 +333,7 @@ METHODS: tuple[str, ...] = tuple(_PREDICT)
 
 
 def scores(samples: Sequence[Sample], kind: str = "posthoc") -> dict[str, Any]:
-    """ECE, Brier score, AUROC and mean of one kind of confidence."""
+    """Return ECE, Brier score, AUROC and mean of one kind of confidence."""
     values = [CONFIDENCE_KINDS[kind](sample) for sample in samples]
     summary = summarize(values, [float(sample.correct) for sample in samples])
     return {name: summary[name] for name in ("n", "accuracy", "mean_confidence", "ece", "pce", "brier", "auroc")}

@@ -34,7 +34,7 @@ class Published:
 
 
 def load_published(name: str) -> list[Published]:
-    """``paper``, or the path of a CSV file with the same columns."""
+    """Load ``paper``, or a CSV file with the same columns."""
     path: Traversable = files("megatron_dcpo.evaluation") / "published.csv" if name == "paper" else Path(name)
     columns = [field.name for field in fields(Published)]
     try:

@@ -47,7 +47,7 @@ _SAMPLES_SHOWN = 6
 
 
 @dataclass(frozen=True)
-class Run:
+class EvaluatedRun:
     """The files of one run. ``evaluation``: evaluation.json; ``metrics``: rows; ``samples``: judged responses."""
 
     name: str
@@ -60,12 +60,12 @@ class Run:
 # ------------------------------------------------------------------------------------------------ finding runs
 
 
-def find_runs(paths: Sequence[str | Path]) -> list[Run]:
+def find_runs(paths: Sequence[str | Path]) -> list[EvaluatedRun]:
     """Return the runs at or below ``paths``, in the order given, subdirectories by name.
 
     A training run without an evaluation of its own takes the one evaluation below it, if there is exactly one.
     """
-    runs: list[Run] = []
+    runs: list[EvaluatedRun] = []
     for given in paths:
         root = Path(given)
         if not root.is_dir():
@@ -87,7 +87,7 @@ def find_runs(paths: Sequence[str | Path]) -> list[Run]:
     return _distinct(runs)
 
 
-def read_run(path: Path, evaluation_path: Path | None = None, name: str | None = None) -> Run:
+def read_run(path: Path, evaluation_path: Path | None = None, name: str | None = None) -> EvaluatedRun:
     """Read a run; its evaluation may lie in a directory of its own."""
     evaluated = evaluation_path or path
     evaluation_file, metrics_file = evaluated / "evaluation.json", path / "metrics.jsonl"
@@ -97,11 +97,11 @@ def read_run(path: Path, evaluation_path: Path | None = None, name: str | None =
     samples = next(
         ([row for _, row in read_json_lines(file, allow_truncated=True)] for file in files if file.exists()), []
     )
-    return Run(name or path.name, path, evaluation, rows, samples)
+    return EvaluatedRun(name or path.name, path, evaluation, rows, samples)
 
 
 def _adopted(directories: Sequence[Path]) -> dict[Path, Path]:
-    """Training directory -> the only evaluation directory below it."""
+    """Return training directory -> the only evaluation directory below it."""
     adopted = {}
     for parent in directories:
         if (parent / "evaluation.json").exists():
@@ -112,8 +112,8 @@ def _adopted(directories: Sequence[Path]) -> dict[Path, Path]:
     return adopted
 
 
-def _distinct(runs: Sequence[Run]) -> list[Run]:
-    """Names that occur twice get their parent directory in front."""
+def _distinct(runs: Sequence[EvaluatedRun]) -> list[EvaluatedRun]:
+    """Return the runs under distinct names: those that occur twice get their parent directory in front."""
     names = [run.name for run in runs]
     return [
         replace(run, name=f"{run.path.resolve().parent.name}/{run.name}") if names.count(run.name) > 1 else run
@@ -131,12 +131,12 @@ def _read_json(path: Path) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------ the numbers
 
 
-def comparison(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
-    """``HEADLINE`` per run: of the evaluation, or of the last logged training step where there is none."""
+def comparison(runs: Sequence[EvaluatedRun]) -> dict[str, dict[str, Any]]:
+    """Return ``HEADLINE`` per run: of the evaluation, or of the last logged training step where there is none."""
     return {run.name: summary_of(run) for run in runs}
 
 
-def summary_of(run: Run, kind: str = "verbal", benchmark: str | None = None) -> dict[str, Any]:
+def summary_of(run: EvaluatedRun, kind: str = "verbal", benchmark: str | None = None) -> dict[str, Any]:
     if run.evaluation is not None:
         return headline(run.evaluation, kind, benchmark)
     last = run.metrics[-1] if run.metrics else {}
@@ -149,12 +149,12 @@ def summary_of(run: Run, kind: str = "verbal", benchmark: str | None = None) -> 
     return {name: last.get(keys.get(name, f"calibration/{name}")) for name in HEADLINE}
 
 
-def kinds_of(runs: Sequence[Run]) -> list[str]:
+def kinds_of(runs: Sequence[EvaluatedRun]) -> list[str]:
     scores = [run.evaluation["overall"] for run in runs if run.evaluation is not None]
     return [kind for kind in CONFIDENCE_KINDS if any(kind in overall for overall in scores)]
 
 
-def benchmarks_of(runs: Sequence[Run]) -> list[str]:
+def benchmarks_of(runs: Sequence[EvaluatedRun]) -> list[str]:
     return list(dict.fromkeys(name for run in runs if run.evaluation for name in run.evaluation["benchmarks"]))
 
 
@@ -162,7 +162,10 @@ def benchmarks_of(runs: Sequence[Run]) -> list[str]:
 
 
 def write_report(
-    runs: Sequence[Run], path: str | Path, title: str = "Accuracy and calibration", against: Sequence[Published] = ()
+    runs: Sequence[EvaluatedRun],
+    path: str | Path,
+    title: str = "Accuracy and calibration",
+    against: Sequence[Published] = (),
 ) -> Path:
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -171,7 +174,7 @@ def write_report(
 
 
 def render_report(
-    runs: Sequence[Run], title: str = "Accuracy and calibration", against: Sequence[Published] = ()
+    runs: Sequence[EvaluatedRun], title: str = "Accuracy and calibration", against: Sequence[Published] = ()
 ) -> str:
     """Return the page as one string (``report.html.j2``). ``against``: published numbers to set beside."""
     environment = pages()
@@ -220,7 +223,7 @@ def _svg(figure: Any, name: str) -> Markup:
     return Markup(diagrams.inline_svg(figure, name))
 
 
-def _tables(runs: Sequence[Run], kinds: Sequence[str], benchmarks: Sequence[str]) -> list[dict[str, Any]]:
+def _tables(runs: Sequence[EvaluatedRun], kinds: Sequence[str], benchmarks: Sequence[str]) -> list[dict[str, Any]]:
     """Return the headline table, then one per benchmark and kind of confidence when there are several."""
     first = kinds[0] if kinds else "verbal"
     tables = [{"name": "", "rows": _cells({run.name: summary_of(run, first) for run in runs})}]
@@ -233,7 +236,7 @@ def _tables(runs: Sequence[Run], kinds: Sequence[str], benchmarks: Sequence[str]
     return tables
 
 
-def _has(run: Run, kind: str, benchmark: str | None) -> bool:
+def _has(run: EvaluatedRun, kind: str, benchmark: str | None) -> bool:
     if run.evaluation is None:
         return False
     scores = run.evaluation["benchmarks"].get(benchmark) if benchmark else run.evaluation["overall"]
@@ -241,7 +244,7 @@ def _has(run: Run, kind: str, benchmark: str | None) -> bool:
 
 
 def _cells(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Per run the text of each headline value, and whether it is the best one of its column."""
+    """Return, per run, the text of each headline value, and whether it is the best one of its column."""
     best = {key: _best(key, [row.get(key) for row in rows.values()]) for key in HEADLINE}
     return {
         name: [
@@ -270,8 +273,8 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _panels(runs: Sequence[Run], kinds: Sequence[str], benchmarks: Sequence[str]) -> list[dict[str, Any]]:
-    """Reliability diagrams of all runs: per kind of confidence overall, then of the first kind per benchmark."""
+def _panels(runs: Sequence[EvaluatedRun], kinds: Sequence[str], benchmarks: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the reliability diagrams of all runs: per kind of confidence overall, then of the first kind per benchmark."""
     shown: list[tuple[str, str | None]] = [(kind, None) for kind in kinds]
     if len(benchmarks) > 1:
         shown += [(kinds[0], name) for name in benchmarks]
@@ -281,8 +284,8 @@ def _panels(runs: Sequence[Run], kinds: Sequence[str], benchmarks: Sequence[str]
     ]
 
 
-def _reliability(runs: Sequence[Run], kind: str, benchmark: str | None) -> list[_Picture]:
-    """Reliability diagram over histogram of every run that has this kind of confidence, on shared axes."""
+def _reliability(runs: Sequence[EvaluatedRun], kind: str, benchmark: str | None) -> list[_Picture]:
+    """Return the reliability diagram over histogram of every run that has this kind of confidence, on shared axes."""
     bins: dict[str, Bins] = {}
     notes: dict[str, str] = {}
     for run in runs:
@@ -309,8 +312,9 @@ def _short(name: str, width: int = 30) -> str:
     return name if len(name) <= width else f"{name[: width // 2 - 1]}…{name[-(width // 2) :]}"
 
 
-def _coverage(runs: Sequence[Run], kinds: Sequence[str]) -> list[_Picture]:
-    """Accuracy of the most confident share of the samples, one picture per kind of confidence, all runs overlaid."""
+def _coverage(runs: Sequence[EvaluatedRun], kinds: Sequence[str]) -> list[_Picture]:
+    """Return the accuracy of the most confident share of the samples, one picture per kind of confidence, all runs
+    overlaid."""
     pictures = []
     for kind in kinds:
         scored = {run.name: run.evaluation["overall"].get(kind, {}) for run in runs if run.evaluation is not None}
@@ -322,7 +326,7 @@ def _coverage(runs: Sequence[Run], kinds: Sequence[str]) -> list[_Picture]:
     return pictures
 
 
-def _samples(run: Run) -> list[dict[str, str]]:
+def _samples(run: EvaluatedRun) -> list[dict[str, str]]:
     """Return what the page shows of a few responses of a run."""
     marker = (run.evaluation or {}).get("marker", CONFIDENCE_TAG)
     shown = []
@@ -345,7 +349,7 @@ def _samples(run: Run) -> list[dict[str, str]]:
 
 
 def choose_samples(samples: Sequence[Mapping[str, Any]], count: int = _SAMPLES_SHOWN) -> list[Mapping[str, Any]]:
-    """Over-confident mistakes, doubted and sure correct answers, malformed ones, in turns; no problem twice."""
+    """Return over-confident mistakes, doubted and sure correct answers, malformed ones, in turns; no problem twice."""
     stated = [row for row in samples if _is_number(row.get("confidence"))]
     by_confidence = sorted(stated, key=lambda row: -row["confidence"])
     wrong = [row for row in by_confidence if not row.get("correct")]
@@ -367,7 +371,7 @@ def choose_samples(samples: Sequence[Mapping[str, Any]], count: int = _SAMPLES_S
 
 
 def _two_blocks(row: Mapping[str, Any], marker: str) -> tuple[str, str]:
-    """Reasoning and confidence block of a response: as split by the trainer, else from the last marker on."""
+    """Return the reasoning and confidence block of a response: as split by the trainer, else from the last marker on."""
     if "reasoning" in row:
         return str(row["reasoning"]), str(row.get("confidence_block") or "")
     text = str(row.get("response") or "")
@@ -376,5 +380,5 @@ def _two_blocks(row: Mapping[str, Any], marker: str) -> tuple[str, str]:
 
 
 def _embedded(value: Any) -> Markup:
-    """JSON inside a script element: it must not be able to close the element."""
+    """Return JSON for a script element: it must not be able to close the element."""
     return Markup(json.dumps(json_ready(value), allow_nan=False).replace("<", "\\u003c"))

@@ -189,7 +189,7 @@ def _old_samples(config: EvaluationConfig) -> list[Sample]:
 
 
 def _judged_anew(samples: list[Sample], tests: PackedTests, config: EvaluationConfig) -> list[Sample]:
-    """Mathematics and programs each by their judge, in the order given."""
+    """Judge mathematics and programs again, each by their judge, in the order given."""
     programs = ProgramVerifier(tests, config.limits, config.sandbox) if tests else None
     judged: dict[int, Sample] = {}
     for code in (False, True):

@@ -100,7 +100,7 @@ def with_consistency(samples: Sequence[Sample], equivalent: Callable[[str, str],
 
 
 def answer_classes(answers: Sequence[str | None], equivalent: Callable[[str, str], bool]) -> list[str | None]:
-    """For every answer the representative of its class, ``None`` for no answer."""
+    """Return, for every answer, the representative of its class, ``None`` for no answer."""
     representative: dict[str, str] = {}
     for answer in answers:
         if answer is None or answer in representative:
@@ -156,7 +156,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def mean_entropy(top_logprobs: np.ndarray | None) -> float | None:
-    """Mean over tokens of -sum p log p of the K largest [T, K] and of the remaining mass, in nats."""
+    """Return the mean over tokens of -sum p log p of the K largest [T, K] and of the remaining mass, in nats."""
     if top_logprobs is None or top_logprobs.size == 0:
         return None
     logp = top_logprobs.astype(np.float64)
@@ -167,7 +167,7 @@ def mean_entropy(top_logprobs: np.ndarray | None) -> float | None:
 
 
 def geometric_mean_probability(logprobs: Sequence[float]) -> float | None:
-    """exp(mean log p), in [0, 1]; ``None`` for an empty response."""
+    """Return exp(mean log p), in [0, 1]; ``None`` for an empty response."""
     return min(1.0, math.exp(math.fsum(logprobs) / len(logprobs))) if len(logprobs) else None
 
 

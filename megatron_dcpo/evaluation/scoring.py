@@ -46,7 +46,7 @@ def _log(value: float | None) -> float | None:
 
 
 def parse_kinds(text: str) -> tuple[str, ...]:
-    """``"verbal,token"`` -> its parts, checked."""
+    """Return the parts of ``"verbal,token"``, checked."""
     kinds = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     unknown = [kind for kind in kinds if kind not in CONFIDENCE_KINDS]
     if unknown or not kinds:
@@ -62,7 +62,7 @@ def score_samples(
     resamples: int = 1000,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """``{"model", "benchmarks": {NAME: scores}, "overall": scores}``, strict JSON (undefined values are ``None``).
+    """Return ``{"model", "benchmarks": {NAME: scores}, "overall": scores}``, strict JSON (undefined values are ``None``).
 
     ``overall`` pools the samples of all benchmarks; its ``macro`` is the plain mean over benchmarks, which is what the
     papers of the field print as "Overall".

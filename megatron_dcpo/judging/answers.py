@@ -67,7 +67,7 @@ def last_box(text: bytes) -> Box | None:
 
 
 def extract_boxed(text: str) -> str | None:
-    """Content of the complete box that opens last, None when there is none."""
+    """Return the content of the complete box that opens last, None when there is none."""
     content = text.encode(errors="surrogatepass")
     box = last_box(content)
     return content[box.inner : box.end - 1].decode(errors="replace") if box else None
@@ -116,7 +116,7 @@ def last_fence(content: bytes) -> Fence | None:
 
 
 def find_marker_after_program(content: bytes, marker: bytes) -> int | None:
-    """Offset of the marker that opens the confidence block of a response with a program, None when there is none.
+    """Return the offset of the marker that opens the confidence block of a response with a program, None when there is none.
 
     The first marker behind the last complete block; else, when no marker follows a block, the last one before it.
     A marker inside the block is part of the program.

@@ -98,7 +98,7 @@ def _sentencepiece(piece: str) -> bytes:
 
 
 def _gpt2_alphabet() -> dict[int, int]:
-    """GPT-2's stand-in of each byte: printable Latin-1 bytes are themselves, the others follow from U+0100."""
+    """Return GPT-2's stand-in of each byte: printable Latin-1 bytes are themselves, the others follow from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: byte for byte in printable} | {0x100 + i: byte for i, byte in enumerate(others)}

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from megatron_dcpo.objectives.options import ConfidenceNormalization, ObjectiveConfig
+from megatron_dcpo.types import BLOCK_CONFIDENCE, BLOCK_REASONING, Judgement
 
 MIN_BATCH_RMS = 0.01  # of the confidence's advantages: what is smaller is not blown up further
 REWARD_TOLERANCE = 1e-6  # rewards closer than this are the same reward: rounding must not become an advantage
@@ -58,7 +59,8 @@ def shared_advantage(target: np.ndarray, rewards: np.ndarray, R_c: np.ndarray, o
 
 
 def l1(c: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Return -|c - t| (paper, hybrid reward). Not proper: its optimum is a median of t, so it is honest only at lam = 1."""
+    """Return -|c - t| (paper, hybrid reward). Not proper: its optimum is a median of t, which at lam = 1, where t is the
+    accuracy of G responses, lies within 1/G of E[t], and at lam = 0 is 0 or 1."""
     return -np.abs(c - target)
 
 
@@ -107,3 +109,27 @@ def correctness_reward(R: np.ndarray, c: np.ndarray, options: ObjectiveConfig) -
     if options.malformed_placement in ("reasoning", "both"):
         return R + np.where(np.isnan(c), options.malformed_penalty, 0.0)
     return R.copy()
+
+
+def block_ids(judgement: Judgement, options: ObjectiveConfig) -> np.ndarray:
+    """Return the block of each response token, int8 [T] (docs/algorithms.md#4-advantages)."""
+    blocks = np.full(judgement.length, BLOCK_REASONING, np.int8)
+    blocks[confidence_start(judgement, options) :] = BLOCK_CONFIDENCE
+    return blocks
+
+
+def confidence_start(judgement: Judgement, options: ObjectiveConfig) -> int:
+    """Return the first token of the confidence block. Only a response without a marker depends on ``fallback``.
+
+    The splitter gives such a response its EOS as block (``eos``), and nothing when it was truncated. With
+    ``marker_block: reasoning`` the block begins behind the marker: to write it is to stop reasoning.
+    """
+    no_marker = judgement.status == "missing" or judgement.boundary == judgement.length
+    if no_marker and options.fallback == "last_two":
+        return max(judgement.length - 2, 0)
+    if no_marker and options.fallback == "none":
+        return judgement.length
+    if options.marker_block == "reasoning" and judgement.marker_end is not None:
+        return judgement.marker_end
+    assert judgement.boundary is not None, "a response is trained on as token ids, not as text"
+    return judgement.boundary

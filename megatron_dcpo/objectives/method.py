@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.objectives.advantages import SENTINEL, batch_scale
+from megatron_dcpo.objectives.advantages import SENTINEL, batch_scale, block_ids
 from megatron_dcpo.objectives.options import CLIPPED_LOSS, COMMON, ObjectiveConfig
 from megatron_dcpo.objectives.policy_loss import Stats, clipped_policy_loss
 from megatron_dcpo.types import (
@@ -188,27 +188,3 @@ def _check_group(judgements: Sequence[Judgement]) -> None:
                 f"prompt {judgement.prompt_id!r}: status {judgement.status!r} with confidence {c}; "
                 "a number in [0, 1] goes with 'ok', and only with it"
             )
-
-
-def block_ids(judgement: Judgement, options: ObjectiveConfig) -> np.ndarray:
-    """Return the block of each response token, int8 [T] (docs/algorithms.md#4-advantages)."""
-    blocks = np.full(judgement.length, BLOCK_REASONING, np.int8)
-    blocks[confidence_start(judgement, options) :] = BLOCK_CONFIDENCE
-    return blocks
-
-
-def confidence_start(judgement: Judgement, options: ObjectiveConfig) -> int:
-    """Return the first token of the confidence block. Only a response without a marker depends on ``fallback``.
-
-    The splitter gives such a response its EOS as block (``eos``), and nothing when it was truncated. With
-    ``marker_block: reasoning`` the block begins behind the marker: to write it is to stop reasoning.
-    """
-    no_marker = judgement.status == "missing" or judgement.boundary == judgement.length
-    if no_marker and options.fallback == "last_two":
-        return max(judgement.length - 2, 0)
-    if no_marker and options.fallback == "none":
-        return judgement.length
-    if options.marker_block == "reasoning" and judgement.marker_end is not None:
-        return judgement.marker_end
-    assert judgement.boundary is not None, "a response is trained on as token ids, not as text"
-    return judgement.boundary

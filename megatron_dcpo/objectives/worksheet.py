@@ -101,9 +101,9 @@ def loss_batch(samples: Sequence[TrainingSample], columns: Mapping[str, torch.Te
 
 
 def parse_options(method: Any, options: Any) -> ObjectiveConfig:
-    """``options`` of ``method``, checked. Raises :class:`UserError` naming the nearest valid name."""
+    """Return ``options`` of ``method``, checked. Raises :class:`UserError` naming the nearest valid name."""
     if not isinstance(options, dict):
-        raise UserError(f"options must be an object, not {type(options).__name__}")
+        raise UserError(f"options must be an object, got {type(options).__name__}")
     if not isinstance(method, str) or method not in METHODS:
         raise UserError(f"unknown method {repr(method)[:40]}{did_you_mean(str(method), METHODS)}")
     _known(options, [name for name in option_names() if name != "name"], "options")
@@ -128,7 +128,7 @@ def parse_judgement(response: Mapping[str, Any], index: int) -> Judgement:
     confidence = None if response.get("confidence") is None else _number(response["confidence"], "confidence", where)
     correct = _number(response["correct"], "correct", where)
     if not 0 <= correct <= 1:
-        raise UserError(f"{where}: correct must lie in [0, 1], not {correct}")
+        raise UserError(f"{where}: correct must lie in [0, 1], got {correct}")
     eos_alone = status == "missing" and n_confidence == 0 and length > 0
     return Judgement(
         prompt_id=str(response["prompt_id"]),
@@ -153,17 +153,6 @@ def read(path: str) -> Mapping[str, Any]:
     return group
 
 
-def table(result: Mapping[str, Any]) -> str:
-    """Return one line per response for people."""
-    names = ("target", "R", "R_c", "A reasoning", "A confidence")
-    advantages = result["advantages"]
-    columns = (result["targets"], result["R"], result["R_c"], advantages["reasoning"], advantages["confidence"])
-    lines = ["  i " + "".join(f"{name:>14}" for name in names)]
-    for i, row in enumerate(zip(*columns, strict=True)):
-        lines.append(f"{i:>3} " + "".join(f"{'-' if x is None else format(x, '+.6f'):>14}" for x in row))
-    return "\n".join([*lines, f"loss {result['loss']:+.9f}"])
-
-
 def _status(value: Any, where: str) -> ConfidenceStatus:
     name = str(value).lower().replace("-", "_").replace(" ", "_")
     name = ALIASES.get(name, name)
@@ -176,19 +165,19 @@ def _status(value: Any, where: str) -> ConfidenceStatus:
 def _number(value: Any, name: str, where: str) -> float:
     if isinstance(value, (int, float)) and abs(value) <= sys.float_info.max:
         return float(value)
-    raise UserError(f"{where}: {name} must be a finite number, not {str(value)[:40]!r}")
+    raise UserError(f"{where}: {name} must be a finite number, got {str(value)[:40]!r}")
 
 
 def _count(value: Any, name: str, where: str) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
-    raise UserError(f"{where}: {name} must be a count of tokens, not {value!r}")
+    raise UserError(f"{where}: {name} must be a count of tokens, got {value!r}")
 
 
 def _check_numbers(values: Any, length: int, where: str) -> None:
     if not isinstance(values, list) or len(values) != length:
         found = f"{len(values)} values" if isinstance(values, list) else type(values).__name__
-        raise UserError(f"{where} must have n_reasoning + n_confidence = {length} values, found {found}")
+        raise UserError(f"{where} must have n_reasoning + n_confidence = {length} values, got {found}")
     for value in values:
         _number(value, "each value", where)
 

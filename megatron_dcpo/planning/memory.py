@@ -53,7 +53,8 @@ class State:
 
 
 def adapter_bytes(arch: Architecture, layout: Layout, config: Config, stage: int) -> int:
-    """Parameters, gradients and moments in fp32 of a pipeline stage's adapter, which every rank has whole."""
+    """Return the bytes of parameters, gradients and moments in fp32 of a pipeline stage's adapter, which every rank has
+    whole."""
     adapter, shapes = config.model.adapter, hf_shapes(arch)
     if adapter is None:
         return 0
@@ -108,7 +109,7 @@ def stage_state(arch: Architecture, layout: Layout, config: Config, stage: int, 
 
 
 def parameter_sizes(arch: Architecture, layout: Layout, at: Coordinates) -> list[tuple[str, int]]:
-    """(name, numbers) of every parameter of a model chunk on one rank, in the model's order."""
+    """Return (name, numbers) of every parameter of a model chunk on one rank, in the model's order."""
     shapes, kinds = hf_shapes(arch), interleavings(arch, layout, at)
     sizes = dict.fromkeys(kinds, 0)
     for copy in plan(arch, layout, at):
@@ -130,7 +131,8 @@ class _Bucket:
 
 
 def _buckets(sizes: Sequence[tuple[int, bool]], data_parallel: int, bucket_size: int | None) -> Iterator[_Bucket]:
-    """Megatron's ``_ParamAndGradBuffer``: parameters from last to first, each aligned, buckets aligned at their end.
+    """Return buckets as Megatron's ``_ParamAndGradBuffer`` makes them: parameters from last to first, each aligned,
+    buckets aligned at their end.
 
     ``sizes``: (numbers, whether the parameter is the shared embedding).
     """
@@ -152,7 +154,7 @@ def _buckets(sizes: Sequence[tuple[int, bool]], data_parallel: int, bucket_size:
 
 
 def _numel_per_rank(bucket: _Bucket, ranks: int) -> list[int]:
-    """Numbers of the bucket's parameters in each data-parallel rank's equal part of it."""
+    """Return the numbers of the bucket's parameters in each data-parallel rank's equal part of it."""
     part = bucket.length // ranks
     numels = [0] * ranks
     for start, stop in bucket.params:
@@ -210,7 +212,7 @@ def widths(arch: Architecture, layout: Layout, config: Config) -> Widths:
 
 
 def layer_bytes(arch: Architecture, layout: Layout, config: Config, recompute: str) -> float:
-    """Bytes per token that one layer keeps under ``recompute`` (``none``, ``selective``: without what
+    """Return the bytes per token that one layer keeps under ``recompute`` (``none``, ``selective``: without what
     ``parallel.recompute_modules`` keep, ``full``: its input alone)."""
     w = widths(arch, layout, config)
     b = w.bytes
@@ -262,7 +264,7 @@ def recomputed_share(arch: Architecture, layout: Layout, config: Config) -> floa
 
 
 def _mlp(w: Widths, transformer_engine: bool) -> float:
-    """fc1's output and SwiGLU's; the local one: fc1's output, SiLU's, the linear half, their product."""
+    """Return the bytes of fc1's output and SwiGLU's; the local one: fc1's output, SiLU's, the linear half, their product."""
     return w.bytes * w.ffn * w.routed * (3 if transformer_engine else 5)
 
 
@@ -299,14 +301,14 @@ def _transformer_engine(arch: Architecture, w: Widths) -> float:
 
 
 def head_bytes(arch: Architecture, layout: Layout, config: Config) -> float:
-    """Bytes per token that the final norm keeps."""
+    """Return the bytes per token that the final norm keeps."""
     w = widths(arch, layout, config)
     return (w.bytes if layout.transformer_engine else 4 + w.bytes) * w.hidden + 4
 
 
 def in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
-    """Micro-batches whose activations a stage holds at once, as a number of whole stages. 1F1B holds one per stage still
-    to come; the interleaved schedule holds chunks of 1 / VPP of a stage."""
+    """Return how many micro-batches' activations a stage holds at once, as a number of whole stages. 1F1B holds one per
+    stage still to come; the interleaved schedule holds chunks of 1 / VPP of a stage."""
     pp, vp = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
     if vp == 1:
         return min(pp - stage, micro_batches)
@@ -314,7 +316,7 @@ def in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
 
 
 def kept_per_token(arch: Architecture, layout: Layout, config: Config, stage: int, flying: float) -> float:
-    """Bytes per token that a rank of pipeline ``stage`` keeps of ``flying`` micro-batches"""
+    """Return the bytes per token that a rank of pipeline ``stage`` keeps of ``flying`` micro-batches"""
     pp, vp = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
     w, recompute = widths(arch, layout, config), config.parallel.recompute_granularity
     kept = flying * stage_layers_bytes(arch, layout, config, stage)

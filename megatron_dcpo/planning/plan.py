@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from megatron_dcpo.config import Config
 from megatron_dcpo.errors import UserError, check_world_size
 from megatron_dcpo.objectives import build_method
 from megatron_dcpo.planning.memory import Activations, State, expert_replicas, stage_activations, stage_state
-from megatron_dcpo.planning.traffic import Rates, Seconds, Traffic, Work, step_seconds, step_traffic
+from megatron_dcpo.planning.traffic import BytesSent, Rates, Seconds, Work, step_seconds, step_traffic
 from megatron_dcpo.runtime.dtypes import dtype_bytes
 from megatron_dcpo.weights.architecture import Architecture, read_architecture
 from megatron_dcpo.weights.layout import Layout
-from megatron_dcpo.weights.pipeline import layers_per_stage
 from megatron_dcpo.weights.planner import check_layout, check_options
 from megatron_dcpo.weights.reshard_plan import check_engine, most_received
 from megatron_dcpo.weights.table import kv_bytes_per_token, number_of_parameters
@@ -35,7 +33,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineMemory:
     """Rollout engine of one rank, bytes: ``kind`` ``transformers``, ``vllm`` or ``server`` (on other devices)."""
 
     kind: str
@@ -71,7 +69,7 @@ class Stage:
 
     @property
     def saving(self) -> int:
-        """While a checkpoint is begun: the engine sleeps, nothing is gathered."""
+        """Return the bytes while a checkpoint is begun: the engine sleeps, nothing is gathered."""
         return self.state.total + self.engine
 
 
@@ -89,9 +87,9 @@ class Plan:
     tokens_per_micro_batch: int
     micro_batches: int
     work: Work
-    engine: Engine
+    engine: EngineMemory
     stages: tuple[Stage, ...]
-    traffic: Traffic
+    traffic: BytesSent
     resharding: int
     seconds: Seconds
 
@@ -110,7 +108,7 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """On the busiest node, of which a checkpoint's copy is part."""
+        """Return the bytes on the busiest node, of which a checkpoint's copy is part."""
         ranks = min(self.machine.gpus, self.rates.gpus_per_node)
         return ranks * max(stage.host_copies + stage.saved for stage in self.stages)
 
@@ -218,7 +216,7 @@ def _stage(
     stage: int,
     replicas: int,
     batch: tuple[int, int, int],
-    engine: Engine,
+    engine: EngineMemory,
     reference: bool,
 ) -> Stage:
     state = stage_state(arch, layout, config, stage, replicas)
@@ -252,7 +250,7 @@ def _of_each(state: State, weights: int, replicas: int, expert_replicas: int) ->
     return (weights - experts) // replicas + experts // expert_replicas
 
 
-def _engine(arch: Architecture, config: Config, machine: Machine) -> Engine:
+def _engine(arch: Architecture, config: Config, machine: Machine) -> EngineMemory:
     rollout = config.rollout
     kind: str = "vllm" if rollout.engine == "auto" else rollout.engine
     size = rollout.tensor_model_parallel_size if kind == "vllm" else 1
@@ -266,19 +264,19 @@ def _engine(arch: Architecture, config: Config, machine: Machine) -> Engine:
     group, prompts = rollout.group_size, -(-config.data.prompts_per_step * size // machine.gpus)
     responses = prompts * group
     if kind == "server":
-        return Engine(kind, 1, 0, 0, kv, 0, rollout.max_num_seqs, responses, 0)
+        return EngineMemory(kind, 1, 0, 0, kv, 0, rollout.max_num_seqs, responses, 0)
     if kind == "transformers":
         at_once = min(responses, max(1, rollout.max_num_seqs // group) * group)
         # sample_token: logits, scaled in fp32, log-probs, probabilities and their sums in fp64
         sampling = at_once * arch.vocab_size * (itemsize + 4 + 4 + 8 + 8)
         one_layer = at_once * longest * kv // arch.num_layers  # growing the cache copies a layer at a time
         cache = at_once * longest * kv + one_layer
-        return Engine(kind, 1, weights, cache, kv, sampling, at_once, responses, weights)
+        return EngineMemory(kind, 1, weights, cache, kv, sampling, at_once, responses, weights)
     share = int(rollout.gpu_memory_utilization * machine.gpu_memory_gb * GB)
     cache = rollout.vllm.get("kv_cache_memory_bytes") or max(0, share - weights)
     mean = config.data.max_prompt_length + (machine.response_tokens or rollout.max_response_length)
     concurrent = min(rollout.max_num_seqs, responses, cache // (kv * mean))
-    return Engine(
+    return EngineMemory(
         kind,
         size,
         weights,
@@ -291,123 +289,11 @@ def _engine(arch: Architecture, config: Config, machine: Machine) -> Engine:
     )
 
 
-def _resharding(arch: Architecture, layout: Layout, config: Config, engine: Engine, replicas: int) -> int:
-    """Bytes that the rank receiving most gets in a weight synchronization: its engine's part less what it holds of it."""
+def _resharding(arch: Architecture, layout: Layout, config: Config, engine: EngineMemory, replicas: int) -> int:
+    """Return the bytes that the rank receiving most gets in a weight synchronization: its engine's part less what it
+    holds of it."""
     if engine.kind == "server":
         return 0
     itemsize = dtype_bytes(config.model.params_dtype)
     replicas = replicas * layout.tensor_model_parallel_size // layout.width
     return most_received(arch, layout, engine.tensor_model_parallel_size, replicas, itemsize)
-
-
-def advice(plan: Plan) -> list[str]:
-    """Return what to change, the cheapest first; empty when the plan fits."""
-    if plan.fits:
-        return []
-    parallel, largest, changes = plan.config.parallel, plan.largest, []
-    limit = (plan.machine.gpu_memory_gb - plan.machine.reserve_gb) * GB
-    if plan.rollout_bytes > limit:
-        if not plan.config.training.offload_optimizer_during_rollout:
-            changes.append("training.offload_optimizer_during_rollout=true")
-        changes += _engine_advice(plan, limit)
-    if largest.total > limit:
-        over = largest.total - limit
-        activations = largest.activations
-        if not parallel.use_distributed_optimizer and plan.data_parallel > 1:
-            changes.append("parallel.use_distributed_optimizer=true")
-        if activations.layers > over / 4 and parallel.recompute_granularity != "full":
-            changes.append("parallel.recompute_granularity=full")
-        if plan.layout.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
-            changes.append("parallel.sequence_parallel=true")
-        if activations.total > over / 4:
-            key = "max_tokens_per_micro_batch" if parallel.sequence_packing else "micro_batch_size"
-            changes.append(f"a smaller training.{key}, or a larger parallel.context_parallel_size")
-        if largest.engine:
-            changes.append("an engine that does not stay on the GPU while the policy trains (rollout.engine)")
-        changes.append("more tensor or pipeline parallelism, or more GPUs")
-    return changes
-
-
-def less_recomputation(plan: Plan) -> tuple[str, Plan] | None:
-    """Return the first of the faster ways to recompute that fits as well: its name, and the plan with it."""
-    parallel = plan.config.parallel
-    ways = (replace(parallel, recompute_granularity="none"), replace(parallel, recompute_granularity="selective"))
-    for way in ways[: {"full": 2, "selective": 1, "none": 0}[parallel.recompute_granularity] if plan.fits else 0]:
-        changed = make_plan(replace(plan.config, parallel=way), plan.machine, plan.rates)
-        if changed.fits:
-            return way.recompute_granularity, changed
-    return None
-
-
-def _engine_advice(plan: Plan, limit: float) -> list[str]:
-    engine, rollout = plan.engine, plan.config.rollout
-    room = limit - (plan.rollout_bytes - engine.kv_cache - engine.sampling)
-    if engine.kind == "vllm":
-        share = (room + engine.weights) / (plan.machine.gpu_memory_gb * GB)
-        fitting = math.floor(share * 100) / 100
-        if room > 0:
-            return [f"rollout.gpu_memory_utilization={fitting:.2f} (or lower)"]
-    elif room > 0:
-        one = (engine.kv_cache + engine.sampling) / engine.concurrent
-        rows = int(room // one) // rollout.group_size * rollout.group_size
-        if rows:
-            return [f"rollout.max_num_seqs={rows} (the embedded engine's keys and values), or the vLLM engine"]
-    return [
-        "the engine's weights do not fit beside the policy's state: a larger rollout.tensor_model_parallel_size (vLLM)"
-    ]
-
-
-def as_dict(plan: Plan) -> dict[str, Any]:
-    """Return the plan as plain data; sizes in bytes, times in seconds."""
-    stages = []
-    for stage, layers in zip(plan.stages, layers_per_stage(plan.arch.num_layers, plan.layout), strict=True):
-        acts = stage.activations
-        stages.append(
-            {
-                "stage": stage.stage,
-                "layers": layers,
-                **asdict(stage.state),
-                "activations": acts.layers,
-                "logits": acts.logits,
-                "working": acts.working,
-                "micro_batches_in_flight": acts.in_flight,
-                "reference_policy": stage.reference,
-                "engine_resident": stage.engine,
-                "total": stage.total,
-                "resting": stage.resting,
-                "saving": stage.saving,
-                "host_copies": stage.host_copies,
-                "saved": stage.saved,
-            }
-        )
-    return {
-        "model": plan.config.model.path,
-        "parameters": number_of_parameters(plan.arch),
-        "gpus": plan.machine.gpus,
-        "layout": asdict(plan.layout) | {"data_parallel_size": plan.data_parallel},
-        "context_parallel_size": plan.config.parallel.context_parallel_size,
-        "tokens_per_micro_batch": plan.tokens_per_micro_batch,
-        "micro_batches_per_update": plan.micro_batches,
-        "stages": stages,
-        "largest_stage": plan.largest.stage,
-        "engine": asdict(plan.engine),
-        "training_bytes": plan.largest.total,
-        "rollout_bytes": plan.rollout_bytes,
-        "saving_bytes": plan.saving_bytes,
-        "host_bytes_per_node": plan.host_bytes,
-        "peak_bytes": plan.peak,
-        "gpu_memory_bytes": int(plan.machine.gpu_memory_gb * GB),
-        "fits": plan.fits,
-        "change": advice(plan),
-        "bytes_sent_per_step": asdict(plan.traffic),
-        "resharding_bytes": plan.resharding,
-        "step_seconds": asdict(plan.seconds) | {"total": plan.seconds.total},
-        "assumptions": asdict(plan.rates)
-        | {
-            "reserve_gb": plan.machine.reserve_gb,
-            "response_tokens": plan.work.response_length,
-            "prompt_tokens": plan.config.data.max_prompt_length,
-            "layers": "transformer_engine" if plan.layout.transformer_engine else "local",
-            "engine": plan.engine.kind,
-        },
-    }

@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.planning.plan import GB, Plan, advice, less_recomputation
+from megatron_dcpo.planning.advice import advice, less_recomputation
+from megatron_dcpo.planning.plan import GB, Plan
 from megatron_dcpo.runtime.dtypes import dtype_bytes
 from megatron_dcpo.weights.architecture import read_architecture
 from megatron_dcpo.weights.layout import Layout
@@ -23,7 +24,7 @@ from megatron_dcpo.weights.table import adapted, number_of_parameters
 
 
 def print_plan(plan: Plan) -> None:
-    """Memory, traffic, time and verdict to stdout. GB are 1e9 bytes."""
+    """Print memory, traffic, time and verdict. GB are 1e9 bytes."""
     console = Console(width=118, highlight=False)
     layout, config = plan.layout, plan.config
     layers = layers_per_stage(plan.arch.num_layers, layout)

@@ -114,7 +114,7 @@ class _Engine:
         return heapq.heappop(self.running)[1]
 
     def stop(self, step: Step) -> None:
-        """At the end of the rollout, between two ends: what runs goes back to ``waiting`` with its tokens."""
+        """End the rollout between two ends: what runs goes back to ``waiting`` with its tokens."""
         if self.running:
             share = (step.rollout - self.clock) / (self.due - self.clock) if self.due > self.clock else 0.0
             self._decode(math.floor((self.running[0][0] - self.at) * share), step)
@@ -190,7 +190,7 @@ def costs_of(plan: Plan, environment: Environment, rollout_gpus: int | None = No
 
 
 def read_lengths(path: str) -> list[int]:
-    """Whole numbers, one per line or separated by spaces. Raises :class:`UserError`."""
+    """Read whole numbers, one per line or separated by spaces. Raises :class:`UserError`."""
     try:
         lengths = [int(word) for word in Path(path).read_text().split()]
     except (OSError, ValueError) as error:
@@ -201,7 +201,7 @@ def read_lengths(path: str) -> list[int]:
 
 
 def length_stream(lengths: Sequence[int], mean: int, most: int, seed: int) -> Iterator[int]:
-    """Draws from ``lengths``, or from a log-normal of that ``mean``; at least 1, at most ``most``."""
+    """Yield draws from ``lengths``, or from a log-normal of that ``mean``; at least 1, at most ``most``."""
     rng = np.random.default_rng(seed)
     while True:
         spread = math.log(mean) - SPREAD**2 / 2, SPREAD
@@ -276,7 +276,7 @@ def _other_layouts(config: Config, machine: Machine, rates: Rates) -> Iterator[t
 
 
 def waits(scenario: Scenario) -> dict[str, float]:
-    """Which resource waits for which, seconds of a step."""
+    """Return which resource waits for which, seconds of a step."""
     idle = scenario.mean("rollout") - scenario.mean("engine_busy") / scenario.costs.engines
     return {
         "engines wait for the longest responses": idle,
@@ -292,7 +292,7 @@ PARTS = ("seconds", "rollout", "judging", "training", "transfer", "save")
 
 
 def scenario_facts(found: Sequence[Scenario]) -> list[dict[str, Any]]:
-    """Plain data: seconds of a step and its parts, shares of resources, waits, tokens."""
+    """Return plain data: seconds of a step and its parts, shares of resources, waits, tokens."""
     return [
         {"scenario": one.name, **{part: one.mean(part) for part in PARTS}, "busy": one.shares, "waits": waits(one),
          "tokens": one.mean("trained"), "engines": one.costs.engines, "slots": one.costs.slots}

@@ -40,7 +40,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class BytesSent:
     """Bytes that the busiest rank sends per step."""
 
     data_parallel: int
@@ -71,10 +71,10 @@ class Seconds:
 
 def step_traffic(
     arch: Architecture, layout: Layout, config: Config, replicas: int, state: State, work: Work
-) -> Traffic:
-    """Ring collectives: an all-gather or reduce-scatter of n bytes over r ranks sends (r - 1) / r * n, an all-reduce
-    twice that. ``state``: of the rank with most gradients, which are sent in fp32. ``replicas``: data- times
-    context-parallel size."""
+) -> BytesSent:
+    """Return the bytes that a rank sends in a step. Ring collectives: an all-gather or reduce-scatter of n bytes over r
+    ranks sends (r - 1) / r * n, an all-reduce twice that. ``state``: of the rank with most gradients, which are sent in
+    fp32. ``replicas``: data- times context-parallel size."""
     tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
     parallel, b = config.parallel, dtype_bytes(config.model.params_dtype)
     numel, of_experts = state.buffer_numel - state.expert_numel, expert_replicas(layout, replicas)
@@ -101,11 +101,11 @@ def step_traffic(
     ep, etp = layout.expert_model_parallel_size, layout.expert_tensor
     away = arch.experts_per_token * hidden / tp * ((ep - 1) / ep + etp - 1)
     experts = 2 * away * layers * (passes + 2 + repeated)
-    return Traffic(int(work.updates * per_update), int(tensor), int(context), int(experts), int(pipeline))
+    return BytesSent(int(work.updates * per_update), int(tensor), int(context), int(experts), int(pipeline))
 
 
 def forward_flops(arch: Architecture, layout: Layout, work: Work) -> float:
-    """Multiply-adds counted twice, of one forward pass over all tokens of a step; attention is causal."""
+    """Return the multiply-adds, counted twice, of one forward pass over all tokens of a step; attention is causal."""
     return sequence_flops(arch, layout, work.tokens, work.length)
 
 
@@ -140,7 +140,7 @@ def step_seconds(
     config: Config,
     gpus: int,
     work: Work,
-    traffic: Traffic,
+    traffic: BytesSent,
     resharding: int,
     engine_weights: int,
     engine_kv: int,

@@ -79,7 +79,7 @@ class Adapter:
         return {name: tensor for part in all_gather_objects(own) for name, tensor in part.items()}
 
     def not_finite(self) -> list[str]:
-        """Names of parameters that hold a NaN or an infinity."""
+        """Return the names of parameters that hold a NaN or an infinity."""
         return [name for name, tensor in self.parameters.items() if not torch.isfinite(tensor.detach()).all()]
 
     # ---------------------------------------------------------------------------------------------------- layers
@@ -108,15 +108,15 @@ class Adapter:
         return low_rank
 
     def share(self, tensor: Tensor) -> Tensor:
-        """``tensor``, of which every tensor-parallel rank will have the whole gradient: each keeps its share, for the sum
-        over ranks."""
+        """Return ``tensor``, of which every tensor-parallel rank will have the whole gradient: each keeps its share,
+        for the sum over ranks."""
         if self.policy.topology.tp_size == 1:
             return tensor
         share = tensor / self.policy.topology.tp_size
         return tensor.detach() + (share - share.detach())
 
     def copied(self, x: Tensor) -> Tensor:
-        """``x``, whose gradient is summed over the tensor-parallel ranks."""
+        """Return ``x``, whose gradient is summed over the tensor-parallel ranks."""
         topology = self.policy.topology
         return x if topology.tp_size == 1 else copy_to_tensor_model_parallel_region(x, group=topology.tp_group)
 
@@ -191,7 +191,8 @@ def _diagonal(pairs: Sequence[LowRank | None], rows: Sequence[slice]) -> Tensor:
 
 
 def _with_gradient(module: Any, inputs: Any, output: Tensor) -> None:
-    """Frozen embeddings begin the gradient's path all the same: recomputed layers only have one where their input does."""
+    """Begin the gradient's path at frozen embeddings all the same: recomputed layers only have one where their input
+    does."""
     if torch.is_grad_enabled():
         output.requires_grad_()
 
@@ -223,8 +224,8 @@ def first_A(module: str, rank: int, inside: int) -> Tensor:
 
 
 def _by_group(arch: Architecture, rows: Sequence[slice]) -> Tensor:
-    """Megatron's order of QKV, as indices into this rank's rows of Q, K and V one behind the other: of each group its query
-    heads, then its key, then its value."""
+    """Return Megatron's order of QKV, as indices into this rank's rows of Q, K and V one behind the other: of each
+    group its query heads, then its key, then its value."""
     sizes = [own.stop - own.start for own in rows]
     parts = torch.arange(sum(sizes), device=current_device()).split(sizes)
     return torch.cat([part.view(sizes[1] // arch.kv_channels, -1) for part in parts], dim=-1).flatten()
@@ -313,7 +314,8 @@ class AdapterOptimizer:
 
     # ----------------------------------------------------------------------------------------------- checkpoints
     def sharded_state(self) -> dict[str, Any]:
-        """Parameters and moments under names that do not depend on the layout, the number of steps, the configuration."""
+        """Return parameters and moments under names that do not depend on the layout, the number of steps, the
+        configuration."""
         topology = self.adapter.policy.topology
         replica = (0, topology.tp_rank, topology.replica)
         tensors = {

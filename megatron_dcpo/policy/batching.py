@@ -86,7 +86,7 @@ def _chunk(lengths: Sequence[int], size: int) -> list[list[int]]:
 
 
 def _pack(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """First fit decreasing. A sample longer than ``max_tokens`` gets a micro-batch of its own."""
+    """Pack by first fit decreasing. A sample longer than ``max_tokens`` gets a micro-batch of its own."""
     bins: list[list[int]] = []
     room: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):

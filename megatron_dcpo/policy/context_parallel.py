@@ -21,8 +21,8 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 
 
 def positions_of(bounds: Sequence[tuple[int, int]], rank: int, size: int) -> np.ndarray:
-    """int64: where the tokens of context-parallel ``rank`` stand, in its order. ``bounds``: start and stop of the sequences,
-    each a multiple of 2 x ``size`` long."""
+    """Return, int64, where the tokens of context-parallel ``rank`` stand, in its order. ``bounds``: start and stop of
+    the sequences, each a multiple of 2 x ``size`` long."""
     pieces = []
     for start, stop in bounds:
         width = (stop - start) // (2 * size)
@@ -34,7 +34,8 @@ def positions_of(bounds: Sequence[tuple[int, int]], rank: int, size: int) -> np.
 def gather_keys_and_values(
     key: Tensor, value: Tensor, bounds: Sequence[tuple[int, int]], group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values [s / CP, ...] of all ranks, [s, ...] in the order of the tokens. Its backward pass sums over ranks."""
+    """Return the keys and values [s / CP, ...] of all ranks, [s, ...] in the order of the tokens. Its backward pass
+    sums over ranks."""
     size = group.size()
     both = gather_from_sequence_parallel_region(torch.cat([key, value], dim=-1), group=group)
     order = np.concatenate([positions_of(bounds, rank, size) for rank in range(size)])

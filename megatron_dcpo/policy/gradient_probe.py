@@ -123,7 +123,7 @@ class OwnedGradient:
     correction: float = 1.0
 
     def pieces(self, other: OwnedGradient, is_sum: bool) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """float64 pieces of this gradient, of ``other``'s (less this one, where that ``is_sum`` of both), and of the
+        """Yield float64 pieces of this gradient, of ``other``'s (less this one, where that ``is_sum`` of both), and of the
         diagonal Fisher matrix: no large temporaries."""
         x, y = self.gradient.reshape(-1), other.gradient.reshape(-1)
         square = self.square.reshape(-1) if self.square is not None else None
@@ -139,8 +139,8 @@ class OwnedGradient:
 def compare(
     policy: Policy, optimizer: Any, a: list[OwnedGradient], b: list[OwnedGradient], is_sum: bool = False
 ) -> PairComparison:
-    """Norms and cosines of gradients ``a`` and ``b`` (``owned_gradients`` of every rank), by groups of layers and in all;
-    ``is_sum``: of ``a`` and ``b - a``.
+    """Return norms and cosines of gradients ``a`` and ``b`` (``owned_gradients`` of every rank), by groups of layers
+    and in all; ``is_sum``: of ``a`` and ``b - a``.
 
     Two all-reduces of a few numbers, in float64. The Fisher matrix is that of ``a``'s members.
     """
@@ -192,7 +192,7 @@ def owned_gradients(policy: Policy, optimizer: Any, copy: bool = True) -> list[O
 
 
 def layer_groups(policy: Policy) -> list[str]:
-    """Names of the groups, equal on all ranks: ``embedding``, ranges of layers (counted from 0), ``output``."""
+    """Return the names of the groups, equal on all ranks: ``embedding``, ranges of layers (counted from 0), ``output``."""
     layers = policy.arch.num_layers
     return ["embedding", *dict.fromkeys(_layer_group(i, layers) for i in range(layers)), "output"]
 
@@ -219,7 +219,7 @@ def _group_of_parameters(policy: Policy) -> dict[int, str]:
 
 
 def _parameter_pairs(part: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """(parameter of the model, fp32 parameter or shard that the optimizer steps) of one of Megatron's optimizers."""
+    """Yield (parameter of the model, fp32 parameter or shard that the optimizer steps) of one of Megatron's optimizers."""
     if hasattr(part, "shard_fp32_groups"):  # DistributedOptimizer
         pairs = [
             (part.model_fp32_groups, part.shard_fp32_groups),

@@ -31,7 +31,7 @@ from megatron_dcpo.runtime.device import capabilities
 
 
 def use_transformer_engine(choice: str) -> bool:
-    """Which layers ``model.transformer_impl`` means here: Transformer Engine's or the local ones.
+    """Return whether ``model.transformer_impl`` means Transformer Engine's layers here, or the local ones.
 
     Raises :class:`UserError` where they cannot be used: on a GPU nothing falls back to the local layers, which are several
     times slower there, unless they are asked for.
@@ -56,7 +56,7 @@ def use_transformer_engine(choice: str) -> bool:
 
 
 def _transformer_engine_problem() -> str:
-    """Why Megatron has no layers of Transformer Engine's; empty if it has."""
+    """Return why Megatron has no layers of Transformer Engine's; empty if it has."""
     from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
 
     if HAVE_TE:

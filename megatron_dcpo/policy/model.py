@@ -53,7 +53,8 @@ class Policy:
 
     @property
     def merged(self) -> tuple[str, ...]:
-        """Tensors that are exported with an addition: none. See :class:`megatron_dcpo.policy.adapter.MergedPolicy`."""
+        """Return the tensors that are exported with an addition: none. See
+        :class:`megatron_dcpo.policy.adapter.MergedPolicy`."""
         return ()
 
     def addition(self, name: str, dim: int, start: int, stop: int) -> Tensor:
@@ -69,7 +70,7 @@ class Policy:
         return weight
 
     def parameters(self, chunk: int) -> dict[str, Tensor]:
-        """Parameters of a chunk by their name in the weight table."""
+        """Return the parameters of a chunk by their name in the weight table."""
         return {name: p.data for name, p in self.gpt[chunk].named_parameters()}
 
 
@@ -224,7 +225,7 @@ def _build_chunk(arch: Architecture, layout: Layout, config: TransformerConfig, 
 
 
 def _hidden_states(hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
-    """In the place of the output layer's product: [s, b, h] as they are."""
+    """Return, in the place of the output layer's product, [s, b, h] as they are."""
     return hidden, None
 
 
@@ -239,7 +240,7 @@ def _mark_tensor_parallel(gpt: GPTModel, dimensions: dict[str, int | None]) -> N
 
 
 def rotary_inverse_frequencies(arch: Architecture) -> Tensor:
-    """[kv_channels / 2] fp32 angular frequencies, with Llama-3.1's scaling where the checkpoint asks for it.
+    """Return [kv_channels / 2] fp32 angular frequencies, with Llama-3.1's scaling where the checkpoint asks for it.
 
     Wavelengths above ``original / low`` are stretched by ``factor``, those below ``original / high`` are kept, the ones
     between are interpolated linearly in the frequency.
@@ -257,7 +258,8 @@ def rotary_inverse_frequencies(arch: Architecture) -> Tensor:
 
 
 def _wrap(gpt: GPTModel, config: TransformerConfig, parallel: ParallelConfig, index: int, training: bool) -> Any:
-    """Mixed precision, and for training DDP with fp32 gradients. The schedules read the hooks from ``config``."""
+    """Wrap the model for mixed precision, and for training by DDP with fp32 gradients. The schedules read the hooks
+    from ``config``."""
     module = Float16Module(config, gpt) if config.bf16 else gpt
     if not training:
         return module.requires_grad_(False)

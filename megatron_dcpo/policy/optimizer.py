@@ -163,7 +163,7 @@ class Offload:
         self._gradients_are_here()
 
     def offload(self) -> None:
-        """Before the engine starts or wakes up."""
+        """Offload before the engine starts or wakes up."""
         if self.active and not self.state.away:
             for chunk in self.policy.chunks:
                 chunk.offload_grad_buffers()
@@ -171,7 +171,7 @@ class Offload:
             self.state.offload()
 
     def reload(self) -> None:
-        """Before training, while the engine sleeps; harmless when nothing was offloaded."""
+        """Reload before training, while the engine sleeps; harmless when nothing was offloaded."""
         if self.state.away:
             self.state.reload()
             for chunk in self.policy.chunks:
@@ -180,7 +180,7 @@ class Offload:
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """For a checkpoint, while the engine sleeps."""
+        """Have the state on the device for a checkpoint, while the engine sleeps."""
         was_offloaded = self.state.away
         self.reload()
         yield

@@ -62,7 +62,7 @@ class OutputLayer:
 
     @property
     def tokens(self) -> Tensor:
-        """[width, h] without padding; a rank of padding alone has one row, of which nothing is asked."""
+        """Return [width, h] without padding; a rank of padding alone has one row, of which nothing is asked."""
         return self.weight.detach()[: max(self.width, 1)]
 
     def columns(self, ids: Tensor) -> tuple[Tensor, Tensor]:

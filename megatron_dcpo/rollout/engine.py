@@ -97,7 +97,7 @@ class Engine(Protocol):
         ...
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig, step: int = 0) -> list[Response]:
-        """:meth:`stream` to its end: ``sampling.n`` responses per prompt, prompt-major."""
+        """Run :meth:`stream` to its end: ``sampling.n`` responses per prompt, prompt-major."""
         samples = [(prompt, index) for prompt in prompts for index in range(sampling.n)]
         finished = {
             (response.prompt_id, response.sample_index): response
@@ -149,7 +149,7 @@ logger = logging.getLogger(__name__)
 
 
 def choose_engine(choice: str, model_dir: str | Path) -> Literal["vllm", "transformers"]:
-    """``auto`` takes vLLM where it is installed and can run the model, and says so when it cannot.
+    """Return the engine's name: ``auto`` takes vLLM where it is installed and can run the model, and says so when it cannot.
 
     Raises :class:`UserError` when vLLM is asked for and cannot be used.
     """
@@ -172,7 +172,7 @@ def choose_engine(choice: str, model_dir: str | Path) -> Literal["vllm", "transf
 
 
 def unsupported(arch: Architecture) -> str:
-    """Why vLLM, installed, cannot run ``arch`` here; empty if it can. Does not import vLLM, which takes seconds."""
+    """Return why vLLM, installed, cannot run ``arch`` here; empty if it can. Does not import vLLM, which takes seconds."""
     multiple = capabilities().expert_hidden_multiple
     if arch.num_experts and arch.hidden_size % multiple:
         return f"vLLM's experts need a hidden_size that is a multiple of {multiple} (it is {arch.hidden_size})"
@@ -197,19 +197,19 @@ def append_segment(begun: Response | None, new: Response) -> Response:
 
 
 def uniforms(seed: int, step: int, prompt_id: str, sample_index: int, count: int) -> np.ndarray:
-    """float64 [count] uniform numbers in [0, 1), counted (Philox): a longer ``count`` begins with the same ones."""
+    """Return float64 [count] uniform numbers in [0, 1), counted (Philox): a longer ``count`` begins with the same ones."""
     key = np.frombuffer(_digest(16, seed, step, prompt_id, sample_index), np.uint64)
     return np.random.Generator(np.random.Philox(key=key)).random(count)
 
 
 def request_seed(seed: int, step: int, prompt_id: str, index: int, begun: int = 0) -> int:
-    """62 bits, for an engine that draws its numbers itself: other ones behind ``begun`` tokens."""
+    """Return a seed of 62 bits, for an engine that draws its numbers itself: other ones behind ``begun`` tokens."""
     names = (seed, step, prompt_id, index, *((begun,) if begun else ()))
     return int.from_bytes(_digest(8, *names), "little") >> 2
 
 
 def sample_seed(seed: int, prompt_id: str, repeat: int) -> int:
-    """31 bits, for a server that is evaluated: servers differ in how wide a seed they take."""
+    """Return a seed of 31 bits, for a server that is evaluated: servers differ in how wide a seed they take."""
     return int.from_bytes(_digest(4, seed, prompt_id, repeat), "little") >> 1
 
 

@@ -201,7 +201,7 @@ def _response(prompt_id: str, repeat: int, choice: Mapping[str, Any], api: str) 
 
 
 def _checked_logprobs(values: Sequence[Any], dimensions: int) -> np.ndarray:
-    """float32 [T] or [T, K], between the lowest that servers write and 0."""
+    """Return float32 [T] or [T, K], between the lowest that servers write and 0."""
     array = np.array(values, np.float32)
     if array.ndim != dimensions or not (array <= _ROUNDED).all():
         raise ValueError("a log-prob that is not a number of at most 0")

@@ -43,7 +43,7 @@ _REFILL_BELOW = 0.9  # where others wait for their place
 
 
 def own_logs() -> None:
-    """Warnings of transformers quote what a model directory says: they go the way of all logs, and no bar is drawn."""
+    """Send the warnings of transformers, which quote what a model directory says, the way of all logs, and draw no bar."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_default_handler()
@@ -52,7 +52,7 @@ def own_logs() -> None:
 
 
 def auto_class(name: str) -> Any:
-    """``AutoTokenizer`` or ``AutoModelForCausalLM``. Their import brings in scikit-learn and pandas (1 s) where it
+    """Return ``AutoTokenizer`` or ``AutoModelForCausalLM``. Their import brings in scikit-learn and pandas (1 s) where it
     finds them, and that of a model SciPy (0.4 s), for a kind of generation and for losses that are not used here."""
     import transformers
 
@@ -104,16 +104,16 @@ class TransformersEngine(Engine):
         self.weights_version = version
 
     def sleep(self) -> None:
-        """Nothing to give back: there is no KV cache between two calls, and the weights are overwritten in place."""
+        """Do nothing: there is no KV cache between two calls, and the weights are overwritten in place."""
 
     def restart(self) -> None:
-        """Nothing to start: the model is an object of this process."""
+        """Do nothing: the model is an object of this process."""
 
     def stream(
         self, samples: Samples, sampling: SamplingConfig, step: int = 0, partial: PartialRollout | None = None
     ) -> Generator[list[Response], None, None]:
-        """See :class:`megatron_dcpo.rollout.engine.Engine`. ``max_num_seqs`` at a time to their end; with ``partial`` the
-        next sample takes the place of one that is finished, in the order given."""
+        """Yield responses as :class:`megatron_dcpo.rollout.engine.Engine` says. ``max_num_seqs`` at a time to their
+        end; with ``partial`` the next sample takes the place of one that is finished, in the order given."""
         if partial is not None:
             yield from self._generate(samples, sampling, step, partial)
             return
@@ -231,7 +231,7 @@ class _Batch:
         self.stopped = self.over.clone()
 
     def name(self, place: int) -> Hashable:
-        """Equal for samples that begin with the same tokens."""
+        """Return a name that is equal for samples that begin with the same tokens."""
         prompt, index = self.samples[place]
         return (prompt.prompt_id, index) if self._before[place] else prompt.prompt_id
 

@@ -83,9 +83,10 @@ class VllmEngine(Engine):
     def stream(
         self, samples: Samples, sampling: SamplingConfig, step: int = 0, partial: PartialRollout | None = None
     ) -> Generator[list[Response], None, None]:
-        """See :class:`megatron_dcpo.rollout.engine.Engine`. Every sample is a request of its own with its own seed; one
-        that is continued has another seed than before, so that its tokens are not those that it would have had. The
-        ranks of one engine sample each for themselves: at the end they compare what they handed over."""
+        """Yield responses as :class:`megatron_dcpo.rollout.engine.Engine` says. Every sample is a request of its own
+        with its own seed; one that is continued has another seed than before, so that its tokens are not those that it
+        would have had. The ranks of one engine sample each for themselves: at the end they compare what they handed
+        over."""
         if (sampling.raw_logprobs or sampling.top_logprobs) and not self.options.raw_logprobs:
             raise ValueError("this engine reports log-probs of the sampled distribution; build it with raw_logprobs")
         if self.llm.get_weight_version() != str(self.weights_version):
@@ -201,7 +202,8 @@ class VllmEngine(Engine):
 
     # -------------------------------------------------------------------------------------------------- weights
     def update_weights(self, buckets: Iterable[Sequence[WeightSlice]], version: int) -> None:
-        """Through vLLM's weight-transfer API; a sleeping engine gets its weights' memory back first, its KV cache last."""
+        """Overwrite the weights through vLLM's weight-transfer API; a sleeping engine gets its weights' memory back
+        first, its KV cache last."""
         self._wake("weights")
         self.llm.start_weight_update()
         for bucket in buckets:
@@ -223,7 +225,7 @@ class VllmEngine(Engine):
             raise EngineError("vLLM did not clear its prefix cache: a request is still running")
 
     def sleep(self) -> None:
-        """Level 2: weights and KV cache are discarded, for new weights are about to come."""
+        """Discard weights and KV cache (level 2): new weights are about to come."""
         if self._can_sleep() and not self._asleep:
             self.llm.sleep(level=2)
             self._asleep = True
@@ -335,8 +337,9 @@ class VllmEngine(Engine):
         scheduler._preempt_request = counted
 
     def _unlink_shared_memory(self) -> None:
-        """On the CPU the ranks of an engine talk through shared memory whose name is the same in every job of a machine,
-        and stays behind when a job is killed. Without its name it works on, and stands in no one's way."""
+        """Unlink shared memory. On the CPU the ranks of an engine talk through shared memory whose name is the same in
+        every job of a machine, and stays behind when a job is killed. Without its name it works on, and stands in no
+        one's way."""
         size, rank = self.tensor_model_parallel_size, int(os.environ.get("RANK", "0"))
         first = rank - rank % size
         name = f"[{'-'.join(str(r) for r in range(first, first + size))}]-cpushm_{rank % size}"

@@ -80,8 +80,9 @@ class ServerEngine(Engine):
     def stream(
         self, samples: Samples, sampling: SamplingConfig, step: int = 0, partial: PartialRollout | None = None
     ) -> Generator[list[Response], None, None]:
-        """See :class:`megatron_dcpo.rollout.engine.Engine`. One request per sample, ``concurrency`` at a time. Not
-        ``partial``: a request that is taken back gives no tokens, and taking back one rank's takes all ranks'."""
+        """Yield responses as :class:`megatron_dcpo.rollout.engine.Engine` says. One request per sample, ``concurrency``
+        at a time. Not ``partial``: a request that is taken back gives no tokens, and taking back one rank's takes all
+        ranks'."""
         if partial is not None:
             raise ValueError("rollout.max_staleness is not for rollout.engine=server")
         if sampling.raw_logprobs or sampling.top_logprobs:
@@ -138,7 +139,7 @@ class ServerEngine(Engine):
         """Do nothing: the server has devices of its own."""
 
     def restart(self) -> None:
-        """Whoever started the server starts it again; wait for that. It comes back with the weights it began with."""
+        """Wait until whoever started the server has started it again. It comes back with the weights it began with."""
         deadline = time.monotonic() + _RETURN_SECONDS
         while True:
             try:

@@ -175,7 +175,7 @@ class InProcessTransfer(WeightTransferEngine[_Init, _Update]):
     update_info_cls = _Update
 
     def init_transfer_engine(self, init_info: _Init) -> None:
-        """Nothing to set up."""
+        """Do nothing."""
 
     def start_weight_update(self) -> None:
         self._expected: _Expected | None = None
@@ -197,7 +197,7 @@ class InProcessTransfer(WeightTransferEngine[_Init, _Update]):
         self._expected = None
 
     def shutdown(self) -> None:
-        """Nothing to release."""
+        """Do nothing."""
 
     def _expect(self, arch: Architecture) -> _Expected:
         size, rank = self.parallel_config.tensor_parallel_size, get_tensor_model_parallel_rank()

@@ -80,17 +80,17 @@ def synchronize() -> None:
 
 
 def pinned(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """``numel`` numbers in the host's memory, from and to which the device copies at full speed."""
+    """Return ``numel`` numbers in the host's memory, from and to which the device copies at full speed."""
     return torch.empty(numel, dtype=dtype, pin_memory=has_cuda())
 
 
 def total_memory() -> int:
-    """Bytes of the device's own memory; 0 where it has none."""
+    """Return the bytes of the device's own memory; 0 where it has none."""
     return torch.cuda.mem_get_info()[1] if has_cuda() else 0
 
 
 def host_memory_available() -> int:
-    """Bytes of the host's memory that can be had without swapping."""
+    """Return the bytes of the host's memory that can be had without swapping."""
     with open("/proc/meminfo") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))
 
@@ -107,7 +107,8 @@ _PEAK_TFLOPS = {
 
 
 def peak_tflops() -> float | None:
-    """Dense bf16 TFLOP/s of this process's GPU by its name; None on the CPU and for cards that are not in the table."""
+    """Return the dense bf16 TFLOP/s of this process's GPU by its name; None on the CPU and for cards that are not in
+    the table."""
     name = torch.cuda.get_device_name() if has_cuda() else ""
     return next((peak for card, peak in _PEAK_TFLOPS.items() if card in name), None)
 
@@ -133,7 +134,7 @@ def device_failed(error: BaseException | None) -> bool:
 
 
 def memory_gb() -> dict[str, float]:
-    """Memory of this process in GB: ``rss`` resident on the host; with CUDA ``cuda`` allocated by torch now,
+    """Return the memory of this process in GB: ``rss`` resident on the host; with CUDA ``cuda`` allocated by torch now,
     ``cuda_peak`` at most since the last call, and ``device`` in use on the GPU by anyone (a sleeping engine's too)."""
     with open("/proc/self/statm") as file:
         resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

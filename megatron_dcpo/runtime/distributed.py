@@ -50,7 +50,8 @@ class Topology:
 
     @property
     def replica(self) -> int:
-        """Megatron counts tensor before context (or expert) before data before pipeline ranks."""
+        """Return the number of the replica: Megatron counts tensor before context (or expert) before data before
+        pipeline ranks."""
         return self.rank % (self.world_size // self.pp_size) // self.width
 
     @property
@@ -178,7 +179,7 @@ def max_over_ranks(value: int) -> int:
 
 
 def all_gather_objects(value: Any) -> list[Any]:
-    """``value`` of every rank, in rank order."""
+    """Return ``value`` of every rank, in rank order."""
     if dist.get_world_size() == 1:
         return [value]
     gathered: list[Any] = [None] * dist.get_world_size()
@@ -187,7 +188,7 @@ def all_gather_objects(value: Any) -> list[Any]:
 
 
 def broadcast_object(value: Any, src: int = 0) -> Any:
-    """``value`` of rank ``src``, on every rank."""
+    """Return ``value`` of rank ``src``, on every rank."""
     if dist.get_world_size() == 1:
         return value
     box = [value]

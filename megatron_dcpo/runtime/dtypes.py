@@ -38,12 +38,12 @@ FROM_SAFETENSORS = {code: name for name, code in SAFETENSORS_CODES.items()}
 
 
 def dtype_name(option: str) -> str:
-    """``bf16`` -> ``bfloat16``; torch's own names stay as they are."""
+    """Return the name in torch: ``bf16`` -> ``bfloat16``; torch's own names stay as they are."""
     return _OPTIONS.get(option, option)
 
 
 def dtype_bytes(name: str) -> int:
-    """Bytes per element of a type by its name, ours or torch's. Raises :class:`KeyError` for an unknown one."""
+    """Return the bytes per element of a type by its name, ours or torch's. Raises :class:`KeyError` for an unknown one."""
     return _TABLE[dtype_name(name)][1]
 
 
@@ -57,5 +57,5 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """``torch.bfloat16`` -> ``bfloat16``."""
+    """Return the type's name: ``torch.bfloat16`` -> ``bfloat16``."""
     return str(dtype).removeprefix("torch.")

@@ -94,7 +94,7 @@ def _lock(marker: Path, out: Path) -> int:
 
 @contextmanager
 def _termination_raises() -> Iterator[None]:
-    """Within the block SIGTERM ends the program by an exception, so that what is unfinished is removed."""
+    """Let SIGTERM end the program by an exception within the block, so that what is unfinished is removed."""
 
     def stop(*_: Any) -> None:
         raise SystemExit(128 + signal.SIGTERM)

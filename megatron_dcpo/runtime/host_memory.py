@@ -92,7 +92,7 @@ class Movable:
         ledger.put(name, sum(t.nbytes for t in self._own()))
 
     def offload(self) -> None:
-        """Off the device, where that makes room; harmless when they are away."""
+        """Move the state off the device, where that makes room; harmless when they are away."""
         if self.away or not capabilities().separate_memory:
             return
         before = {id(tensor): copy for tensor, _, copy in self._moved}
@@ -110,7 +110,7 @@ class Movable:
         ledger.drop(self.name)
 
     def reload(self) -> None:
-        """On the device, as they were; harmless when they are there."""
+        """Move the state onto the device as it was; harmless when they are there."""
         if not self.away:
             return
         for tensor, size, copy in self._moved:
@@ -122,7 +122,7 @@ class Movable:
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """There inside the block, and afterwards where they were before."""
+        """Have the state on the device inside the block, and afterwards where it was before."""
         was_away = self.away
         self.reload()
         try:

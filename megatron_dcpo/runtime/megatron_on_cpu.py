@@ -139,7 +139,7 @@ def _patch_megatron() -> None:
 
 
 def _to_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Megatron's converts what it moves from the device alone."""
+    """Convert to NumPy. Megatron's converts what it moves from the device alone."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 

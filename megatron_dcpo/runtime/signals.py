@@ -64,13 +64,13 @@ def request_stop(number: int) -> None:
 
 
 def ignore_signals() -> None:
-    """Everything is saved and the process is about to end: further signals change nothing."""
+    """Ignore further signals: everything is saved and the process is about to end."""
     global _ignoring
     _ignoring = True
 
 
 def name_of(number: int) -> str:
-    """``SIGTERM`` for 15."""
+    """Return ``SIGTERM`` for 15."""
     return signal.Signals(number).name
 
 

@@ -19,7 +19,7 @@ _UNSAFE_IN_LINES = re.compile(_UNSAFE.pattern.replace("\x00-\x1f", "\x00-\x08\x0
 
 
 def printable(text: object, lines: bool = False) -> str:
-    r"""``text`` as a terminal may show it: control characters, reordering marks and lone surrogates as ``\x1b``.
+    r"""Return ``text`` as a terminal may show it: control characters, reordering marks and lone surrogates as ``\x1b``.
 
     ``lines``: newlines and tabs stay, for text of several lines that is ours.
     """
@@ -28,7 +28,7 @@ def printable(text: object, lines: bool = False) -> str:
 
 
 def encodable(text: str) -> str:
-    """``text`` without lone surrogates, which UTF-8 does not have: U+FFFD in their place."""
+    """Return ``text`` without lone surrogates, which UTF-8 does not have: U+FFFD in their place."""
     return _LONE_SURROGATE.sub("\ufffd", text)
 
 

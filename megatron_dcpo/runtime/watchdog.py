@@ -133,7 +133,7 @@ class Watchdog:
         self.finish(clean_exit=error is None or isinstance(error, Stopped))
 
     def _who_is_lost(self) -> str:
-        """After a failed collective: the ranks that beat no more, or nothing when all of them do."""
+        """Return, after a failed collective, the ranks that beat no more, or nothing when all of them do."""
         signals.ignore_signals()  # the launcher is about to end all ranks
         try:
             before = self._read()
@@ -273,7 +273,7 @@ class Timers:
         self.memory |= {f"{phase}/{kind}": gigabytes for kind, gigabytes in memory_gb().items()}
 
     def add(self, phase: str, seconds: float) -> None:
-        """More seconds of a phase; also called from the judge's thread."""
+        """Add seconds to a phase; also called from the judge's thread."""
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
 
@@ -283,7 +283,7 @@ def _lost(beats: list[Heartbeat]) -> str:
 
 
 def _places(beats: Iterable[Heartbeat]) -> str:
-    """``rank 0, 2 and 5 more: train of step 3 at update.py:210 _reduce; rank 1: ...``"""
+    """Return ``rank 0, 2 and 5 more: train of step 3 at update.py:210 _reduce; rank 1: ...``"""
     ranks: dict[str, list[int]] = {}
     for beat in beats:
         ranks.setdefault(f"{beat.phase} of step {beat.step} at {beat.where}", []).append(beat.rank)
@@ -295,7 +295,7 @@ def _places(beats: Iterable[Heartbeat]) -> str:
 
 
 def _place_in_code(thread: int) -> str:
-    """``file.py:line function`` of ``thread``: the innermost frame outside the libraries it waits in."""
+    """Return ``file.py:line function`` of ``thread``: the innermost frame outside the libraries it waits in."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
         if frame.f_globals.get("__name__", "").split(".")[0] not in _LIBRARIES:

@@ -103,7 +103,7 @@ def _candidates() -> Iterator[Path]:
 
 
 def _problem(folder: Path) -> str:
-    """Why no group with limits can be made in ``folder``, "" where one can."""
+    """Return why no group with limits can be made in ``folder``, "" where one can."""
     try:
         enabled = (folder / "cgroup.subtree_control").read_text().split()
         if missing := [name for name in CONTROLLERS if name not in enabled]:

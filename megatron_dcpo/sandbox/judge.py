@@ -51,7 +51,7 @@ def judge_programs(
     sandbox: str = "auto",
     workers: int = 2,
 ) -> list[CodeVerdict]:
-    """Verdicts in the order of ``items``: (program, tests as ``tests.checked_tests`` has them).
+    """Return the verdicts in the order of ``items``: (program, tests as ``tests.checked_tests`` has them).
 
     Raises UserError on malformed tests and where no sandbox works.
     """

@@ -22,16 +22,15 @@ import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib import util
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.sandbox import bubblewrap
 
 Level = Literal["bubblewrap", "landlock", "unsafe"]
 Role = Literal["program", "checker"]
 LEVELS: tuple[Level, ...] = ("bubblewrap", "landlock", "unsafe")
-PACKAGES = ("numpy", "numpy.libs", "sortedcontainers")  # besides the standard library, where installed
 # Loaded before the fork: what programs import most, so that each does not load it anew.
 _MODULES = (
     "abc argparse array ast atexit bisect calendar cmath collections contextlib copy dataclasses datetime decimal enum "
@@ -96,7 +95,7 @@ class CodeLimits:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if not value > 0:
-                raise UserError(f"{name} is {value}: want a positive number")
+                raise UserError(f"{name} is {value}: it must be positive")
         if self.memory_mb < 128:
             raise UserError(f"memory_mb is {self.memory_mb}: a Python program needs at least 128")
 
@@ -295,7 +294,7 @@ def choose(sandbox: str) -> Level:
 
 @functools.cache
 def problem_of(level: Level) -> str:
-    """Why ``level`` does not work on this machine, in words; empty when it does: a program was run and confined."""
+    """Return why ``level`` does not work on this machine; empty when it does: a program was run and confined."""
     if level == "bubblewrap" and shutil.which("bwrap") is None:
         return "bwrap is not installed (apt-get install bubblewrap)"
     try:
@@ -324,7 +323,7 @@ def problem_of(level: Level) -> str:
 def _order(level: Level, role: Role) -> dict[str, Any]:
     """Return what the server is told at its start: its sources and settings."""
     here = Path(__file__).parent / "guest"
-    site = _site()
+    site = bubblewrap.site_packages()
     return {
         "sources": {name: (here / f"{name}.py").read_text(encoding="utf-8") for name in _SOURCES},
         "path": ["/packages"] if level == "bubblewrap" else [site],
@@ -334,8 +333,8 @@ def _order(level: Level, role: Role) -> dict[str, Any]:
             "modules": [*_MODULES.split(), *(["numpy"] if role == "checker" else [])],
             "readable": [
                 *{sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")},
-                f"{_stdlib()}/lib-dynload",
-                *(f"{site}/{name}" for name in PACKAGES),
+                f"{bubblewrap.stdlib()}/lib-dynload",
+                *(f"{site}/{name}" for name in bubblewrap.PACKAGES),
                 *filter(os.path.isdir, ("/usr/lib", "/usr/lib64", "/lib", "/lib64")),
             ],
             "listable": [site],
@@ -348,7 +347,10 @@ def _popen(level: Level, role: Role, control: socket.socket, boot: socket.socket
     python = os.path.realpath(sys.executable)
     interpreter = [python, "-I", "-S", "-B", "-X", "utf8", "-c", _BOOT]
     if level == "bubblewrap":
-        interpreter = _bubblewrap(python, interpreter, role)
+        bwrap = shutil.which("bwrap")
+        if bwrap is None:
+            raise SandboxDied("bwrap is not installed (apt-get install bubblewrap)")
+        interpreter = bubblewrap.command_line(bwrap, python, interpreter, role)
     environment = {"PATH": "/usr/bin:/bin", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     start = f"""
 import os
@@ -368,70 +370,6 @@ os.execve({interpreter[0]!r}, {interpreter!r}, {environment!r})
         env={"PATH": "/usr/bin:/bin"},
         cwd="/",
     )
-
-
-def _bubblewrap(python: str, interpreter: list[str], role: Role) -> list[str]:
-    """Return the command line. pid 1 inside is bubblewrap itself, whose environment is readable: it gets an empty one.
-    /proc is for the server of programs alone, which makes namespaces through it and hides it from them."""
-    bwrap = shutil.which("bwrap")
-    if bwrap is None:
-        raise SandboxDied("bwrap is not installed (apt-get install bubblewrap)")
-    command = [os.path.realpath(bwrap), "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"]
-    command += ["--uid", "65534", "--gid", "65534", "--cap-drop", "ALL", "--hostname", "sandbox"]
-    sources: dict[str, str] = {}
-
-    def bind(source: str, target: str) -> None:
-        word = source
-        if os.geteuid() == 0 and not _reachable(source):
-            word = f"@{len(sources)}"
-            sources[word[1:]] = source
-        command.extend(["--ro-bind", word, target])
-
-    for name in ("/usr/lib", "/usr/lib64", "/usr/bin", "/lib", "/lib64", "/bin"):
-        if os.path.islink(name):
-            command.extend(["--symlink", os.readlink(name).lstrip("/"), name])
-        elif os.path.isdir(name):
-            bind(name, name)
-    if os.path.exists("/etc/ld.so.cache"):
-        bind("/etc/ld.so.cache", "/etc/ld.so.cache")
-    for name in dict.fromkeys([python, _stdlib(), *_extra_libraries()]):
-        if not name.startswith(("/usr/lib/", "/usr/bin/")):
-            bind(name, name)
-    for name in (f"{_stdlib()}/site-packages", f"{_stdlib()}/dist-packages", "/usr/lib/python3/dist-packages"):
-        if os.path.isdir(name):  # below what is bound: what else is installed is not the program's business
-            command += ["--tmpfs", name, "--remount-ro", name]
-    for name in PACKAGES:
-        if os.path.isdir(f"{_site()}/{name}"):
-            bind(f"{_site()}/{name}", f"/packages/{name}")
-    command += ["--proc", "/proc"] if role == "program" else ["--dir", "/proc"]
-    command += ["--dev", "/dev", "--remount-ro", "/dev", "--dir", "/tmp", "--chdir", "/"]
-    command += ["--remount-ro", "/", *interpreter]
-    if os.geteuid() != 0:
-        return command
-    launcher = (Path(__file__).parent / "guest" / "become_user.py").read_text(encoding="utf-8")
-    return [python, "-I", "-S", "-c", launcher, json.dumps({"command": command, "sources": sources})]
-
-
-def _stdlib() -> str:
-    return os.path.realpath(sysconfig.get_path("stdlib"))
-
-
-def _site() -> str:
-    """Return where NumPy is installed; programs see ``PACKAGES`` of it only."""
-    spec = util.find_spec("numpy")
-    return str(Path(spec.origin).parents[1]) if spec and spec.origin else sysconfig.get_path("purelib")
-
-
-def _extra_libraries() -> list[str]:
-    """Python's own shared library and its neighbors, when it lies outside the system's directories."""
-    name = os.path.join(sysconfig.get_config_var("LIBDIR") or "", sysconfig.get_config_var("LDLIBRARY") or "-")
-    return [os.path.realpath(name)] if name.endswith(".so") and os.path.isfile(name) else []
-
-
-def _reachable(path: str) -> bool:
-    """Return whether any user may walk to ``path``, and root's launcher, which mounts its own /tmp, does not cover it."""
-    place = Path(os.path.realpath(path))
-    return Path("/tmp") not in place.parents and all(os.stat(part).st_mode & 0o005 for part in [place, *place.parents])
 
 
 def remaining(deadline: float) -> float:

@@ -127,7 +127,8 @@ def _atol(tests: Mapping[str, Any], where: str) -> float:
 
 
 def same_output(output: bytes, expected: str, atol: float = 0.0) -> bool:
-    """Lines are compared without white space at their ends, and without empty lines at the end of the text.
+    """Return whether two outputs are the same. Lines are compared without white space at their ends, and without empty
+    lines at the end of the text.
 
     A line that differs as text is right when both split into the same number of numerals that are pairwise equal as
     exact decimals (``1.50`` is ``1.5``, ``1e3`` is ``1000``), or within ``atol``, absolute or relative, where the

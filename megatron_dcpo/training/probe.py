@@ -224,7 +224,7 @@ def _as_json(found: PairComparison) -> dict[str, Any]:
 
 
 def _noise(run: Run, moments: Moments) -> dict[str, float | None]:
-    """Squared norm of the mean gradient and variance of a batch's gradient (trace of the covariance), unbiased.
+    """Return the squared norm of the mean gradient and variance of a batch's gradient (trace of the covariance), unbiased.
 
     ``signal_to_noise`` = |E g|^2 / tr Cov g of one batch. One batch has no variance.
     """
@@ -245,7 +245,7 @@ def _noise(run: Run, moments: Moments) -> dict[str, float | None]:
 
 
 def _facts(samples: Sequence[TrainingSample]) -> dict[str, float | None]:
-    """Accuracy, mean confidence, and their covariance over all responses and within prompts."""
+    """Return accuracy, mean confidence, and their covariance over all responses and within prompts."""
     judged = [sample.judgement for sample in samples if sample.judgement.confidence is not None]
     if not judged:
         return dict.fromkeys(("accuracy", "confidence", "covariance", "covariance_within_prompts"))
@@ -261,7 +261,7 @@ def _facts(samples: Sequence[TrainingSample]) -> dict[str, float | None]:
 
 
 def write_probe(found: dict[str, Any], out: Path) -> None:
-    """``probe.json`` and ``probe.png`` in ``out``."""
+    """Write ``probe.json`` and ``probe.png`` in ``out``."""
     out.mkdir(parents=True, exist_ok=True)
     (out / "probe.json").write_text(json.dumps(found, indent=1) + "\n")
     draw_probe(found, out / "probe.png")

@@ -174,7 +174,7 @@ class Recorder:
             logger.info("step %d/%d  %s  loss %+.4f  %.2f s", step, total, line, metrics["loss/policy"], seconds)
 
     def _write_mismatch(self, step: int, counts: Mapping[str, list[int]]) -> None:
-        """Histogram of |engine - trainer| log-probs of the sampled tokens, per block."""
+        """Write the histogram of |engine - trainer| log-probs of the sampled tokens, per block."""
         with self.mismatch_path.open("a") as file:
             file.write(json.dumps({"step": step, "edges": list(MISMATCH_EDGES), **counts}) + "\n")
         if self.tensorboard is not None:
@@ -240,7 +240,7 @@ def _wandb_run(directory: Path, config: Config) -> Any:
 
 
 def planned_memory(config: Config, gpus: int) -> dict[str, float]:
-    """``memory/planned/PHASE`` in GB on a GPU: what ``dcpo plan`` says of the fullest, beside the measured
+    """Return ``memory/planned/PHASE`` in GB on a GPU: what ``dcpo plan`` says of the fullest, beside the measured
     ``memory/PHASE/device``."""
     if not capabilities().separate_memory:
         return {}
@@ -267,7 +267,7 @@ def logged_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def evaluation_line(metrics: Mapping[str, Any]) -> str:
-    """Accuracy and ECE of every benchmark that was validated, in words."""
+    """Return the accuracy and ECE of every benchmark that was validated, in words."""
     names = [key.split("/")[1] for key in metrics if key.startswith("evaluation/") and key.endswith("/accuracy")]
     shown = (("acc", "accuracy"), ("ECE", "ece"))
     return "; ".join(

@@ -100,21 +100,9 @@ def build(config: Config) -> Iterator[Run]:
     offload = Offload(policy, optimizer.megatron, config.training.offload_optimizer_during_rollout)
     offload.offload()
     engine = build_engine(config, topology, held_out)
-    judge = partial(
-        judge_many,
-        tokens=vocabulary,
-        eos_ids=engine.eos_token_ids,
-        marker=config.judging.marker,
-        verifier=verifier,
-        form=form,
-    )
-    saver = Saver(
-        directory / "checkpoints",
-        topology.rank,
-        config.training.keep_checkpoints,
-        capabilities().separate_memory if config.training.async_save == "auto" else config.training.async_save,
-        topology.replica_group,
-    )
+    judge = partial(judge_many, tokens=vocabulary, eos_ids=engine.eos_token_ids, marker=config.judging.marker)
+    judge = partial(judge, verifier=verifier, form=form)
+    saver = build_saver(config, topology)
     weight_sync = WeightSync(policy, optimizer, engine, topology, watch, config.rollout.bucket_bytes)
     draw = partial(draw_prompts, prompts, seed=config.seed, shuffle=config.data.shuffle)
     sampler = Sampler(
@@ -140,6 +128,14 @@ def build(config: Config) -> Iterator[Run]:
     )
     with watch:
         yield run
+
+
+def build_saver(config: Config, topology: Topology) -> Saver:
+    """Return the writer of this rank's checkpoints."""
+    training = config.training
+    asynchronous = capabilities().separate_memory if training.async_save == "auto" else training.async_save
+    directory = Path(config.run_dir) / "checkpoints"
+    return Saver(directory, topology.rank, training.keep_checkpoints, asynchronous, topology.replica_group)
 
 
 def build_policy_optimizer(config: Config, policy: Policy) -> Optimizer:

@@ -112,7 +112,7 @@ class _OneExpert:
 
 
 def read_weight_map(model_dir: Path) -> dict[str, str]:
-    """Tensor name -> file from the index; empty for a checkpoint of one file."""
+    """Return tensor name -> file from the index; empty for a checkpoint of one file."""
     index = model_dir / INDEX
     if not index.is_file():
         if not (model_dir / SINGLE_FILE).is_file():
@@ -150,7 +150,7 @@ Specs = Mapping[str, tuple[tuple[int, ...], str]]
 
 
 def assign_files(specs: Specs, max_bytes: int = SHARD_BYTES) -> dict[str, str]:
-    """Tensor name -> file: in order, files of at most ``max_bytes`` (one tensor at least)."""
+    """Return tensor name -> file: in order, files of at most ``max_bytes`` (one tensor at least)."""
     parts: list[list[str]] = [[]]
     size = 0
     for name, spec in specs.items():
@@ -166,7 +166,7 @@ def assign_files(specs: Specs, max_bytes: int = SHARD_BYTES) -> dict[str, str]:
 
 
 def plan_shards(specs: Specs, files: Mapping[str, str]) -> list[Shard]:
-    """Headers and offsets, in the order and the form in which the safetensors library writes them."""
+    """Return headers and offsets, in the order and the form in which the safetensors library writes them."""
     shards = []
     for file in dict.fromkeys(files[name] for name in specs):
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

@@ -35,12 +35,12 @@ class Layout:
 
     @property
     def expert_tensor(self) -> int:
-        """ETP, by default TP as in Megatron."""
+        """Return ETP, by default TP as in Megatron."""
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
     @property
     def width(self) -> int:
-        """Consecutive ranks of a pipeline stage that have all of it: TP, or the EP x ETP ranks of all experts."""
+        """Return how many consecutive ranks of a pipeline stage have all of it: TP, or the EP x ETP ranks of all experts."""
         return max(self.tensor_model_parallel_size, self.expert_model_parallel_size * self.expert_tensor)
 
     def at(self, place: int, pipeline: int, virtual: int = 0) -> Coordinates:

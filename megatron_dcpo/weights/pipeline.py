@@ -40,7 +40,8 @@ def layers_per_stage(num_layers: int, layout: Layout) -> tuple[int, ...]:
 
 
 def _written(num_layers: int, given: str, stages: int) -> list[int]:
-    """Layers of each chunk in ``pipeline_model_parallel_layout``: ``E`` embedding, ``t`` a layer, ``L`` output layer."""
+    """Return the layers of each chunk in ``pipeline_model_parallel_layout``: ``E`` embedding, ``t`` a layer, ``L``
+    output layer."""
     text = given.replace(",", "")
     for pattern in _REPEATED:
         text = re.sub(pattern, lambda found: found[1] * int(found[2]), text)
@@ -58,8 +59,8 @@ def _written(num_layers: int, given: str, stages: int) -> list[int]:
 
 
 def _computed(num_layers: int, layout: Layout) -> list[int]:
-    """Layers of each chunk: equal, but for the stages that have a number of their own, and less a layer where the embedding
-    or the output layer counts as one."""
+    """Return the layers of each chunk: equal, but for the stages that have a number of their own, and less a layer
+    where the embedding or the output layer counts as one."""
     pp, vp = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
     embedding, loss = layout.account_for_embedding_in_pipeline_split, layout.account_for_loss_in_pipeline_split
     ends = {0: layout.num_layers_in_first_pipeline_stage, pp - 1: layout.num_layers_in_last_pipeline_stage}

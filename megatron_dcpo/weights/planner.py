@@ -57,7 +57,7 @@ class Copy:
 
 
 def padded_vocab_size(arch: Architecture, layout: Layout) -> int:
-    """Vocabulary rows of the embedding after padding: a multiple of ``make_vocab_size_divisible_by`` x TP."""
+    """Return the vocabulary rows of the embedding after padding: a multiple of ``make_vocab_size_divisible_by`` x TP."""
     multiple = layout.make_vocab_size_divisible_by * layout.tensor_model_parallel_size
     return -(-arch.vocab_size // multiple) * multiple
 
@@ -153,13 +153,13 @@ def plan(arch: Architecture, layout: Layout, at: Coordinates) -> tuple[Copy, ...
 
 
 def sharded_dimensions(arch: Architecture, layout: Layout, at: Coordinates) -> dict[str, int | None]:
-    """For every parameter of the chunk, the dimension split over tensor-parallel ranks; ``None``: replicated."""
+    """Return, for every parameter of the chunk, the dimension split over tensor-parallel ranks; ``None``: replicated."""
     dims = {"replicated": None, "row": 1}
     return {row.megatron: dims.get(row.interleaving, 0) for row, *_ in _chunk_rows(arch, layout, at)}
 
 
 def interleavings(arch: Architecture, layout: Layout, at: Coordinates) -> dict[str, Interleaving]:
-    """For every parameter of the chunk, how its Hugging Face tensors interleave."""
+    """Return, for every parameter of the chunk, how its Hugging Face tensors interleave."""
     return {row.megatron: row.interleaving for row, *_ in _chunk_rows(arch, layout, at)}
 
 
@@ -193,7 +193,7 @@ def _chunk_rows(arch: Architecture, layout: Layout, at: Coordinates) -> Iterator
 
 
 def _copies(arch: Architecture, layout: Layout, tp: int, rank: int, row: Row, primary: bool) -> Iterator[Copy]:
-    """``tp``, ``rank``: of the ranks that cut this row's tensors."""
+    """Yield the copies of a row of the table. ``tp``, ``rank``: of the ranks that cut this row's tensors."""
     shapes = hf_shapes(arch)
     if row.interleaving == "replicated":
         yield Copy(row.hf[0], 0, shapes[row.hf[0]][0], row.megatron, 0, 0, primary and rank == 0)

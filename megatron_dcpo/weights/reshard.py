@@ -140,7 +140,7 @@ def gather_full(policy: Shards, shapes: dict[str, tuple[int, ...]]) -> dict[str,
 
 
 def not_finite(policy: Shards) -> list[str]:
-    """Names of this rank's tensors that hold a NaN or an infinity. Reads every parameter once, copies nothing."""
+    """Return the names of this rank's tensors that hold a NaN or an infinity. Reads every parameter once, copies nothing."""
     broken = []
     for chunk, copies in enumerate(policy.copies):
         for name, parameter in policy.parameters(chunk).items():

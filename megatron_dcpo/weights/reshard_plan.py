@@ -43,7 +43,7 @@ class TransferOp:
     interleaved: bool
 
     def cut(self, start: int, stop: int, readers: tuple[int, ...]) -> TransferOp:
-        """``hf[start:stop]`` of this, for ``readers``."""
+        """Return ``hf[start:stop]`` of this, for ``readers``."""
         numel = self.numel // (self.stop - self.start) * (stop - start)
         return replace(self, start=start, stop=stop, numel=numel, readers=readers)
 
@@ -109,12 +109,12 @@ class ReshardPlan:
 
     @property
     def peak_bytes(self) -> int:
-        """Extra memory of a rank during the synchronization; at most ``bucket_bytes``."""
+        """Return the extra memory of a rank during the synchronization; at most ``bucket_bytes``."""
         return self.assembled + self.message
 
     @functools.cached_property
     def checksum(self) -> str:
-        """Equal on ranks that will move the same bytes."""
+        """Return a number that is equal on ranks that will move the same bytes."""
         return hashlib.sha256(repr((self.itemsize, self.buckets)).encode()).hexdigest()[:16]
 
 
@@ -174,7 +174,8 @@ def reshard_plan(
 def most_received(
     arch: Architecture, layout: Layout, engine_tensor_model_parallel_size: int, replicas: int, itemsize: int
 ) -> int:
-    """Bytes that the rank receiving most gets in a synchronization, over all replicas; without planning the messages."""
+    """Return the bytes that the rank receiving most gets in a synchronization, over all replicas; without planning the
+    messages."""
     engine_tp = engine_tensor_model_parallel_size
     check_engine(arch, engine_tp)
     held_ops = _held(arch, layout, list(hf_shapes(arch)))
@@ -188,7 +189,8 @@ def most_received(
 def _share_of_a_bucket(
     arch: Architecture, names: Sequence[str], ranks: int, bucket_bytes: int, itemsize: int
 ) -> tuple[int, int]:
-    """Numbers that a message and the buffer of what has arrived may hold; a row of the widest tensor at least."""
+    """Return how many numbers that a message and the buffer of what has arrived may hold; a row of the widest tensor at
+    least."""
     widest = max((_per_index(arch, name, engine_slice(arch, name, 1, 0)[0]) for name in names), default=1)
     message = max(widest, bucket_bytes // MESSAGE_SHARE // itemsize) if ranks > 1 else 0
     capacity = bucket_bytes // itemsize - message
@@ -233,13 +235,13 @@ def _by_tensor(copies: Sequence[Copy]) -> dict[str, list[Copy]]:
 
 
 def _per_index(arch: Architecture, name: str, dim: int) -> int:
-    """Numbers in one index of dimension ``dim``."""
+    """Return the number of elements in one index of dimension ``dim``."""
     shape = hf_shapes(arch)[name]
     return math.prod(shape) // shape[dim]
 
 
 def _least(arch: Architecture, held_ops: _Held, slices: _Slices, itemsize: int) -> tuple[int, ...]:
-    """Per rank, the bytes of its slices less those of them that it holds."""
+    """Return, per rank, the bytes of its slices less those of them that it holds."""
     ranks = range(len(next(iter(slices.values()), ())))
     missing = ((rank, op) for ops in held_ops.values() for op in ops for rank in ranks if rank not in op.holders)
     least = [0 for _ in ranks]
@@ -281,7 +283,8 @@ def _transfer_ops(held_ops: Sequence[TransferOp], keeps: Sequence[Slice]) -> lis
 
 
 def _to_assemble(entry: BucketEntry, ops: Sequence[TransferOp], merged: tuple[str, ...]) -> list[int]:
-    """Numbers each rank has to put together in a buffer: none where one parameter of its own has the slice as it is."""
+    """Return how many numbers each rank has to put together in a buffer: none where one parameter of its own has the
+    slice as it is."""
     needs = []
     for rank, slice_ in enumerate(entry.slices):
         of_rank = [op for op in ops if op.overlap(slice_)]
@@ -293,7 +296,7 @@ def _to_assemble(entry: BucketEntry, ops: Sequence[TransferOp], merged: tuple[st
 
 
 def _pack(entries: Iterable[_Planned], capacity: int, merged: tuple[str, ...]) -> Iterator[list[_Planned]]:
-    """Entries in order, as many per bucket as fit on every rank."""
+    """Pack entries in order, as many per bucket as fit on every rank."""
     bucket: list[_Planned] = []
     used: list[int] = []
     for entry, ops in entries:
@@ -309,12 +312,13 @@ def _pack(entries: Iterable[_Planned], capacity: int, merged: tuple[str, ...]) -
 
 
 def _sum(needs: Iterable[list[int]]) -> list[int]:
-    """Rank by rank."""
+    """Add rank by rank."""
     return [sum(of_rank) for of_rank in zip(*needs, strict=True)]
 
 
 def _messages(ops: Sequence[TransferOp], limit: int) -> Iterator[Message]:
-    """Operations of one owner and the same readers together, in messages of at most ``limit`` numbers (a row at least)."""
+    """Put operations of one owner and the same readers together, in messages of at most ``limit`` numbers (a row at
+    least)."""
     routes: dict[tuple[int, tuple[int, ...]], list[TransferOp]] = {}
     for op in ops:
         if op.readers:

@@ -199,6 +199,7 @@ def number_of_parameters(arch: Architecture) -> int:
 
 
 def kv_bytes_per_token(arch: Architecture, itemsize: int, tensor_model_parallel_size: int = 1) -> int:
-    """Keys and values of one token in all layers on one engine rank (heads are repeated when there are too few)."""
+    """Return the bytes of keys and values of one token in all layers on one engine rank (heads are repeated when there
+    are too few)."""
     groups = -(-arch.num_query_groups // tensor_model_parallel_size)
     return 2 * arch.num_layers * groups * arch.kv_channels * itemsize

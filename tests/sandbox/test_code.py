@@ -18,7 +18,7 @@ import pytest
 from megatron_dcpo.cli import main
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.judging.answers import extract_program
-from megatron_dcpo.sandbox import local
+from megatron_dcpo.sandbox import bubblewrap, local
 from megatron_dcpo.sandbox.judge import CodeLimits, CodePool, SandboxSession
 from megatron_dcpo.sandbox.tests import check_syntax, checked_tests, same_output
 from tests.helpers.processes import below, left_after
@@ -286,7 +286,7 @@ def test_an_environment_below_tmp_is_reached(monkeypatch: pytest.MonkeyPatch) ->
     with tempfile.TemporaryDirectory(dir="/tmp") as site:
         Path(site).chmod(0o755)  # any user may walk there, unlike pytest's own directories
         (Path(site) / "sortedcontainers").mkdir()
-        monkeypatch.setattr(local, "_site", lambda: site)
+        monkeypatch.setattr(bubblewrap, "site_packages", lambda: site)
         assert local.problem_of.__wrapped__("bubblewrap") == ""
 
 

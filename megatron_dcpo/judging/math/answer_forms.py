@@ -57,7 +57,7 @@ class Numeral(NamedTuple):
 
 
 def numeral(text: str) -> Numeral | None:
-    r"""``2516_8``, ``204_{5}``, ``AB_{16}``, ``12_{\text{five}}``, ``(120)_5``; None for all else, as ``x_1``."""
+    r"""Parse ``2516_8``, ``204_{5}``, ``AB_{16}``, ``12_{\text{five}}``, ``(120)_5``; None for all else, as ``x_1``."""
     match = _NUMERAL.fullmatch(text.strip())
     if match is None:
         return None
@@ -87,7 +87,7 @@ def is_clock(text: str) -> bool:
 
 
 def is_well_formed(text: str) -> bool:
-    r"""Braces match and no bare ``$`` stands between two digits.
+    r"""Return whether braces match and no bare ``$`` stands between two digits.
 
     math-verify reads ``763}6`` up to the stray brace, as 763, and ``541$6`` without the dollar sign, as 5416.
     """
@@ -122,7 +122,8 @@ def _closes_early(text: str) -> bool:
 
 
 def units_differ(a: str, b: str) -> bool:
-    """Two known units of the same kind that are not the same, or different powers of one: cm and m, cm and cm^2."""
+    """Return whether these are two known units of the same kind that are not the same, or different powers of one: cm
+    and m, cm and cm^2."""
     first, second = _unit(a), _unit(b)
     return first is not None and second is not None and first[0] == second[0] and first != second
 

@@ -147,7 +147,8 @@ def _unevaluated() -> tuple[Any, ...]:
 
 
 def _complex_equal(gold: Any, predicted: Any) -> bool:
-    """Equal as complex numbers, to 30 digits. Only for numbers: with a free symbol ``i`` may be an index."""
+    """Return whether they are equal as complex numbers, to 30 digits. Only for numbers: with a free symbol ``i`` may be
+    an index."""
     from sympy import Basic, Expr, I
 
     values = []
@@ -181,8 +182,8 @@ def _parse(text: str, *, box_first: bool) -> list[Any]:
 
 
 def _undelimited(text: str) -> str:
-    r"""Without the ``$...$``, ``\(...\)`` or ``\[...\]`` around the whole of it and without sizes. ``\$36`` is money and
-    stays."""
+    r"""Return the text without the ``$...$``, ``\(...\)`` or ``\[...\]`` around the whole of it and without sizes.
+    ``\$36`` is money and stays."""
     text = latex.without_sizes(text).strip()
     inner = text[1:-1]
     if len(text) > 2 and text[0] == text[-1] == "$" and "$" not in inner:

@@ -60,19 +60,19 @@ _WRAPPERS = re.compile(r"\\(?:left|right|big|Big|bigg|Bigg)(?=[()\[\]|.]|\\[{}])
 
 
 def spell_out(text: str) -> str:
-    """Everything but what a degree sign outside trigonometry means, which depends on the other side."""
+    """Spell out everything but what a degree sign outside trigonometry means, which depends on the other side."""
     text = expand_arguments(plain_symbols(_END.sub("", text.strip())))
     text = _BLACKBOARD.sub(r"\\mathbb{\1}", text.replace(r"\varnothing", r"\emptyset"))
     return degrees_in_trigonometry(join_digits(without_sizes(text)).strip())
 
 
 def without_sizes(text: str) -> str:
-    r"""Without ``\left``, ``\right``, ``\big`` and ``\displaystyle``, which change no meaning."""
+    r"""Return the text without ``\left``, ``\right``, ``\big`` and ``\displaystyle``, which change no meaning."""
     return _WRAPPERS.sub("", text)
 
 
 def plain_symbols(text: str) -> str:
-    """Unicode mathematics as LaTeX. Compatibility forms (full-width digits, thin spaces) become their plain ones."""
+    """Write Unicode mathematics as LaTeX. Compatibility forms (full-width digits, thin spaces) become their plain ones."""
     if text.isascii():
         return text
     text = _TIGHT_ROOT.sub(_root_of, text)
@@ -100,7 +100,7 @@ def _plain(text: str) -> str:
 
 
 def expand_arguments(text: str) -> str:
-    r"""``\frac43`` to ``\frac{4}{3}``, ``\sqrt2`` to ``\sqrt{2}``, as TeX reads them: one token per argument.
+    r"""Rewrite ``\frac43`` to ``\frac{4}{3}``, ``\sqrt2`` to ``\sqrt{2}``, as TeX reads them: one token per argument.
 
     A digit that follows directly is a factor, not a part of the argument: ``\frac123`` is one half times three.
     """
@@ -131,7 +131,7 @@ def _factor(last: str, following: str | None) -> str:
 
 
 def join_digits(text: str) -> str:
-    r"""Thousands written apart become one number.
+    r"""Join thousands written apart to one number.
 
     ``1\,000`` and ``1{,}000`` anywhere; ``1 000`` and ``1,000`` only as the whole answer, because a comma or a space
     between brackets separates the members of a list or a tuple. Groups must have three digits: ``1,00`` stays.
@@ -150,7 +150,7 @@ def has_degrees(text: str) -> bool:
 
 
 def degrees_in_trigonometry(text: str) -> str:
-    """Arguments of trigonometric functions that are given in degrees, in radians: math-verify would drop the sign."""
+    """Write arguments of trigonometric functions that are given in degrees in radians: math-verify would drop the sign."""
     return degrees_to_radians(text) if _TRIGONOMETRY.search(text) else text
 
 
@@ -173,6 +173,6 @@ def drop_degrees(text: str) -> str:
 
 
 def protect_letters(text: str) -> str:
-    r"""``2t`` to ``2{t}``. math-verify takes a letter at the end for a unit (``t``, ``h``, ``m``, ``ab`` ...) and drops
-    it; directly behind a number or a brace it is a variable. ``5 m`` and ``5\text{ m}`` still are five."""
+    r"""Rewrite ``2t`` to ``2{t}``. math-verify takes a letter at the end for a unit (``t``, ``h``, ``m``, ``ab`` ...)
+    and drops it; directly behind a number or a brace it is a variable. ``5 m`` and ``5\text{ m}`` still are five."""
     return _TRAILING_LETTERS.sub(r"{\1}", text)

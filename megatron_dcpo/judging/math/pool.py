@@ -92,7 +92,7 @@ class VerifierPool:
         self._owner = os.getpid()
 
     def verify(self, pairs: Sequence[Pair]) -> list[bool]:
-        """Verdicts in the order of ``pairs``. Never raises on their content."""
+        """Return the verdicts in the order of ``pairs``. Never raises on their content."""
         if self._owner != os.getpid():  # the workers, the thread and the lock are the parent's
             self._reset()
         quick = {pair: quick_verdict(*pair) for pair in dict.fromkeys(pairs)}
@@ -269,8 +269,8 @@ class VerifierPool:
         asked.set_result(verdict)
 
     def _alive(self, worker: Worker) -> bool:
-        """Workers may have been killed meanwhile, by the kernel for instance; those of a thread that failed still owe an
-        answer that nobody waits for."""
+        """Return the workers that live. Some may have been killed meanwhile, by the kernel for instance; those of a
+        thread that failed still owe an answer that nobody waits for."""
         if worker.process.poll() is None and worker.pair is None:
             return True
         _end(worker)

@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def _judged(equivalent: Any, answer: str, key: str, cpu_seconds: float) -> str:
-    """``yes``, ``no``, or ``late``. Sampled text makes sympy and the LaTeX grammar raise nearly anything: ``no``."""
+    """Return ``yes``, ``no``, or ``late``. Sampled text makes sympy and the LaTeX grammar raise nearly anything: ``no``."""
     try:
         # Repeated: a bare ``except`` somewhere in between may swallow the first one.
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds, 0.2)

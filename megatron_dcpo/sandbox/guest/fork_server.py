@@ -169,8 +169,8 @@ def _reap() -> None:
 
 
 def _memory_of_all(processes: int, limit: int) -> int:
-    """Bytes in memory of the namespace's processes but the first. Where the plain sum passes ``limit``, pages that
-    several processes share count once (their proportional size; a process that hides it counts whole)."""
+    """Return the bytes in memory of the namespace's processes but the first. Where the plain sum passes ``limit``,
+    pages that several processes share count once (their proportional size; a process that hides it counts whole)."""
     names = [name for name in os.listdir(processes) if name.isdigit() and name != "1"]
     total = sum(_resident(processes, name) for name in names)
     return total if total <= limit else sum(_proportional(processes, name) for name in names)
@@ -255,7 +255,7 @@ def _filter(settings: dict[str, Any]) -> tuple[bool, bool]:
 
 
 def _arrange(given: list[int], failed: int, settings: dict[str, Any]) -> int:
-    """stdin, stdout, stderr and the pipe of the tests become 0 to 3; everything else is closed, but the descriptor
+    """Make stdin, stdout, stderr and the pipe of the tests 0 to 3, and close everything else, but the descriptor
     that is returned: ``failed`` under its new number."""
     high = [os.dup2(pipe, 500 + place) for place, pipe in enumerate([*given, failed])]
     for place, pipe in enumerate(high[:-1]):
@@ -307,7 +307,7 @@ def _places(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _through(opened: dict[str, int], place: str) -> str:
-    """``place`` by way of the open directory that holds it."""
+    """Return ``place`` by way of the open directory that holds it."""
     for name, descriptor in opened.items():
         if place.startswith(f"{name}/"):
             return f"/proc/self/fd/{descriptor}{place.removeprefix(name)}"
@@ -327,7 +327,7 @@ def _own_processes() -> int:
 
 
 def _become_ordinary(settings: dict[str, Any]) -> None:
-    """For root no limit of processes holds, and file permissions do not count."""
+    """Become an ordinary user. For root no limit of processes holds, and file permissions do not count."""
     if settings["level"] != "unsafe" and os.geteuid() == 0:
         os.setgroups([])
         os.setresgid(65534, 65534, 65534)

@@ -76,7 +76,7 @@ def private_mounts(scratch_bytes: int) -> int:
 
 
 def drop_capabilities() -> None:
-    """None in any set, and none to be had again."""
+    """Drop all capabilities from all sets, for good."""
     for number in range(64):
         if _libc.prctl(_PR_CAPBSET_DROP, number, 0, 0, 0) < 0:
             break

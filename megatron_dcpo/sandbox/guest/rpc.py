@@ -61,7 +61,7 @@ class Encoder:
         self._index: dict[int, int] = {}
 
     def objects(self) -> list[Any]:
-        """``[class name, {attribute: value}]`` of every by-value object met, also in other objects' attributes."""
+        """Return ``[class name, {attribute: value}]`` of every by-value object met, also in other objects' attributes."""
         while len(self.table) < len(self._waiting):
             item = self._waiting[len(self.table)]
             fields = getattr(item, "__dict__", None)
@@ -73,7 +73,7 @@ class Encoder:
         return self.table
 
     def encode(self, value: Any, depth: int = 0) -> Any:
-        """JSON-able form of ``value``; call ``objects`` once after the last value."""
+        """Return the JSON-able form of ``value``; call ``objects`` once after the last value."""
         kind = type(value)
         if value is None or kind is bool or kind is str or kind is float:
             return value
@@ -214,7 +214,7 @@ class Decoder:
         raise BadMessage(f"tag {tag!r}")
 
     def _integers(self, values: list[Any]) -> list[int]:
-        """Integers, as ``Encoder`` writes them: text such as ``1e3000000000`` would become one with as many digits."""
+        """Return integers as ``Encoder`` writes them: text such as ``1e3000000000`` would become one with as many digits."""
         decoded = [self._decode(value) for value in values]
         if not all(isinstance(value, int) for value in decoded):
             raise BadMessage("not an integer")

@@ -134,7 +134,7 @@ def _search(verdicts: Sequence[Instruction], start: int = 0) -> list[Instruction
 
 
 def _decided(name: str, rule: list[Instruction]) -> list[Instruction]:
-    """``rule``, which ends in a verdict, for one call."""
+    """Return ``rule``, which ends in a verdict, for one call."""
     number = _numbers(_DECIDED, _MACHINES[platform.machine()][0])[name]
     return [(_EQUAL, 0, len(rule), number), *rule] if number >= 0 else []
 

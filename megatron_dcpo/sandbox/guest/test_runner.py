@@ -213,7 +213,7 @@ def run_checks(task: bytes, limits: dict[str, Any]) -> NoReturn:
 
 
 def judge(tests: dict[str, Any], client: ProgramClient) -> tuple[str, str]:
-    """Category and detail. ``gone``: the program's process ended; its exit status tells why."""
+    """Return category and detail. ``gone``: the program's process ended; its exit status tells why."""
     try:
         _KINDS[tests["kind"]](tests, client)
     except BaseException as error:
@@ -239,7 +239,7 @@ def _described(error: BaseException) -> str:
 
 
 def _namespace(tests: dict[str, Any], client: ProgramClient) -> dict[str, Any]:
-    """Names for the tests: what the task itself defines. Its classes travel by value."""
+    """Return the names for the tests: what the task itself defines. Its classes travel by value."""
     names: dict[str, Any] = {"__name__": "tests", "__builtins__": builtins}
     if tests.get("setup"):
         exec(compile(tests["setup"], "<setup>", "exec"), names)
@@ -265,7 +265,7 @@ def _bind_free_names(code: Any, names: dict[str, Any], client: ProgramClient) ->
 
 
 def _globals_read(code: CodeType) -> Iterator[str]:
-    """Global names that the code reads and, at its top level, does not set itself."""
+    """Return the global names that the code reads and, at its top level, does not set itself."""
     own = {step.argval for step in dis.get_instructions(code) if step.opname in ("STORE_NAME", "STORE_GLOBAL")}
     for step in dis.get_instructions(code):
         if step.opname in ("LOAD_NAME", "LOAD_GLOBAL") and step.argval not in own:
@@ -329,8 +329,8 @@ def _function(tests: dict[str, Any], client: ProgramClient) -> None:
 
 
 def same(result: Any, expected: Any, atol: float) -> bool:
-    """Equality as evalplus has it: exact, or floats within ``atol`` (1e-6 where the expected value is one or a
-    sequence of them) and 1e-7 relative. Tuples equal lists: expected values come from JSON."""
+    """Return whether they are equal as evalplus has it: exact, or floats within ``atol`` (1e-6 where the expected value
+    is one or a sequence of them) and 1e-7 relative. Tuples equal lists: expected values come from JSON."""
     result, expected = _lists(result), _lists(expected)
     if result == expected:
         return True

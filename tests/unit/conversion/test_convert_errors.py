@@ -384,7 +384,7 @@ def test_verification_notices_one_wrong_bit(tmp_path, monkeypatch, verb):
 
     source = save_model(tmp_path / "hf", "qwen3")
     import_checkpoint(source, tmp_path / "megatron")
-    verify = convert._verify
+    verify = convert.verify_bytes
 
     def damage_and_verify(*arguments):
         path = max(tmp_path.glob("out.tmp/*.*"), key=lambda path: path.stat().st_size)
@@ -395,7 +395,7 @@ def test_verification_notices_one_wrong_bit(tmp_path, monkeypatch, verb):
             file.write(bytes([byte[0] ^ 1]))
         return verify(*arguments)
 
-    monkeypatch.setattr(convert, "_verify", damage_and_verify)
+    monkeypatch.setattr(convert, "verify_bytes", damage_and_verify)
     run = import_checkpoint if verb == "import" else export_checkpoint
     with pytest.raises(UserError, match=r"verification failed: .* reads back differently"):
         run(source if verb == "import" else tmp_path / "megatron", tmp_path / "out", verify=True)

@@ -24,7 +24,7 @@ from megatron_dcpo.data.datasets import final_answer
 from megatron_dcpo.data.prompts import bare_problem, box_instruction
 from megatron_dcpo.errors import one_line
 from megatron_dcpo.evaluation.programs import normal_form
-from megatron_dcpo.evaluation.report import Run, render_report
+from megatron_dcpo.evaluation.report import EvaluatedRun, render_report
 from megatron_dcpo.evaluation.samples import Sample, sample_line
 from megatron_dcpo.judging import answers
 from megatron_dcpo.judging.answers import BOXED, FENCED, Outcome, extract_boxed, extract_program
@@ -72,7 +72,7 @@ def sample(text: str) -> Sample:
 
 def report(text: str) -> str:
     row: dict[str, Any] = {"prompt_id": "p", "problem": text, "response": text, "ground_truth": text, "status": text}
-    return render_report([Run("run", None, None, [], [row])])  # type: ignore[arg-type]
+    return render_report([EvaluatedRun("run", None, None, [], [row])])  # type: ignore[arg-type]
 
 
 def digits(text: str) -> Any:

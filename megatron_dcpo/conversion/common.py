@@ -1,0 +1,175 @@
+"""What import and export share: the record of a conversion, its threads, hashes and verification."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+import torch
+from torch import Tensor
+
+from megatron_dcpo import __version__
+from megatron_dcpo.conversion.megatron_checkpoint import (
+    MegatronCheckpoint,
+    as_bytes,
+)
+from megatron_dcpo.conversion.parameters import (
+    Slice,
+    locate,
+    slices,
+)
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.runtime.dtypes import FLOATS, dtype_bytes
+from megatron_dcpo.weights.architecture import Architecture
+from megatron_dcpo.weights.hf_checkpoint import (
+    HFReader,
+    Specs,
+)
+
+EMBEDDING = "model.embed_tokens.weight"
+_THREADS = min(4, os.cpu_count() or 1)
+
+Progress = Callable[[int, int], None]
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What a conversion did; written as ``conversion.json`` into its result.
+
+    ``tensors``: SHA-256 of every Hugging Face tensor that was moved. ``seconds`` without verification.
+    """
+
+    direction: str
+    source: str
+    target: str
+    architecture: str
+    dtype: str
+    bytes_moved: int
+    seconds: float
+    verify_seconds: float | None
+    peak_resident_bytes: int
+    peak_anonymous_bytes: int
+    padding: dict[str, int]
+    ignored: tuple[str, ...]
+    tensors: dict[str, str] = field(repr=False)
+    version: str = __version__
+
+
+class PeakMemory:
+    """Samples resident and anonymous memory of this process while the block runs.
+
+    Anonymous memory (heap, buffers) is what a machine must have; resident memory counts mapped files as well, which the
+    kernel can drop.
+    """
+
+    def __init__(self) -> None:
+        self.resident_bytes = self.anonymous_bytes = 0
+        self._process, self._stop = psutil.Process(), threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> PeakMemory:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        stopped = False
+        while not stopped:
+            sample = self._process.memory_info()
+            self.resident_bytes = max(self.resident_bytes, sample.rss)
+            self.anonymous_bytes = max(self.anonymous_bytes, sample.rss - getattr(sample, "shared", 0))
+            stopped = self._stop.wait(0.02)
+
+
+def one_dtype(where: Path, specs: Specs) -> str:
+    """Return the common element type. Raises :class:`UserError` naming the first tensor that differs."""
+    expected = float_dtype(where, specs)
+    for name, (_, dtype) in specs.items():
+        if dtype != expected:
+            raise UserError(f"{where}: {name} has dtype {dtype}, but {EMBEDDING} has {expected}")
+    return expected
+
+
+def float_dtype(where: Path, specs: Specs) -> str:
+    """Return the element type of the embedding. Megatron's local RMSNorm is fp32 in a bf16 model that was never
+    wrapped, so in a checkpoint other tensors may differ from it; they keep their bits."""
+    for name, (_, dtype) in specs.items():
+        if dtype not in FLOATS:
+            raise UserError(f"{where}: {name} has dtype {dtype}; known: {', '.join(sorted(FLOATS))}")
+    return specs[EMBEDDING][1]
+
+
+def verify_bytes(arch: Architecture, checkpoint: MegatronCheckpoint, reader: HFReader, progress: Progress) -> float:
+    """Compare source and result, both read again, byte for byte; returns the seconds."""
+    clock, located = time.perf_counter(), locate(arch, checkpoint)
+    count = byte_counter(progress, sum(math.prod(shape) * dtype_bytes(dtype) for shape, dtype in reader.specs.values()))
+
+    def compare(parameter: list[Slice]) -> int:
+        for part in parameter:
+            expected = as_bytes(reader.tensor(part.name)).view(-1)[part.start : part.start + part.values.numel()]
+            if not torch.equal(expected, part.values.reshape(-1)):
+                raise UserError(f"verification failed: {part.name} reads back differently; is the disk in order?")
+        return sum(part.values.numel() for part in parameter)
+
+    for nbytes in in_threads(compare, slices(arch, checkpoint, located)):
+        count(nbytes)
+    return time.perf_counter() - clock
+
+
+@contextmanager
+def few_threads() -> Iterator[ThreadPoolExecutor]:
+    """Open a few threads; what they have not begun when the block ends or fails is dropped."""
+    pool, inner = ThreadPoolExecutor(_THREADS), torch.get_num_threads()
+    torch.set_num_threads(1)  # torch's own threads beside these would wait for a core, spinning
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(inner)
+
+
+def in_threads(function: Callable[[list[Slice]], _T], parameters: Iterable[list[Slice]]) -> Iterator[_T]:
+    """Yield ``function`` of each parameter, few of which exist at a time: a parameter of joined chunks takes memory."""
+    with few_threads() as pool:
+        pending: deque[Future[_T]] = deque()
+        for parameter in parameters:
+            pending.append(pool.submit(function, parameter))
+            if len(pending) == _THREADS:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+
+
+def sha256(tensor: Tensor) -> str:
+    return hashlib.sha256(as_bytes(tensor).numpy().data).hexdigest()
+
+
+def byte_counter(progress: Progress, total: int) -> Callable[[int], None]:
+    done = 0
+
+    def add(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        progress(done, total)
+
+    return add
+
+
+def write_record(directory: Path, result: Conversion) -> None:
+    (directory / "conversion.json").write_text(json.dumps(result.__dict__, indent=1) + "\n")
