@@ -26,7 +26,7 @@ def add_parser(subparsers: Any) -> None:
         help=VERBS["judge"],
         description="Judge every line of a file as training and evaluation do. A prediction is a whole response, whose "
         "last complete \\boxed{...} before the confidence line is read, or a bare answer. A program is the last complete "
-        "fenced block before the confidence line; it runs in a sandbox (docs/code.md).",
+        "fenced block before the confidence line; it runs in a sandbox (docs/programs.md).",
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--pairs", metavar="FILE", help="JSON lines with prediction and reference ('-': standard input)")

@@ -2,7 +2,7 @@
 
 It shows that names, shapes, layouts, packed sequences, fused rotary embeddings, gradients, conversion and checkpoints
 with extra state fit together, and that Megatron passes no argument that the real package does not have. Of the real
-kernels it shows nothing (docs/status.md).
+kernels it shows nothing (docs/scaling.md#status).
 """
 
 from __future__ import annotations

@@ -16,8 +16,12 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"<!-- test: (.+?) -->\n```\w+\n(.*?)```", re.DOTALL)
-SECTION = re.compile(r"^## (A method|A model|A benchmark)\n(.*?)(?=^## |\Z)", re.DOTALL | re.MULTILINE)
-SECTIONS = {title: BLOCK.findall(text) for title, text in SECTION.findall((ROOT / "CONTRIBUTING.md").read_text())}
+SECTION = re.compile(r"^## (.+?)\n(.*?)(?=^## |\Z)", re.DOTALL | re.MULTILINE)
+SECTIONS = {
+    title: blocks
+    for title, text in SECTION.findall((ROOT / "CONTRIBUTING.md").read_text())
+    if (blocks := BLOCK.findall(text))
+}
 
 
 def apply(edit: str, block: str, root: Path) -> None:
@@ -33,8 +37,9 @@ def apply(edit: str, block: str, root: Path) -> None:
     (root / name).write_text(text.replace(f"{line}\n", f"{line}\n{block}"))
 
 
-def test_the_page_has_three_examples_with_a_check_each() -> None:
-    assert list(SECTIONS) == ["A method", "A model", "A benchmark"]
+def test_the_page_has_five_examples_with_a_check_each() -> None:
+    own = ["A method of your own", "A prompt template"]
+    assert list(SECTIONS) == ["A method", *own, "An architecture", "A benchmark"]
     assert all([edit for edit, _ in blocks].count("run") == 1 for blocks in SECTIONS.values())
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from megatron_dcpo.sandbox.judge import CodeLimits, SandboxSession
 from megatron_dcpo.sandbox.tests import checked_tests
 
-# name: an expression that is true when it succeeded. The rows of the table in docs/code.md group them.
+# name: an expression that is true when it succeeded. The rows of the table in docs/programs.md group them.
 ATTEMPTS = {
     "read_file": "'secret' in open(FILE).read()",
     "list_folder": "bool(os.listdir(FOLDER))",

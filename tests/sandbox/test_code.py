@@ -142,7 +142,7 @@ def fenced(program: str) -> str:
 def test_category(pool: CodePool, name: str) -> None:
     program, tests, expected = CASES[name]
     category, *only = expected.split()
-    if only and pool.level not in only:  # scratch files and child processes: bubblewrap only (docs/code.md)
+    if only and pool.level not in only:  # scratch files and child processes: bubblewrap only (docs/programs.md)
         category = "forbidden"
     verdict = pool.submit(program, tests).result()
     if name in ("child", "copies a file", "other packages") and pool.level not in only:

@@ -117,7 +117,7 @@ print((after - before) / 1024 / limits.output_mb)
     bool(problem_of("bubblewrap") and problem_of("landlock")), reason="no sandbox works on this machine"
 )
 def test_memory_of_the_judge_is_bounded() -> None:
-    """At most 4 x ``output_mb`` per worker (docs/code.md), whatever 16 MB of output consist of."""
+    """At most 4 x ``output_mb`` per worker (docs/programs.md), whatever 16 MB of output consist of."""
     size = 16_000_000
     outputs = [
         (f"print('1 ' * {size // 2})", "1"),

@@ -192,7 +192,7 @@ def test_kinds_of_real_files(file: str, kind: str) -> None:
     assert all(record.tests and record.answer == code_problems.tests_key(record.tests) for record in records)
 
 
-# sum() of floats rounds otherwise since Python 3.12, and this problem's test compares to the last digit (docs/code_data.md)
+# sum() of floats rounds otherwise since Python 3.12, and this problem's test compares to the last digit (docs/programs.md)
 FAILING_HERE = {"HumanEval/32"} if sys.version_info >= (3, 12) else set()
 
 
