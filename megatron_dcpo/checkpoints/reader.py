@@ -120,5 +120,5 @@ def cause(error: BaseException) -> BaseException:
     return error
 
 
-def in_words(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {one_line(error, 500)}"

@@ -169,7 +169,7 @@ class Saver:
                 self._fail_if(broadcast_object(error), iteration, temporary)
             writer, metadata = self._plan(state, temporary)
             if self.background:
-                self._known = _Plan(form, metadata, _taken_over(writer.write_buckets, parts))
+                self._known = _Plan(form, metadata, _files_of_buckets(writer.write_buckets, parts))
         else:
             assert self._known is not None
             writer, metadata = filesystem_async.FileSystemWriterAsync(temporary), self._known.metadata
@@ -271,7 +271,7 @@ def _form(part: Any) -> tuple[Any, ...]:
     return part.unique_key, part.replica_id
 
 
-def _taken_over(buckets: list[Any], parts: list[Any]) -> list[Any]:
+def _files_of_buckets(buckets: list[Any], parts: list[Any]) -> list[Any]:
     """Return :attr:`_Plan.files` of Megatron's buckets."""
     tensors = {(p.key, *p.global_offset): n for n, p in enumerate(parts) if isinstance(p, ShardedTensor)}
     numbers = tensors | {(p.unique_key,): n for n, p in enumerate(parts) if not isinstance(p, ShardedTensor)}
