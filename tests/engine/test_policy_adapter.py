@@ -2,11 +2,11 @@
 
 import numpy as np
 import torch
+from megatron_dcpo.judging.statement import StatementForm
+from megatron_dcpo.rollout.confidence_adapter import ConfidenceAdapter
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron_dcpo.judging.statement import StatementForm
 from megatron_dcpo.rollout import TransformersEngine
-from megatron_dcpo.rollout.confidence_adapter import ConfidenceAdapter
 from megatron_dcpo.weights.peft_adapter import DIRECTORY, read_adapter
 from tests.helpers.launch import torchrun
 from tests.helpers.paths import QUICKSTART

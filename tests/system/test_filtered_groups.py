@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from megatron_dcpo.objectives.expected_digits import DecimalToken
 
 from megatron_dcpo.config import load_config
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.objectives import ObjectiveConfig, build_objective
-from megatron_dcpo.objectives.expected_digits import DecimalToken
 from megatron_dcpo.training import sampling
 from megatron_dcpo.training.run import RunState
 from megatron_dcpo.types import BLOCK_CONFIDENCE, BLOCK_REASONING, Judgement, Prompt

@@ -10,16 +10,16 @@ import dataclasses
 from typing import Any
 
 import numpy as np
+from megatron_dcpo.objectives.expected_digits import DecimalToken, DigitVocabulary
+from megatron_dcpo.training.sampling import TrainingSample
+from megatron_dcpo.training.update import MiniBatch, UpdateStatistics, score, update_once, with_old_logprobs
 
 from megatron_dcpo.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from megatron_dcpo.objectives import ObjectiveConfig, build_objective
-from megatron_dcpo.objectives.expected_digits import DecimalToken, DigitVocabulary
 from megatron_dcpo.policy.model import build_policy
 from megatron_dcpo.policy.optimizer import build_optimizer
 from megatron_dcpo.runtime.distributed import all_gather_objects
 from megatron_dcpo.training.run import RunState, TrainingRun
-from megatron_dcpo.training.sampling import TrainingSample
-from megatron_dcpo.training.update import MiniBatch, UpdateStatistics, score, update_once, with_old_logprobs
 from megatron_dcpo.types import Judgement, Prompt, Response
 from tests.distributed.cases.common import initialize_layout
 from tests.helpers.objective_cases import GOLDEN_OPTIONS, NEW, OLD, golden_judgements
