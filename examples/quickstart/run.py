@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 HERE = Path(__file__).resolve().parent
-METHODS = ("grpo", "dcpo", "dcpo_proper", "dcpo_adapter")
+METHODS = ("grpo", "dcpo", "dcpo_proper")
 COLUMNS = {
     "accuracy": "acc.",
     "ece": "ECE",
@@ -121,17 +121,16 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2, help="processes at a time")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="options for all trainings")
     args = parser.parse_args()
-    methods = tuple(name for name in METHODS if not (args.experts and name == "dcpo_adapter"))
     policy = HERE / "moe" / "policy" if args.experts else HERE / "policy"
     start_over_unless_interrupted(args.out, args.seed)
     start = (f"model.path={policy}",) if args.experts else ()
-    quickstart = Quickstart(args.out, policy, methods, args.seed, (*start, *args.overrides))
+    quickstart = Quickstart(args.out, policy, METHODS, args.seed, (*start, *args.overrides))
 
     started = time.monotonic()
     with ThreadPoolExecutor(args.workers) as pool:
-        jobs = [pool.submit(run_one, quickstart, name) for name in ("base", *methods)]
-        wait(jobs, args.out, methods)
-    summary = summarise(args.out, methods)
+        jobs = [pool.submit(run_one, quickstart, name) for name in ("base", *METHODS)]
+        wait(jobs, args.out, METHODS)
+    summary = summarise(args.out, METHODS)
     quickstart.report()
     draw(args.out, summary)
     (args.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
@@ -197,7 +196,6 @@ def draw(out: Path, summary: dict[str, dict[str, float]]) -> None:
     from megatron_dcpo.evaluation.scoring import bins_from_json
 
     titles = {"base": "before RL", "grpo": "GRPO", "dcpo": "DCPO", "dcpo_proper": "DCPO, proper score"}
-    titles["dcpo_adapter"] = "DCPO, adapter"
     bins, notes = {}, {}
     for name, title in titles.items():
         if name not in summary:
