@@ -70,35 +70,47 @@ class Clockwork:
 
 
 def number_of(prompt_id: str) -> int:
-    """Return the number of a prompt of :func:`clockwork_sampler`, of whatever epoch."""
+    """Return the number of a prompt of :func:`numbered_sampler`, of whatever epoch."""
     return int(prompt_id.split("@")[0])
 
 
-def clockwork_sampler(trains: Callable[[int], bool], prompts: int, *overrides: str, method: str = "grpo") -> Sampler:
-    """Return a sampler of so many prompts, named by their numbers; ``trains``: whether a prompt's group trains the policy.
-    The responses are all right and state 0.5."""
-    config = load_config(QUICKSTART / f"{method}.yaml", list(overrides))
+def all_right(responses: Sequence[Response], by_id: Any) -> list[Judgement]:
+    """Judge all responses right, and 0.5 sure."""
+    return [Judgement(r.prompt_id, 1.0, 0.5, "ok", 1, len(r.token_ids)) for r in responses]
 
-    def judge(responses: Sequence[Response], by_id: Any) -> list[Judgement]:
-        return [Judgement(r.prompt_id, 1.0, 0.5, "ok", 1, len(r.token_ids)) for r in responses]
 
-    data = [Prompt(str(i), (), (1,), "1", "t") for i in range(prompts)]
+def unwatched() -> Timers:
+    return Timers(SimpleNamespace(enter=lambda phase, step: None))  # type: ignore[arg-type]
+
+
+def sampler_of(prompts: Sequence[Prompt], *overrides: str, file: str = "grpo", **parts: Any) -> Sampler:
+    """Return a sampler of a run of the quickstart. ``parts``: other ones than a clockwork, a judge whom everything is
+    right, and a method that trains on every group."""
+    config = load_config(QUICKSTART / f"{file}.yaml", list(overrides))
     stubs: dict[str, Any] = {
-        "method": SimpleNamespace(trains=lambda samples: trains(number_of(samples[0].prompt.prompt_id))),
+        "engine": Clockwork(),
+        "judge": all_right,
+        "method": SimpleNamespace(trains=lambda samples: True),
+        "recover": lambda failure, version, restarts: False,
         "topology": SimpleNamespace(rank=0, world_size=1),
-        "timers": Timers(SimpleNamespace(enter=lambda phase, step: None)),  # type: ignore[arg-type]
+        "timers": unwatched(),
     }
     return Sampler(
-        partial(draw_prompts, data, seed=config.seed, shuffle=config.data.shuffle),
-        engine=Clockwork(),  # type: ignore[arg-type]
-        judge=judge,
-        executor=ThreadPoolExecutor(1),
-        recover=lambda failure, version, restarts: False,
+        partial(draw_prompts, prompts, seed=config.seed, shuffle=config.data.shuffle),
+        executor=ThreadPoolExecutor(8),
         rollout=config.rollout,
         prompts_per_step=config.data.prompts_per_step,
         seed=config.seed,
-        **stubs,
+        **(stubs | parts),
     )
+
+
+def numbered_sampler(trains: Callable[[int], bool], prompts: int, *overrides: str, file: str = "grpo") -> Sampler:
+    """Return a sampler of so many prompts, named by their numbers; ``trains``: whether a prompt's group trains the
+    policy."""
+    data = [Prompt(str(i), (), (1,), "1", "t") for i in range(prompts)]
+    chosen = SimpleNamespace(trains=lambda samples: trains(number_of(samples[0].prompt.prompt_id)))
+    return sampler_of(data, *overrides, file=file, method=chosen)
 
 
 def take(sampler: Sampler, step: int) -> list[TrainingSample]:

@@ -20,17 +20,16 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from megatron_dcpo.checkpoints import optimizer_shards
 from megatron_dcpo.checkpoints.saver import Saver
 from megatron_dcpo.checkpoints.state import checkpoint_state, load_checkpoint, newest_intact
-from megatron_dcpo.config import ParallelConfig
 from megatron_dcpo.policy.model import build_policy
 from megatron_dcpo.policy.optimizer import PolicyOptimizer, optimizer_parts
-from tests.distributed.cases.common import config_for_test, initialize_layout
+from tests.distributed.cases.common import config_for_test, initialize_layout, parallel_config
 
 COLLECTIVES = ("all_gather", "gather", "all_gather_into_tensor", "all_reduce", "broadcast", "scatter", "send", "recv")
 STATE = "optimizer.state."
 
 
 def run(options: dict[str, Any]) -> Any:
-    parallel = ParallelConfig(use_distributed_optimizer=True, **options["parallel"])
+    parallel = parallel_config({"use_distributed_optimizer": True, **options["parallel"]})
     topology = initialize_layout(parallel)
     config = config_for_test(options["model"], options["dtype"], parallel)
 

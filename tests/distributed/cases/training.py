@@ -26,14 +26,19 @@ def digest(updater: Updater, moments: bool = True) -> str:
     for chunk in updater.policy.chunks:
         for parameter in chunk.parameters():
             hashed.update(parameter.detach().float().numpy().tobytes())
-    for part in optimizer_parts(updater.optimizer.megatron) if moments else ():
-        for group in part.optimizer.param_groups:
+    for inner in inner_optimizers(updater.optimizer) if moments else ():
+        for group in inner.param_groups:
             hashed.update(str(group.get("step", 0)).encode())
             for parameter in group["params"]:
                 hashed.update(parameter.detach().float().numpy().tobytes())
-                for moment in part.optimizer.state.get(parameter, {}).values():
+                for moment in inner.state.get(parameter, {}).values():
                     hashed.update(moment.float().numpy().tobytes())
     return hashed.hexdigest()
+
+
+def inner_optimizers(optimizer: Any) -> list[Any]:
+    """Return torch's optimizers, of the policy's parameters or of an adapter's."""
+    return [part.optimizer for part in optimizer_parts(optimizer.megatron)] or [optimizer.adam]
 
 
 def topology_rank() -> int:

@@ -11,7 +11,7 @@ from megatron_dcpo.config import load_config
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.training.sampler import Sampler
 from tests.helpers.paths import QUICKSTART
-from tests.helpers.samplers import clockwork_sampler, number_of, one_rank, take
+from tests.helpers.samplers import number_of, numbered_sampler, one_rank, take
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -23,7 +23,7 @@ def _group_of_one() -> Iterator[None]:
 def filling(dull: set[int], *overrides: str) -> Sampler:
     """A sampler over 40 prompts of which the groups of ``dull`` train nothing, two responses each."""
     settings = ["data.prompts_per_step=4", "rollout.group_size=2", "data.shuffle=false", *overrides]
-    return clockwork_sampler(lambda number: number not in dull, 40, *settings, method="dcpo")
+    return numbered_sampler(lambda number: number not in dull, 40, *settings, file="dcpo")
 
 
 def steps(sampler: Sampler, *numbers: int) -> list[list[int]]:

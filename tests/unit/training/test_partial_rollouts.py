@@ -12,10 +12,10 @@ import pytest
 from megatron_dcpo.config import load_config
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.training.groups import restored_groups, saved_groups
-from megatron_dcpo.training.sampler import PromptGroup, _check_versions, batch_is_complete, union_length
+from megatron_dcpo.training.sampler import PromptGroup, _check_versions, batch_is_complete
 from megatron_dcpo.types import Judgement, Prompt, Response
 from tests.helpers.paths import QUICKSTART
-from tests.helpers.samplers import clockwork_sampler, length_of, number_of, one_rank, take
+from tests.helpers.samplers import length_of, number_of, numbered_sampler, one_rank, take
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -29,7 +29,7 @@ STALE = ("rollout.max_staleness=1", "rollout.oversample=1.5", "objective.tis_lev
 
 def stale_sampler(*overrides: str) -> Any:
     settings = ["data.prompts_per_step=6", "rollout.group_size=3", "objective.tis_level=token", *overrides]
-    return clockwork_sampler(lambda number: number % 3 > 0, 1000, *settings)
+    return numbered_sampler(lambda number: number % 3 > 0, 1000, *settings)
 
 
 @pytest.mark.parametrize("staleness", [1, 2, 4])
@@ -122,11 +122,6 @@ def test_a_batch_is_complete_when_enough_groups_are_finished_and_none_may_not_wa
     done = {("a", 0): None, ("a", 1): None, ("b", 0): None}
     for quota, urgent, complete in ((1, False, True), (2, False, False), (1, True, False)):
         assert batch_is_complete([("a", 2, True), ("b", 2, urgent)], quota, done) is complete  # type: ignore[arg-type]
-
-
-def test_time_in_the_judge_is_counted_once() -> None:
-    assert union_length([(4.0, 5.0), (0.0, 2.0), (1.0, 3.0), (1.5, 1.6)]) == 4.0
-    assert union_length([]) == 0.0
 
 
 @pytest.mark.parametrize(
