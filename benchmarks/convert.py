@@ -35,7 +35,7 @@ from megatron_dcpo.conversion.convert import PeakMemory, export_checkpoint, impo
 from megatron_dcpo.weights.architecture import parse_architecture, read_architecture
 from megatron_dcpo.weights.hf_checkpoint import HFReader, assign_files, plan_shards, write_index
 from megatron_dcpo.weights.layout import Coordinates, Layout
-from megatron_dcpo.weights.planner import (plan)
+from megatron_dcpo.weights.planner import plan
 from megatron_dcpo.weights.table import hf_shapes
 
 _COMMON = {

@@ -32,9 +32,9 @@ ROUNDS = 4
 def costs(axis: str) -> list[float]:
     """Seconds of an update at every value of ``axis``."""
     import policies
+    from megatron_dcpo.training.update import update_policy
 
     from megatron_dcpo.runtime.distributed import destroy
-    from megatron_dcpo.training.update import update_policy
 
     def point(run: Any, samples: list[Any]) -> Callable[[], Any]:
         return lambda: update_policy(run, samples, 1)
@@ -57,6 +57,7 @@ def costs(axis: str) -> list[float]:
 def made_up(run: Any, axis: str, value: int) -> list[Any]:
     """Judged responses of random tokens."""
     from megatron_dcpo.training.sampling import TrainingSample
+
     from megatron_dcpo.types import Judgement, Response
 
     sizes = {"prompts": PROMPTS, "group size": GROUP, "response length": LENGTH} | {axis: value}

@@ -79,9 +79,10 @@ def training_run(options: list[str]) -> Any:
 
 def training_step(run: Any, step: int) -> dict[str, float]:
     """One step as the loop takes it; wall seconds of its parts, ``train_cpu``, and its response tokens."""
-    from megatron_dcpo.runtime.watchdog import Timers
     from megatron_dcpo.training.sampling import sample_step
     from megatron_dcpo.training.update import update_policy
+
+    from megatron_dcpo.runtime.watchdog import Timers
     from megatron_dcpo.training.weight_sync import synchronize_engine
 
     timers = Timers(run.watch)

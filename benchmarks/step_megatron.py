@@ -26,10 +26,10 @@ CASES = {  # policy, prompts, responses to each, tokens, probability of an end, 
 
 def measurements() -> Iterator[Measurement]:
     import policies
+    from megatron_dcpo.training.sampling import sample_step
 
     from megatron_dcpo.runtime.distributed import destroy
     from megatron_dcpo.runtime.watchdog import Timers
-    from megatron_dcpo.training.sampling import sample_step
 
     for name, (shape, prompts, group, tokens, stop, more, rounds) in CASES.items():
         with tempfile.TemporaryDirectory() as scratch:

@@ -108,12 +108,12 @@ def ours(case: Case, model: Path, scratch: Path) -> None:
 def least_step(run: Any, case: Case) -> Callable[[], None]:
     """The passes of the model over a rollout's prompts, each once, and tokens, and the bare update of Megatron-core."""
     import torch
+    from megatron_dcpo.training.sampling import sample_step
+    from megatron_dcpo.training.update import MiniBatch, score
     from step_megatron import Bare
 
     from megatron_dcpo.rollout.transformers_engine import _Running, prefill
     from megatron_dcpo.runtime.watchdog import Timers
-    from megatron_dcpo.training.sampling import sample_step
-    from megatron_dcpo.training.update import MiniBatch, score
 
     with run.watch:
         drawn = sample_step(run, 1, Timers(run.watch))

@@ -40,7 +40,8 @@ def check_compatible(config: Config, source: str) -> None:
         ),
         (
             parallel.overlap_param_gather and not parallel.use_distributed_optimizer,
-            "parallel.megatron.overlap_param_gather needs parallel.use_distributed_optimizer: only its parameters are gathered",
+            "parallel.megatron.overlap_param_gather needs parallel.use_distributed_optimizer: only its parameters are "
+            "gathered",
         ),
         (
             parallel.overlap_param_gather and not parallel.overlap_grad_reduce,

@@ -76,8 +76,8 @@ class Policy:
 def transformer_config(
     arch: Architecture, parallel: ParallelConfig, dtype: torch.dtype, transformer_engine: bool = False
 ) -> TransformerConfig:
-    """Return Megatron's configuration of ``arch`` (RMSNorm, SwiGLU, rotary embeddings, grouped queries; only QKV has biases),
-    with the options of ``parallel.megatron``. Raises :class:`UserError` where Megatron refuses them."""
+    """Return Megatron's configuration of ``arch`` (RMSNorm, SwiGLU, rotary embeddings, grouped queries; only QKV has
+    biases), with the options of ``parallel.megatron``. Raises :class:`UserError` where Megatron refuses them."""
     on_cpu = capabilities().cpu_initialization
     interleaved = parallel.virtual_pipeline_model_parallel_size > 1
     options: dict[str, Any] = {
