@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from measurement import DATA, Measurement
 
-from megatron_dcpo.policy.batching import Sample, assign_to_ranks, collate, split_micro_batches
+from megatron_dcpo.policy.batching import assign_to_ranks, collate, split_micro_batches
 
 RESPONSES, RANKS, MOST = 512, 8, 3000
 SETTINGS = {
@@ -58,7 +58,7 @@ def measure(lengths: np.ndarray, packing: bool, multiple_of: int, uniform: bool,
     of_rank = [[int(lengths[i]) for i in share] for share in shares]
     computed = []
     for rank, own in enumerate(of_rank):
-        samples = [Sample(np.zeros(1, np.int64), np.zeros(length - 1, np.int64)) for length in own]
+        samples = [bare([0], [0] * (length - 1)) for length in own]
         splits = split_micro_batches(
             of_rank, rank, micro_batch_size=8, max_tokens=16384, packing=packing, multiple_of=stages
         )

@@ -15,7 +15,9 @@ import numpy as np
 import torch
 from megatron.core.pipeline_parallel import schedules
 
-from megatron_dcpo.config import Config, DataConfig, ModelConfig, ParallelConfig
+sys.path.insert(1, str(Path(__file__).parents[1]))
+
+from megatron_dcpo.config import Config, DataConfig, ModelConfig
 from megatron_dcpo.planning.memory import (
     LOGITS_AT_ONCE,
     in_flight,
@@ -25,13 +27,14 @@ from megatron_dcpo.planning.memory import (
     widths,
 )
 from megatron_dcpo.policy import output_layer
-from megatron_dcpo.policy.batching import Sample
 from megatron_dcpo.policy.model import build_policy
 from megatron_dcpo.policy.optimizer import build_optimizer, zero_gradients
 from megatron_dcpo.policy.schedule import accumulate_gradients
 from megatron_dcpo.runtime.distributed import destroy, initialize
 from megatron_dcpo.weights.architecture import Architecture
 from megatron_dcpo.weights.layout import Layout
+from tests.distributed.cases.common import parallel_config
+from tests.helpers.samples import bare
 
 
 def measured_state(policy, optimizer) -> dict[str, int]:
@@ -109,12 +112,12 @@ def measured_peak(policy, samples, splits, packing: bool) -> tuple[int, int]:
 
 
 def loss(batch, outputs):
-    return -(outputs.logprobs + 0.01 * outputs.entropy).sum(), {}
+    return -(outputs.logprobs + 0.01 * outputs.entropy), {}
 
 
 def measure(options: dict[str, Any]) -> list[dict[str, Any]]:
     """Of every one of ``options["settings"]``: bytes measured and predicted."""
-    parallel = ParallelConfig(**options.get("parallel", {}))
+    parallel = parallel_config(options.get("parallel", {}))
     topology = initialize(*parallel.sizes)
     output_layer.CHUNK_ROWS = LOGITS_AT_ONCE  # the plan is of a GPU, which takes as many rows as fit
     results = []
@@ -125,16 +128,16 @@ def measure(options: dict[str, Any]) -> list[dict[str, Any]]:
                 path=options["model"], params_dtype=setting.get("dtype", "bf16"), transformer_impl="local"
             ),
             data=DataConfig(path="unused"),
-            parallel=ParallelConfig(**{**options.get("parallel", {}), **setting.get("parallel", {})}),
+            parallel=parallel_config({**options.get("parallel", {}), **setting.get("parallel", {})}),
         )
         policy = build_policy(config.model, config.parallel, topology)
-        optimizer, _ = build_optimizer(config, policy)
+        optimizer = build_optimizer(config, policy)
         state = stage_state(policy.arch, policy.layout, config, topology.pp_rank, topology.dp_size * topology.cp_size)
         result = {"predicted": {k: getattr(state, k) for k in ("weights", "gradients", "main_params", "moments")}}
         prompt, response = options["prompt_tokens"], options["response_tokens"]
         rng = np.random.default_rng(0)
         ids = lambda n: rng.integers(1, policy.arch.vocab_size, n)  # noqa: E731, B023
-        samples = [Sample(ids(prompt), ids(response)) for _ in range(options.get("samples", 1))]
+        samples = [bare(ids(prompt), ids(response)) for _ in range(options.get("samples", 1))]
         packing, stages = config.parallel.sequence_packing, topology.pp_size
         # as many micro-batches as the schedules hold at most, all of the same samples
         micro_batches = stages * parallel.virtual_pipeline_model_parallel_size

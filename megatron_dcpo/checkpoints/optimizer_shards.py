@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_dcpo.policy.optimizer import optimizer_parts
+from megatron_dcpo.runtime.megatron_private import main_param_and_states
 
 from megatron.core.dist_checkpointing import ShardedTensor  # isort: skip
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -76,7 +77,7 @@ def _own_shards(part: DistributedOptimizer, model: dict[str, Any]) -> Iterator[d
     sharded, _ = extract_sharded_tensors_and_factories(model)
     bases = {id(base.data): base for base in nested_values(sharded)}
     for parameter, start, stop in _owned_ranges(part):
-        tensors = part._get_main_param_and_optimizer_states(parameter)
+        tensors = main_param_and_states(part, parameter)
         yield {
             name: list(_shards(bases[id(parameter)], name, tensor.detach(), start, stop))
             for name, tensor in tensors.items()

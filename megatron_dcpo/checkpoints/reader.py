@@ -20,20 +20,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_dcpo.conversion.checkpoint_metadata import read_metadata
 from megatron_dcpo.errors import one_line
 from megatron_dcpo.runtime.device import current_device
+from megatron_dcpo.runtime.megatron_private import replace_checkpoint_reader, set_element, shard_id
 
 from megatron.core.dist_checkpointing import ShardedTensor  # isort: skip
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
-from megatron.core.dist_checkpointing.exchange_utils import (
-    _sharded_tensor_shard_id,
-    determine_main_replica_uniform_distribution,
-)
+from megatron.core.dist_checkpointing.exchange_utils import determine_main_replica_uniform_distribution
 from megatron.core.dist_checkpointing.strategies import torch as strategy
 from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 
@@ -75,8 +72,7 @@ def _get_reader(checkpoint_dir: str | Path, cache_metadata: bool = False) -> _Re
     return _Reader(checkpoint_dir)
 
 
-strategy._get_filesystem_reader = _get_reader
-strategy.MCoreLoadPlanner = _LoadPlanner
+replace_checkpoint_reader(_get_reader, _LoadPlanner)
 
 
 class SharedRead(strategy.TorchDistLoadShardedStrategy):
@@ -110,7 +106,7 @@ class SharedRead(strategy.TorchDistLoadShardedStrategy):
 
 
 def _identity(part: Any) -> Any:
-    return _sharded_tensor_shard_id(part) if isinstance(part, ShardedTensor) else part.unique_key
+    return shard_id(part) if isinstance(part, ShardedTensor) else part.unique_key
 
 
 def cause(error: BaseException) -> BaseException:
@@ -120,5 +116,5 @@ def cause(error: BaseException) -> BaseException:
     return error
 
 
-def in_words(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {one_line(error, 500)}"

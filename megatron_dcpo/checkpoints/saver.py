@@ -37,6 +37,7 @@ from megatron_dcpo.conversion.megatron_checkpoint import BEST
 from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.runtime.distributed import all_gather_objects, barrier, broadcast_object, max_over_ranks
 from megatron_dcpo.runtime.files import write_atomically
+from megatron_dcpo.runtime.megatron_private import use_queue_of_this_process
 
 from megatron.core.dist_checkpointing import ShardedTensor  # isort: skip
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
@@ -169,7 +170,7 @@ class Saver:
                 self._fail_if(broadcast_object(error), iteration, temporary)
             writer, metadata = self._plan(state, temporary)
             if self.background:
-                self._known = _Plan(form, metadata, _taken_over(writer.write_buckets, parts))
+                self._known = _Plan(form, metadata, _files_of_buckets(writer.write_buckets, parts))
         else:
             assert self._known is not None
             writer, metadata = filesystem_async.FileSystemWriterAsync(temporary), self._known.metadata
@@ -178,8 +179,7 @@ class Saver:
 
     def _plan(self, state: dict[str, Any], temporary: Path) -> tuple[Any, Any]:
         """Return Megatron's writer with this rank's part of the state, and on the first rank the metadata."""
-        # Megatron would start a process to hold this queue; the thread that writes is in this one.
-        filesystem_async._results_queue = queue.Queue()
+        use_queue_of_this_process()  # the thread that writes is in it
         sharded, _ = save_preprocess(state)
         if self.replicas is not None:
             shares = determine_main_replica_uniform_distribution(sharded, self.replicas)
@@ -271,7 +271,7 @@ def _form(part: Any) -> tuple[Any, ...]:
     return part.unique_key, part.replica_id
 
 
-def _taken_over(buckets: list[Any], parts: list[Any]) -> list[Any]:
+def _files_of_buckets(buckets: list[Any], parts: list[Any]) -> list[Any]:
     """Return :attr:`_Plan.files` of Megatron's buckets."""
     tensors = {(p.key, *p.global_offset): n for n, p in enumerate(parts) if isinstance(p, ShardedTensor)}
     numbers = tensors | {(p.unique_key,): n for n, p in enumerate(parts) if not isinstance(p, ShardedTensor)}

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from megatron_dcpo.checkpoints import optimizer_shards
 from megatron_dcpo.checkpoints.manifest import damage, iteration_dir, iterations, latest_iteration, listed_files
-from megatron_dcpo.checkpoints.reader import CHECKED, SharedRead, cause, in_words, metadata_of
+from megatron_dcpo.checkpoints.reader import CHECKED, SharedRead, cause, describe_error, metadata_of
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.policy.adapter import AdapterOptimizer
 from megatron_dcpo.policy.model import Policy
@@ -113,7 +113,7 @@ def load_checkpoint(directory: Path, iteration: int, policy: Policy, optimizer: 
         met = cause(error)
         if isinstance(met, UserError):
             raise met from None
-        raise UserError(f"checkpoint {path} cannot be read ({in_words(met)})") from None
+        raise UserError(f"checkpoint {path} cannot be read ({describe_error(met)})") from None
 
 
 def _restore_schedule(optimizer: Optimizer, loaded: dict[str, Any]) -> None:
@@ -129,7 +129,7 @@ def _check_parts(path: Path, optimizer: Optimizer) -> None:
     try:
         common = dist_checkpointing.load_common_state_dict(str(path))
     except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise UserError(f"checkpoint {path} cannot be read (common.pt: {in_words(error)})") from None
+        raise UserError(f"checkpoint {path} cannot be read (common.pt: {describe_error(error)})") from None
     absent = [part for part in PARTS if not isinstance(common.get(part), dict)]
     absent += [part for part in RUN_PARTS if "run" not in absent and part not in common["run"]]
     if absent:

@@ -95,7 +95,7 @@ def _read_programs(path: str) -> list[tuple[str, str, Any]]:
     rows = []
     for where, row in read_json_lines(path):
         if not isinstance(row.get("response"), str) or "tests" not in row:
-            raise UserError(f"{where}: want an object with response (text) and tests")
+            raise UserError(f"{where}: expected an object with response (text) and tests")
         rows.append((where, row["response"], row["tests"]))
     return rows
 
@@ -109,7 +109,7 @@ def _read_pairs(path: str) -> list[tuple[str, str]]:
             pairs.append((_text(row["prediction"]), _text(row["reference"])))
         except (KeyError, TypeError) as error:
             raise UserError(
-                f"{where}: want an object with prediction and reference ({type(error).__name__}: {error})"
+                f"{where}: expected an object with prediction and reference ({type(error).__name__}: {error})"
             ) from None
     return pairs
 

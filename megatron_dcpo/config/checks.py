@@ -58,7 +58,7 @@ def _parallel_rules(parallel: ParallelConfig) -> tuple[tuple[bool, str], ...]:
     return (
         (
             parallel.cp_comm_type != "p2p" and (parallel.context_parallel_size == 1 or parallel.sequence_packing),
-            f"parallel.cp_comm_type={parallel.cp_comm_type} needs parallel.context_parallel_size > 1 and no "
+            f"parallel.megatron.cp_comm_type={parallel.cp_comm_type} needs parallel.context_parallel_size > 1 and no "
             "sequence_packing",
         ),
         (
@@ -67,29 +67,30 @@ def _parallel_rules(parallel: ParallelConfig) -> tuple[tuple[bool, str], ...]:
         ),
         (
             parallel.virtual_pipeline_model_parallel_size > 1 and parallel.pipeline_model_parallel_size == 1,
-            "parallel.virtual_pipeline_model_parallel_size > 1 needs parallel.pipeline_model_parallel_size > 1",
+            "parallel.megatron.virtual_pipeline_model_parallel_size > 1 needs parallel.pipeline_model_parallel_size > 1",
         ),
-        (ways > 1, f"parallel: {uneven} divide the layers each in its own way; set one of the three"),
+        (ways > 1, f"parallel.megatron: {uneven} divide the layers each in its own way; set one of the three"),
         (
             ways > 0 and parallel.pipeline_model_parallel_size == 1,
-            f"parallel: {uneven} need parallel.pipeline_model_parallel_size > 1",
+            f"parallel.megatron: {uneven} need parallel.pipeline_model_parallel_size > 1",
         ),
         (
             parallel.overlap_param_gather and not parallel.use_distributed_optimizer,
-            "parallel.overlap_param_gather needs parallel.use_distributed_optimizer: only its parameters are gathered",
+            "parallel.megatron.overlap_param_gather needs parallel.use_distributed_optimizer: only its parameters are "
+            "gathered",
         ),
         (
             parallel.overlap_param_gather and not parallel.overlap_grad_reduce,
-            "parallel.overlap_param_gather needs parallel.overlap_grad_reduce (Megatron overlaps both or the latter alone)",
+            "parallel.megatron.overlap_param_gather needs overlap_grad_reduce (Megatron overlaps both or the latter alone)",
         ),
         (
             parallel.recompute_granularity != "full"
             and (parallel.recompute_method, parallel.recompute_num_layers) != ("uniform", 1),
-            "parallel.recompute_method and recompute_num_layers need parallel.recompute_granularity=full",
+            "parallel.megatron.recompute_method and recompute_num_layers need parallel.recompute_granularity=full",
         ),
         (
             parallel.recompute_granularity != "selective" and parallel.recompute_modules != ("core_attn",),
-            "parallel.recompute_modules needs parallel.recompute_granularity=selective",
+            "parallel.megatron.recompute_modules needs parallel.recompute_granularity=selective",
         ),
     )
 

@@ -17,9 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
@@ -30,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron_dcpo.errors import UserError, one_line
+from megatron_dcpo.runtime.megatron_private import MemoryFormat, StorageInfo, get_layout
 
 METADATA = ".metadata"
 _MOST_BYTES = 4 << 30
@@ -76,7 +75,7 @@ def _check(metadata: Any) -> None:
             )
             _require(inside, f"{key:.80} has a chunk outside its shape")
     for index, info in metadata.storage_data.items():
-        _require(isinstance(index, MetadataIndex) and isinstance(info, _StorageInfo), "an odd entry of a file")
+        _require(isinstance(index, MetadataIndex) and isinstance(info, StorageInfo), "an odd entry of a file")
         _require(isinstance(index.fqn, str), "a tensor without a name")
         _whole(index.offset or (), index.fqn)
         name = info.relative_path
@@ -121,13 +120,13 @@ class _Opaque:
 
 def _memory_format(owner: Any, name: str) -> Any:
     """Return ``getattr`` as Python 3.11.0 to 3.11.3 pickles a member of an enumeration, for the one that metadata has."""
-    return _MEM_FORMAT_ENCODING[name] if owner is _MEM_FORMAT_ENCODING else _Opaque()
+    return MemoryFormat[name] if owner is MemoryFormat else _Opaque()
 
 
 _KNOWN: dict[tuple[str, str], Any] = {
     (cls.__module__, cls.__qualname__): cls
     for cls in (
-        _StorageInfo,
+        StorageInfo,
         BytesStorageMetadata,
         ChunkStorageMetadata,
         Metadata,
@@ -135,13 +134,13 @@ _KNOWN: dict[tuple[str, str], Any] = {
         StorageMeta,
         TensorProperties,
         TensorStorageMetadata,
-        _MEM_FORMAT_ENCODING,
+        MemoryFormat,
         OrderedDict,
         torch.Size,
     )
 } | {
     ("builtins", "getattr"): _memory_format,
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,  # type: ignore[attr-defined]
+    ("torch.serialization", "_get_layout"): get_layout,
 }
 
 

@@ -56,7 +56,7 @@ from megatron_dcpo.conversion.parameters import (
 )
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.dtypes import dtype_bytes
-from megatron_dcpo.runtime.files import new_directory, require_apart, require_space
+from megatron_dcpo.runtime.files import check_free_space, check_no_overlap, new_directory
 from megatron_dcpo.weights.architecture import Architecture, read_architecture
 from megatron_dcpo.weights.hf_checkpoint import (
     INDEX,
@@ -101,7 +101,7 @@ def import_checkpoint(
     """
     clock = time.perf_counter()
     with PeakMemory() as memory:
-        require_apart(target, source)
+        check_no_overlap(target, source)
         arch = read_architecture(source)
         padded = padded_vocab_size(arch, Layout(tensor_model_parallel_size, 1, 1, make_vocab_size_divisible_by))
         reader = HFReader(source)
@@ -110,7 +110,7 @@ def import_checkpoint(
         ignored = _ignored(reader, arch)
         chunks = list(_new_chunks(arch, reader, padded))
         total = sum(math.prod(chunk.sizes) for chunk in chunks) * dtype_bytes(dtype)
-        require_space(target, total)
+        check_free_space(target, total)
         with new_directory(target, overwrite) as temporary, few_threads() as pool:
             hashing = {name: pool.submit(sha256, reader.tensor(name)) for name in hf_shapes(arch)}
             write_checkpoint(temporary, chunks, extra_states(arch), byte_counter(progress, total))
@@ -217,7 +217,7 @@ def export_checkpoint(
     with PeakMemory() as memory:
         source = find_checkpoint(source, which)
         side = hf_config or source / HF_SUBDIRECTORY
-        require_apart(target, source, side)
+        check_no_overlap(target, source, side)
         if not (side / "config.json").is_file():
             raise UserError(
                 f"{side / 'config.json'} is missing; name the model's Hugging Face directory with --hf-config"
@@ -230,7 +230,7 @@ def export_checkpoint(
         recorded = None if max_shard_bytes or hf_config else _recorded_files(side, specs)
         shards = plan_shards(specs, recorded or assign_files(specs, max_shard_bytes or SHARD_BYTES))
         total = sum(math.prod(shape) * dtype_bytes(name) for shape, name in specs.values())
-        require_space(target, sum(shard.nbytes for shard in shards))
+        check_free_space(target, sum(shard.nbytes for shard in shards))
         with new_directory(target, overwrite) as temporary:
             hashes = _write_shards(temporary, shards, slices(arch, checkpoint, located), byte_counter(progress, total))
             if recorded and len(shards) > 1:

@@ -30,11 +30,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.utils import _create_file_view
 
 from megatron_dcpo.conversion.checkpoint_metadata import METADATA, read_metadata
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.dtypes import dtype_bytes, name_of, torch_dtype
+from megatron_dcpo.runtime.megatron_private import ArchiveReader, create_file_view
 from megatron_dcpo.runtime.text import read_json_object
 
 LATEST = "latest_checkpointed_iteration.txt"
@@ -148,10 +148,10 @@ class MegatronCheckpoint:
                 self._maps[chunk.path] = torch.from_numpy(np.memmap(chunk.path, np.uint8, "c"))
             with chunk.path.open("rb") as file, torch.serialization.skip_data():
                 # describes the tensor without reading its values, and never runs code of the file
-                archive = cast(IO[bytes], _create_file_view(file, chunk.start, chunk.length))
+                archive = cast(IO[bytes], create_file_view(file, chunk.start, chunk.length))
                 stored = torch.load(archive, map_location="cpu", weights_only=True)
                 archive.seek(0)
-                reader: Any = torch._C.PyTorchFileReader(archive)
+                reader = ArchiveReader(archive)
                 start = reader.get_record_offset("data/0")
             start += stored.storage_offset() * stored.element_size()
         except OSError as error:

@@ -14,7 +14,7 @@ from datetime import date
 from pathlib import Path
 from types import MappingProxyType
 
-from megatron_dcpo.data.datasets import Record, load_records, sorted_out, untested_note
+from megatron_dcpo.data.datasets import Record, load_records, split_usable_rows, untested_note
 from megatron_dcpo.data.files import Row, read_rows
 from megatron_dcpo.data.livecodebench import contest_date
 from megatron_dcpo.errors import UserError
@@ -228,7 +228,7 @@ def load_benchmark(
     sources = _find_sources(entry, data_dir)
     rows = _rows_of(entry, sources, corrections)
     try:
-        records, left_out, _ = sorted_out(rows, entry.name, True, sources[0], untested)
+        records, left_out, _ = split_usable_rows(rows, entry.name, True, sources[0], untested)
     except UserError as error:
         if sources != [entry.hub]:
             raise

@@ -164,7 +164,7 @@ def load_records(path_or_name: str | Path, task: str | None = None, untested: bo
     """Return all problems with an answer. ``task`` names them, by default the row's ``data_source`` or the file's name.
     ``untested`` keeps programming problems whose tests assert nothing."""
     name, rows = task or _task_name(path_or_name), enumerate(read_rows(path_or_name))
-    records, left_out, dropped = sorted_out(rows, name, task is not None, str(path_or_name), untested)
+    records, left_out, dropped = split_usable_rows(rows, name, task is not None, str(path_or_name), untested)
     for what, count in dropped.items():
         logger.warning("%s: dropped %d rows %s", path_or_name, count, what)
     if left_out:
@@ -174,7 +174,7 @@ def load_records(path_or_name: str | Path, task: str | None = None, untested: bo
     return records
 
 
-def sorted_out(
+def split_usable_rows(
     rows: Iterable[tuple[int, Row]], task: str, forced: bool, source: str, untested: bool
 ) -> tuple[list[Record], list[str], Counter[str]]:
     """Return the problems among the numbered ``rows``, the names of those whose tests assert nothing, and how many were

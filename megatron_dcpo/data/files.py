@@ -106,7 +106,7 @@ def _parse_array(path: Path, text: str) -> list[Row]:
         raise UserError(f"{path}{line}: not valid JSON ({getattr(error, 'msg', error)}); fix the file") from None
     for index, row in enumerate(rows):
         if not isinstance(row, dict):
-            raise UserError(f"{path}: element {index + 1} is no object but {type(row).__name__}")
+            raise UserError(f"{path}: element {index + 1} must be an object, got {type(row).__name__}")
     return rows
 
 

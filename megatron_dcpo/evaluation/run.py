@@ -185,10 +185,10 @@ def _old_samples(config: EvaluationConfig) -> list[Sample]:
     if tests:
         Path(config.out).mkdir(parents=True, exist_ok=True)
         write_tests(tests, Path(config.out) / TESTS_FILE)
-    return _judged_anew(samples, tests, config) if config.rejudge else samples
+    return _judge_again(samples, tests, config) if config.rejudge else samples
 
 
-def _judged_anew(samples: list[Sample], tests: PackedTests, config: EvaluationConfig) -> list[Sample]:
+def _judge_again(samples: list[Sample], tests: PackedTests, config: EvaluationConfig) -> list[Sample]:
     """Judge mathematics and programs again, each by their judge, in the order given."""
     programs = ProgramVerifier(tests, config.limits, config.sandbox) if tests else None
     judged: dict[int, Sample] = {}

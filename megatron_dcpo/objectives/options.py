@@ -8,9 +8,11 @@ short for ``X_reasoning`` and ``X_confidence``; a specific name wins over the sh
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from megatron_dcpo.types import BLOCKS
 
 Preset = Literal["paper", "verl_compat", "dcpo_proper"]
 Normalization = Literal["std", "mean", "none"]
@@ -26,13 +28,6 @@ BLOCK_OPTIONS = ("advantage_normalization", "weight", "kl_coef", "entropy_coef")
 
 # Options that one or two of the package's methods declare as their own; they may stand in the section without ``options``.
 OWN_OPTIONS = ("w", "variant", "tokens", "beta", "confidence_baseline")
-
-
-class Blocks(NamedTuple):
-    """One value per block."""
-
-    reasoning: Any
-    confidence: Any
 
 
 class ObjectiveConfig(BaseModel):
@@ -117,9 +112,9 @@ class ObjectiveConfig(BaseModel):
         own = {name: value for name, value in own.items() if value is not None}
         return ObjectiveConfig(**self.explicit | expand_blocks(options, keep_unset=True) | {"options": own})
 
-    def blocks(self, option: str) -> Blocks:
-        """Return the two values of a block option."""
-        return Blocks(getattr(self, f"{option}_reasoning"), getattr(self, f"{option}_confidence"))
+    def blocks(self, option: str) -> tuple[Any, ...]:
+        """Return the values of a block option, in the order of :data:`BLOCKS`."""
+        return tuple(getattr(self, f"{option}_{block}") for block in BLOCKS)
 
     def written(self) -> dict[str, Any]:
         """Return every option as ``config.yaml`` has it: null where it was not set."""
@@ -141,13 +136,13 @@ def expand_blocks(values: Mapping[str, Any], keep_unset: bool = False) -> dict[s
     for option in BLOCK_OPTIONS:
         if option in given:
             value = given.pop(option)
-            given = {f"{option}_{block}": value for block in Blocks._fields} | given
+            given = {f"{option}_{block}": value for block in BLOCKS} | given
     return given
 
 
 # What a method reads. Every method reads COMMON.
 def _both(*options: str) -> set[str]:
-    return {f"{option}_{block}" for option in options for block in Blocks._fields}
+    return {f"{option}_{block}" for option in options for block in BLOCKS}
 
 
 COMMON = frozenset(

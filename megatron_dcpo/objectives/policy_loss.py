@@ -6,9 +6,10 @@ split, packed or accumulated.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron_dcpo.objectives.options import Blocks, ObjectiveConfig
+from megatron_dcpo.objectives.options import ObjectiveConfig
 from megatron_dcpo.types import BLOCK_NONE, BLOCKS, MicroBatch, TokenOutputs
 
 if TYPE_CHECKING:
@@ -95,11 +96,11 @@ def sequence_sums(values: Tensor, batch: MicroBatch) -> Tensor:
     return values.new_zeros(len(batch.R)).index_add(0, batch.sequence_ids, values)
 
 
-def per_block(values: Blocks, batch: MicroBatch, like: Tensor) -> Tensor:
+def per_block(values: Sequence[float], batch: MicroBatch, like: Tensor) -> Tensor:
     """Return the value of each token's block, [n]; 0 where there is no block."""
     table = [0.0, 0.0, 0.0]
-    for name, block in BLOCKS.items():
-        table[block] = float(getattr(values, name))
+    for value, block in zip(values, BLOCKS.values(), strict=True):
+        table[block] = float(value)
     return like.new_tensor(table)[batch.columns["block_ids"].long()]
 
 

@@ -213,7 +213,7 @@ def widths(arch: Architecture, layout: Layout, config: Config) -> Widths:
 
 def layer_bytes(arch: Architecture, layout: Layout, config: Config, recompute: str) -> float:
     """Return the bytes per token that one layer keeps under ``recompute`` (``none``, ``selective``: without what
-    ``parallel.recompute_modules`` keep, ``full``: its input alone)."""
+    ``parallel.megatron.recompute_modules`` keep, ``full``: its input alone)."""
     w = widths(arch, layout, config)
     b = w.bytes
     if recompute == "full":
@@ -237,7 +237,7 @@ def layer_bytes(arch: Architecture, layout: Layout, config: Config, recompute: s
 
 
 def stage_layers_bytes(arch: Architecture, layout: Layout, config: Config, stage: int) -> float:
-    """Return the same of all layers of a pipeline stage, as ``parallel.recompute_method`` divides them."""
+    """Return the same of all layers of a pipeline stage, as ``parallel.megatron.recompute_method`` divides them."""
     parallel, vp = config.parallel, layout.virtual_pipeline_model_parallel_size
     # of a model chunk, the stage's largest: of an uneven stage the schedule may hold it most often
     layers = max(map(len, chunk_layers(arch.num_layers, layout)[stage :: layout.pipeline_model_parallel_size]))

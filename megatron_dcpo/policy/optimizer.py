@@ -124,7 +124,7 @@ def zero_gradients(policy: Policy, optimizer: Any) -> None:
 
 def gather_parameters(policy: Policy) -> None:
     """Gather the parameters after an optimizer step that leaves it to the next forward pass, for whoever reads them without
-    one. Collective; nothing to do without ``parallel.overlap_param_gather``."""
+    one. Collective; nothing to do without ``parallel.megatron.overlap_param_gather``."""
     for chunk in policy.chunks:
         if chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)

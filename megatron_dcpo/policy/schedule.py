@@ -59,11 +59,11 @@ def accumulate_gradients(
         if separable and hidden.requires_grad:
             part = lambda rows, outputs: loss(local.part(rows), outputs)[0].sum()  # noqa: E731
             total, outputs = fused_loss(layer, hidden, local.targets, part, upstream)
-            outputs = _of_all_ranks(policy, batch, outputs)
+            outputs = _gather_over_context_parallel(policy, batch, outputs)
             with torch.no_grad():
                 contributions, statistics = loss(batch, outputs)
         else:
-            outputs = _of_all_ranks(policy, batch, token_outputs(layer, hidden, local.targets))
+            outputs = _gather_over_context_parallel(policy, batch, token_outputs(layer, hidden, local.targets))
             contributions, statistics = loss(batch, outputs)
             total = contributions.sum()
         statistics = {"loss": contributions.detach().sum(), **statistics}
@@ -88,7 +88,7 @@ def compute_logprobs(
     def collect(batch: MicroBatch, output: Tensor, non_loss_data: bool = True) -> list[np.ndarray]:
         local = batch.local()
         outputs = token_outputs(*_output_layer(policy, local, output, temperature), local.targets)
-        logprobs = _of_all_ranks(policy, batch, outputs).logprobs
+        logprobs = _gather_over_context_parallel(policy, batch, outputs).logprobs
         counts = [len(sample.response_ids) for sample in batch.samples]
         return [piece.cpu().numpy() for piece in logprobs.split(counts)]
 
@@ -152,7 +152,7 @@ def _forward_step(
     return output, partial(closure, batch)
 
 
-def _of_all_ranks(policy: Policy, batch: MicroBatch, outputs: TokenOutputs) -> TokenOutputs:
+def _gather_over_context_parallel(policy: Policy, batch: MicroBatch, outputs: TokenOutputs) -> TokenOutputs:
     """Return the outputs of all response tokens from those of this context-parallel rank."""
     if batch.here is None:
         return outputs

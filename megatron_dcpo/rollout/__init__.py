@@ -8,7 +8,7 @@ from typing import Any
 from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.judging.token_bytes import check_ids
 from megatron_dcpo.rollout.engine import Engine, EngineError, SamplingConfig, choose_engine
-from megatron_dcpo.rollout.transformers_engine import TransformersEngine, auto_class, own_logs
+from megatron_dcpo.rollout.transformers_engine import TransformersEngine, auto_class, redirect_transformers_logging
 from megatron_dcpo.rollout.vllm_engine import VllmEngine
 from megatron_dcpo.rollout.vllm_host import VllmOptions
 from megatron_dcpo.runtime.text import read_json_object
@@ -41,7 +41,7 @@ def build_local_engine(choice: str, model_dir: str | Path, options: VllmOptions)
 
 def load_tokenizer(model_dir: str | Path) -> Any:
     """Load the tokenizer of a checkpoint directory. Raises :class:`UserError` when there is none, or an unusable one."""
-    own_logs()
+    redirect_transformers_logging()
     spec = Path(model_dir) / "tokenizer.json"
     if spec.is_file():
         check_ids(read_json_object(spec), str(spec))  # the library would make room for the largest id

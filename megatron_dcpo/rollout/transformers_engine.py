@@ -42,7 +42,7 @@ _COMPACT_BELOW = 0.75  # drop finished rows from the KV cache when less than thi
 _REFILL_BELOW = 0.9  # where others wait for their place
 
 
-def own_logs() -> None:
+def redirect_transformers_logging() -> None:
     """Send the warnings of transformers, which quote what a model directory says, the way of all logs, and draw no bar."""
     from transformers.utils import logging as transformers_logging
 
@@ -84,7 +84,7 @@ class TransformersEngine(Engine):
     def from_pretrained(cls, model_dir: str | Path, dtype: str = "fp32", max_num_seqs: int = 512) -> TransformersEngine:
         """Load a Hugging Face checkpoint directory. Raises :class:`UserError` when it is missing or unreadable."""
         check_model_dir(model_dir)
-        own_logs()
+        redirect_transformers_logging()
         try:
             model: Any = auto_class("AutoModelForCausalLM").from_pretrained(
                 model_dir,

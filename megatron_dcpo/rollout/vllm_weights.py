@@ -30,6 +30,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import materialize_layer, restore_layer_on_meta
 
 from megatron_dcpo.runtime.device import synchronize
+from megatron_dcpo.runtime.megatron_private import wrapper_tensor
 from megatron_dcpo.weights.architecture import Architecture
 from megatron_dcpo.weights.planner import WeightSlice
 from megatron_dcpo.weights.reshard_plan import engine_slice
@@ -55,8 +56,7 @@ class SliceOfWhole(Tensor):
 
     @staticmethod
     def __new__(cls, piece: WeightSlice, shape: Sequence[int], keeps: tuple[int, int, int]) -> SliceOfWhole:
-        values = piece.values
-        made = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=values.dtype, device=values.device)
+        made: SliceOfWhole = wrapper_tensor(cls, shape, piece.values)
         made.piece, made.keeps, made.window, made.copied = piece, keeps, (0, shape[piece.dim]), [0]
         return made
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron_dcpo.errors import check_world_size, one_line
 from megatron_dcpo.runtime.device import backend, current_device, has_cuda, set_threads
 from megatron_dcpo.runtime.megatron_on_cpu import ensure
+from megatron_dcpo.runtime.megatron_private import default_store
 
 ensure()
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402 - after ensure()
@@ -206,7 +207,7 @@ class BucketBarrier:
     def __init__(self, name: str, group: dist.ProcessGroup) -> None:
         self.name, self.group = name, group
         self.ranks = dist.get_process_group_ranks(group)
-        self._store = dist.distributed_c10d._get_default_store()
+        self._store = default_store()
         self._say(0)
 
     def acknowledge(self, number: int, accepted: bool) -> str:

@@ -109,7 +109,7 @@ def _termination_raises() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def require_apart(target: Path, *sources: Path) -> None:
+def check_no_overlap(target: Path, *sources: Path) -> None:
     """Raise :class:`UserError` when writing ``target``, or its temporary name, would replace one of the ``sources``."""
     for source in sources:
         resolved = source.resolve()
@@ -122,7 +122,7 @@ def _temporary(out: Path) -> Path:
     return out.with_name(out.name + ".tmp")
 
 
-def require_space(out: Path, nbytes: int) -> None:
+def check_free_space(out: Path, nbytes: int) -> None:
     """Raise :class:`UserError` when the file system of ``out`` has less than ``nbytes`` left."""
     parent = next(path for path in out.absolute().parents if path.exists())
     free = shutil.disk_usage(parent).free

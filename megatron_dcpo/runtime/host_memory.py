@@ -78,7 +78,7 @@ class HostCopy:
 
 
 class Movable:
-    """Tensors that are on the device or, between :meth:`leave` and :meth:`come_back`, on the host. Objects and views stay
+    """Tensors that are on the device or, between :meth:`offload` and :meth:`reload`, on the host. Objects and views stay
     what they are: only the storage is given back.
 
     ``tensors`` is asked at every :meth:`leave` (an optimizer makes its moments late); each has a storage of its own.

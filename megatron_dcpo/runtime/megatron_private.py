@@ -1,13 +1,77 @@
-"""Every name that Megatron-core and torch keep private and the package uses, in one place.
+"""Every name that Megatron-core and torch keep private and the package uses, in one place; those that are replaced to run
+Megatron on a CPU stand in ``megatron_on_cpu.py``.
 
-A new release is checked here first: a name that moved fails when this module is imported, with its name.
+A new release is checked here first: a name of torch's that moved fails when this module is imported; Megatron, which not
+every command needs, is imported by the functions that use it, and ``tests/unit/runtime/test_megatron_private.py`` asks for
+its names.
 """
 
 from __future__ import annotations
 
+import queue
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MemoryFormat
+from torch.distributed.checkpoint.utils import _create_file_view as create_file_view
+
+__all__ = [
+    "ArchiveReader",  # of what torch.save wrote
+    "MemoryFormat",  # of a tensor, in the metadata of a checkpoint
+    "StorageInfo",  # file, offset and length of a chunk, in the same
+    "create_file_view",  # a part of a file as a file
+    "default_store",
+    "get_layout",  # by which metadata name a tensor's layout
+    "main_param_and_states",
+    "replace_checkpoint_reader",
+    "set_element",  # of a nested state by its path
+    "shard_id",
+    "use_queue_of_this_process",
+    "wrapper_tensor",
+]
+
+get_layout: Any = torch.serialization._get_layout  # type: ignore[attr-defined]
+ArchiveReader: Any = torch._C.PyTorchFileReader
 
 
 def default_store() -> dist.Store:
     """Return the store of the default process group."""
     return dist.distributed_c10d._get_default_store()
+
+
+def wrapper_tensor(cls: type, shape: Sequence[int], like: Tensor) -> Any:
+    """Return a tensor of a subclass ``cls`` that has a shape and no storage, with type and device of ``like``."""
+    return torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=like.dtype, device=like.device)  # type: ignore
+
+
+def replace_checkpoint_reader(reader: Callable[..., Any], planner: type) -> None:
+    """Make Megatron's loader read files by what ``reader(directory, cache_metadata)`` returns, planned by ``planner``."""
+    from megatron.core.dist_checkpointing.strategies import torch as strategy
+
+    strategy._get_filesystem_reader = reader
+    strategy.MCoreLoadPlanner = planner  # type: ignore[misc]
+
+
+def shard_id(part: Any) -> Any:
+    """Return by which name Megatron knows a shard of a tensor on all ranks that hold it."""
+    from megatron.core.dist_checkpointing.exchange_utils import _sharded_tensor_shard_id
+
+    return _sharded_tensor_shard_id(part)
+
+
+def use_queue_of_this_process() -> None:
+    """Give Megatron's writer of checkpoints a queue for its results; it would start a process to hold one."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async._results_queue = queue.Queue()  # type: ignore[assignment]
+
+
+def main_param_and_states(part: Any, parameter: Tensor) -> dict[str, Tensor]:
+    """Return what Megatron's distributed optimizer ``part`` keeps on this rank of a parameter: main values and moments."""
+    states: dict[str, Tensor] = part._get_main_param_and_optimizer_states(parameter)
+    return states

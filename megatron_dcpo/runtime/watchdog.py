@@ -32,6 +32,7 @@ from megatron_dcpo.errors import EXIT_PEER_LOST, Stopped, one_line
 from megatron_dcpo.runtime import signals
 from megatron_dcpo.runtime.device import device_failed, memory_gb, synchronize
 from megatron_dcpo.runtime.files import write_atomically
+from megatron_dcpo.runtime.megatron_private import default_store
 
 LOST_AFTER_SECONDS = 30.0
 PHASE_WARNING_SECONDS = 900.0  # a longer phase is reported with the place where every rank waits
@@ -82,7 +83,7 @@ class Watchdog:
     def start(self) -> Watchdog:
         """Begin to beat. Collective."""
         if self.world_size > 1:
-            store: Any = dist.distributed_c10d._get_default_store()
+            store: Any = default_store()
             self._store = store.clone()  # a connection of its own: the main thread may wait on the other one
             self._store.set_timeout(timedelta(seconds=LOST_AFTER_SECONDS))
             self._store.set(f"beat/{self.rank}", self._note())

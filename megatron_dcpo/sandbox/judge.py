@@ -66,7 +66,7 @@ class CodePool:
 
     def __init__(self, *, limits: CodeLimits | None = None, sandbox: str = "auto", workers: int = 2) -> None:
         if workers < 1:
-            raise UserError(f"workers is {workers}: want at least 1")
+            raise UserError(f"workers is {workers}: it must be at least 1")
         self.limits = limits or CodeLimits()
         self.level = choose(sandbox)
         if self.level != "unsafe":

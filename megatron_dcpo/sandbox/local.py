@@ -277,7 +277,7 @@ def choose(sandbox: str) -> Level:
             raise UserError(f"sandbox {sandbox} does not work here: {problem}")
         return sandbox  # type: ignore[return-value]
     if sandbox != "auto":
-        raise UserError(f"sandbox {sandbox!r}: want auto, bubblewrap, landlock, or unsafe")
+        raise UserError(f"sandbox {sandbox!r}: must be auto, bubblewrap, landlock, or unsafe")
     problems = {}
     for level in ("bubblewrap", "landlock"):
         problem = problem_of(level)  # type: ignore[arg-type]

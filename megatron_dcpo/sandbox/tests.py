@@ -34,10 +34,10 @@ def checked_tests(tests: Any, where: str = "tests") -> dict[str, Any]:
     the program and before the tests, each in their process.
     """
     if not isinstance(tests, Mapping):
-        raise UserError(f"{where}: tests must be an object, not {type(tests).__name__}")
+        raise UserError(f"{where}: tests must be an object, got {type(tests).__name__}")
     kind = tests.get("kind")
     if kind not in KINDS:
-        raise UserError(f"{where}: kind of tests {kind!r} is unknown; want one of {', '.join(KINDS)}")
+        raise UserError(f"{where}: kind of tests {kind!r} is unknown; it must be one of {', '.join(KINDS)}")
     setup = _text(tests, "setup", where, "") or _text(tests, "prompt_prefix", where, "")
     known: dict[str, Any] = {"kind": kind, "setup": setup}
     if kind == "stdin":
@@ -80,7 +80,7 @@ def _function_cases(cases: list[Mapping[str, Any]], where: str) -> dict[str, Any
     for place, case in enumerate(cases, start=1):
         args, kwargs = case.get("args", []), case.get("kwargs") or {}
         if not isinstance(args, list | tuple) or not isinstance(kwargs, Mapping) or "expected" not in case:
-            raise UserError(f"{where}, case {place}: want args (a list), perhaps kwargs (an object), and expected")
+            raise UserError(f"{where}, case {place}: expected args (a list), expected, and perhaps kwargs (an object)")
         try:
             parts = {"args": list(args), "kwargs": dict(kwargs), "expected": case["expected"]}
             encoded.append({name: encoder.encode(value) for name, value in parts.items()})
@@ -95,7 +95,7 @@ def _cases(tests: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
         raise UserError(f"{where}: cases must be a list of at least one case")
     for place, case in enumerate(cases, start=1):
         if not isinstance(case, Mapping):
-            raise UserError(f"{where}, case {place}: want an object, not {type(case).__name__}")
+            raise UserError(f"{where}, case {place}: must be an object, got {type(case).__name__}")
     return list(cases)
 
 
@@ -104,7 +104,7 @@ def _text(row: Mapping[str, Any], name: str, where: str, default: str | None = N
     if value is None and default is not None:
         return default
     if not isinstance(value, str):
-        problem = "is missing" if name not in row else f"must be text, not {type(value).__name__}"
+        problem = "is missing" if name not in row else f"must be text, got {type(value).__name__}"
         raise UserError(f"{where}: {name} {problem}")
     return value
 
@@ -119,7 +119,7 @@ def _filled(row: Mapping[str, Any], name: str, where: str) -> str:
 def _atol(tests: Mapping[str, Any], where: str) -> float:
     value = tests.get("atol") or 0.0
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-        raise UserError(f"{where}: atol {value!r} is not a tolerance; want a number, 0 or more")
+        raise UserError(f"{where}: atol {value!r} must be a number, 0 or more")
     try:
         return float(value)
     except OverflowError:

@@ -54,7 +54,7 @@ def _written(num_layers: int, given: str, stages: int) -> list[int]:
     elif text.count("t") != num_layers:
         problem = f"has {text.count('t')} layers t; the model has {num_layers}"
     if problem:
-        raise UserError(f"parallel.pipeline_model_parallel_layout={given} {problem}")
+        raise UserError(f"parallel.megatron.pipeline_model_parallel_layout={given} {problem}")
     return [part.count("t") for part in parts]
 
 
@@ -73,7 +73,7 @@ def _computed(num_layers: int, layout: Layout) -> list[int]:
         less = f" less {' and '.join(map(str, own.values()))} of the first or last stage" if own else ""
         raise UserError(
             f"parallel.pipeline_model_parallel_size={pp} (x virtual stages = {pp * vp}) does not divide the model's "
-            f"{what}{less}; choose a divisor, or split them unevenly: parallel.num_layers_in_first_pipeline_stage, "
+            f"{what}{less}; choose a divisor, or split them unevenly: parallel.megatron.num_layers_in_first_pipeline_stage, "
             "num_layers_in_last_pipeline_stage or pipeline_model_parallel_layout"
         )
     counts = [layers // vp for layers in counts] * vp

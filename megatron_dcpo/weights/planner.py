@@ -79,7 +79,8 @@ def check_options(arch: Architecture, layout: Layout, model: ModelConfig, parall
         ),
         (
             parallel.recompute_granularity == "selective" and "mlp" in parallel.recompute_modules,
-            "parallel.recompute_modules=mlp recomputes nothing; take core_attn, or parallel.recompute_granularity=full",
+            "parallel.megatron.recompute_modules=mlp recomputes nothing; take core_attn, or "
+            "parallel.recompute_granularity=full",
         ),
     ):
         if refused and arch.num_experts:
@@ -88,8 +89,8 @@ def check_options(arch: Architecture, layout: Layout, model: ModelConfig, parall
     for layers in map(len, chunk_layers(arch.num_layers, layout)):
         if parallel.recompute_method == "uniform" and layers % unit:
             raise UserError(
-                f"parallel.recompute_num_layers={unit} does not divide the {layers} layers of a pipeline stage's chunk; "
-                "choose a divisor, or parallel.recompute_method=block"
+                f"parallel.megatron.recompute_num_layers={unit} does not divide the {layers} layers of a pipeline stage's "
+                "chunk; choose a divisor, or parallel.megatron.recompute_method=block"
             )
 
 
@@ -109,7 +110,7 @@ def check_layout(arch: Architecture, layout: Layout) -> None:
             )
     chunk_layers(arch.num_layers, layout)
     if layout.virtual_pipeline_model_parallel_size > 1 and pp == 1:
-        raise UserError("parallel.virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size > 1")
+        raise UserError("parallel.megatron.virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size > 1")
 
 
 def _check_experts(arch: Architecture, layout: Layout) -> None:

@@ -1,4 +1,4 @@
-"""``training.train: adapter``: low-rank adapters on a frozen policy, against Hugging Face's model with the same pairs."""
+"""``model.adapter``: low-rank adapters on a frozen policy, against Hugging Face's model with the same pairs."""
 
 import numpy as np
 import pytest

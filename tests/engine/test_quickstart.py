@@ -18,7 +18,7 @@ from tests.helpers.vllm import at_length, needs_vllm
 @needs_vllm
 @pytest.mark.timeout(3600)
 def test_quickstart_on_vllm(tmp_path: Path) -> None:
-    overrides = ["rollout.engine=vllm", "rollout.kv_cache_memory_bytes=134217728"]
+    overrides = ["rollout.engine=vllm", "rollout.vllm.kv_cache_memory_bytes=134217728"]
     command = [sys.executable, "examples/quickstart/run.py", "--seed", "1", "--out", str(tmp_path / "out"), *overrides]
     done = subprocess.run(
         command, cwd=REPOSITORY, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True

@@ -26,7 +26,7 @@ pytestmark = [
 ]
 
 CONFIG = REPOSITORY / "examples" / "quickstart" / "dcpo.yaml"
-ENGINE = ["rollout.engine=vllm", "rollout.kv_cache_memory_bytes=67108864", "training.steps=3", *SMALL]
+ENGINE = ["rollout.engine=vllm", "rollout.vllm.kv_cache_memory_bytes=67108864", "training.steps=3", *SMALL]
 
 
 def start(run_dir: Path, *overrides: str, processes: int = 1) -> subprocess.Popen[str]:

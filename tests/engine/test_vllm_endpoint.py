@@ -7,27 +7,17 @@ which is what ``vllm serve`` runs: the console script of the CPU build asks for 
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from megatron_dcpo.cli import main
-from megatron_dcpo.config import AdapterConfig
 from megatron_dcpo.evaluation.samples import Sample, read_samples
-from megatron_dcpo.rollout import load_tokenizer
-from megatron_dcpo.weights.architecture import read_architecture
-from megatron_dcpo.weights.peft_adapter import DIRECTORY, TOKENS, Room, read_adapter, write_adapter
-from megatron_dcpo.weights.table import hf_shapes
 from tests.helpers.paths import REPOSITORY
-from tests.helpers.quickstart import policy_with_room
 from tests.helpers.vllm import HELDOUT, POLICY, PYTHON, Server
 
 pytestmark = pytest.mark.skipif(
@@ -100,57 +90,3 @@ def test_same_samples_as_the_embedded_engine(server: Server, tmp_path: Path) -> 
         assert other.token_confidence == pytest.approx(sample.token_confidence, abs=1e-4)
         assert other.min_logprob == pytest.approx(sample.min_logprob, abs=1e-3)
         assert other.mean_entropy == pytest.approx(sample.mean_entropy, abs=1e-3)
-
-
-@pytest.fixture(scope="module", params=["digits", "tokens of its own"])
-def with_adapter(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The policy with an adapter, of random numbers, that acts on the whole text."""
-    model, own = tmp_path_factory.mktemp("policy") / "policy", request.param != "digits"
-    if own:
-        policy_with_room(model)
-    else:
-        shutil.copytree(POLICY, model)
-    config, random = AdapterConfig(rank=4, alpha=8, activated=False), torch.Generator().manual_seed(0)
-    tensors = {}
-    for name, shape in hf_shapes(read_architecture(POLICY)).items():
-        if name.removesuffix(".weight").endswith(config.targets):
-            out, inside = shape
-            module = name.removesuffix(".weight")
-            tensors[f"{module}.lora_A.weight"] = torch.randn(4, inside, generator=random) / inside**0.5
-            tensors[f"{module}.lora_B.weight"] = torch.randn(out, 4, generator=random) / 4
-    room = None
-    if own:
-        tensors[TOKENS] = torch.randn(101, 64, generator=random) / 8
-        output = load_file(model / "model.safetensors")["lm_head.weight"]
-        room = Room.of(load_tokenizer(model), output, 101)
-        assert room is not None
-    write_adapter(model / DIRECTORY, tensors, config, str(POLICY), ((), "<conf>"), room)
-    return model
-
-
-@pytest.mark.timeout(900)
-def test_every_engine_states_the_same_with_an_adapter(with_adapter: Path, tmp_path: Path) -> None:
-    """In this process, by vLLM's multi-adapter requests there, and behind ``--endpoint``."""
-    options = ["--limit", "10", "--repeats", "1", "--top-k", "1", "--confidence", "verbal"]
-    lora = ("--enable-lora", "--max-lora-rank", "128", "--lora-modules", f"sure={with_adapter / DIRECTORY}")
-    named = ("--max-logprobs", "101", "--logprobs-mode", "processed_logprobs")
-    served = Server(tmp_path / "log", "--model", str(with_adapter), *lora, *named)
-    served.start()
-    try:
-        remote = ["--endpoint", served.url, "--model-name", "policy", "--confidence-model", "sure"]
-        assert main(command([*remote, "--tokenizer", str(with_adapter)], tmp_path / "server", *options)) == 0
-    finally:
-        served.kill()
-    for engine in ("transformers", "vllm") if find_spec("vllm") else ("transformers",):
-        source = ["--model", str(with_adapter), "--engine", engine]
-        assert main(command(source, tmp_path / engine, *options)) == 0
-    written = 4 if read_adapter(with_adapter / DIRECTORY).own_tokens else 2  # 0.99 and 1.00 are neighbours
-    ours = by_name(tmp_path / "transformers")
-    assert len({sample.confidence for sample in ours.values()}) > 3, "the adapter distinguishes nothing"
-    for other in tmp_path.glob("*/samples.jsonl"):
-        theirs = by_name(other.parent)
-        assert theirs.keys() == ours.keys()
-        for name, sample in ours.items():
-            assert theirs[name].response[:-written] == sample.response[:-written]
-            near = 0.03 if other.parent.name == "server" else 0.011  # of digits it names the 20 likeliest tokens only
-            assert theirs[name].confidence == pytest.approx(sample.confidence, abs=near), other

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 from megatron_dcpo.config import load_config
-from megatron_dcpo.objectives import ObjectiveConfig, resolve
+from megatron_dcpo.objectives import ObjectiveConfig, find_method, resolve
 from megatron_dcpo.objectives.options import BLOCK_OPTIONS
 
 ROOT = Path(__file__).parents[2]
@@ -17,18 +17,19 @@ RECORDED = json.loads((Path(__file__).parent / "resolved_options.json").read_tex
 
 
 def resolved(config: ObjectiveConfig) -> dict[str, object]:
-    options = resolve(config)
+    options, declared = resolve(config), find_method(config.name).own_options
     blocks = {option: list(options.blocks(option)) for option in BLOCK_OPTIONS}
-    return {
-        name: value for name, value in options.model_dump().items() if name.rpartition("_")[0] not in blocks
-    } | blocks
+    shared = {name: value for name, value in options.model_dump().items() if name.rpartition("_")[0] not in blocks}
+    defaults = {name: default[0] if isinstance(default, tuple) else default for name, default in declared.items()}
+    own = {name: value for name, value in shared.pop("options").items() if value != defaults[name]}
+    return shared | blocks | own
 
 
 def test_shipped_configurations_resolve_as_recorded() -> None:
     paper = resolved(ObjectiveConfig())
     files = sorted((ROOT / "examples").rglob("*.yaml"))
     changed = {
-        str(file.relative_to(ROOT)): {name: value for name, value in options.items() if value != paper[name]}
+        str(file.relative_to(ROOT)): {name: value for name, value in options.items() if value != paper.get(name)}
         for file in files
         for options in [resolved(load_config(file).objective)]
     }
@@ -39,7 +40,6 @@ def test_the_papers_defaults() -> None:
     """Table of the paper's settings: what ``objective: {}`` means."""
     options = resolve(ObjectiveConfig())
     assert (options.name, options.lam, options.calibration_loss, options.malformed_penalty) == ("dcpo", 0.5, "l1", -1.0)
-    assert options.blocks("clip_low") == (0.2, 0.2)
-    assert options.blocks("clip_high") == (0.28, 0.28)
+    assert (options.clip_low, options.clip_high) == (0.2, 0.28)
     assert (options.ddof, options.loss_aggregation, options.dual_clip) == (0, "sequence_mean", 0.0)
     assert options.blocks("kl_coef") == options.blocks("entropy_coef") == (0.0, 0.0)

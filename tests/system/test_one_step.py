@@ -13,11 +13,28 @@ ROOT = Path(__file__).parents[2]
 NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
 
 
-def test_the_page_of_one_step_is_up_to_date(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "tools" / "one_step.py"), "--out", str(tmp_path / "one_step.md")]
+CLASSES = re.compile(r"^\* `(?:types|training|objectives|policy)[\w.]*`: (.+)$", re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> str:
+    page = tmp_path_factory.mktemp("page") / "one_step.md"
+    command = [sys.executable, str(ROOT / "tools" / "one_step.py"), "--out", str(page)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    made, shown = (tmp_path / "one_step.md").read_text(), (ROOT / "docs" / "one_step.md").read_text()
+    return page.read_text()
+
+
+def test_the_page_of_one_step_is_up_to_date(made: str) -> None:
+    shown = (ROOT / "docs" / "one_step.md").read_text()
     assert NUMBER.sub("0", made) == NUMBER.sub("0", shown)
     numbers = zip(NUMBER.findall(made), NUMBER.findall(shown), strict=True)
     assert not [(new, old) for new, old in numbers if float(new) != pytest.approx(float(old), abs=2e-3)]
+
+
+def test_a_step_builds_objects_of_few_classes(made: str) -> None:
+    """Counted in a run, under ``sys.setprofile`` and ``threading.setprofile``: records, methods, and parts of the run."""
+    classes = [name for names in CLASSES.findall(made) for name in names.split(", ")]
+    assert {"Prompt", "Response", "Judgement", "TrainingSample", "MicroBatch", "TokenOutputs"} <= set(classes)
+    assert {"Method", "Sampler", "Updater"} <= set(classes), "the count sees other rooms too"
+    assert len(set(classes)) == len(classes) <= 15

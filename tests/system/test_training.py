@@ -74,7 +74,7 @@ def test_several_updates_per_rollout_clip_against_the_rollout_policy(tmp_path):
     "overrides",
     [
         ("objective.name=grpo",),
-        ("objective.preset=dcpo_proper", "objective.confidence_gradient=sampled"),
+        ("objective.preset=dcpo_proper",),
         ("objective.preset=dcpo_proper", "training.updates_per_rollout=2"),
         ("objective.name=coupled",),
         ("objective.name=rlcr", "objective.variant=original"),

@@ -20,7 +20,8 @@ VALIDATED = ["evaluation.interval=2", f"evaluation.benchmarks=a={HELDOUT},b={HEL
              "evaluation.samples=2", "training.keep_best=b/ece"]  # fmt: skip
 ONE = ["evaluation.interval=1", f"evaluation.benchmarks=heldout={HELDOUT}", "evaluation.limit=1"]  # rank 1 has no share
 
-ADAPTER = [*SMALL, "training.steps=1", "optimizer.adapter_lr=0.05", "parallel.pipeline_model_parallel_size=2"]
+ADAPTER = [*SMALL, "training.steps=1", "optimizer.lr=0.05", "optimizer.weight_decay=0", "model.adapter.rank=4",
+           "parallel.pipeline_model_parallel_size=2"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +38,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
         },
         "stopped": {
             "overrides": [*SMALL, *ONE, "optimizer.lr=0", "training.keep_checkpoints=1",
-                          "training.early_stop={metric: accuracy, patience: 1}", "training.keep_best=accuracy"],
+                          "training.early_stop=1", "training.keep_best=accuracy"],
         },
-        "adapter": {"method": "dcpo_adapter", "overrides": [*ADAPTER, *VALIDATED, "training.export_hf=true"]},
-        "adapter_plain": {"method": "dcpo_adapter", "overrides": ADAPTER},
+        "adapter": {"overrides": [*ADAPTER, *VALIDATED, "training.export_hf=true"]},
+        "adapter_plain": {"overrides": ADAPTER},
     }  # fmt: skip
     for name, options in jobs.items():
         options["overrides"] = [f"run_dir={out}/{name}", *options["overrides"]]

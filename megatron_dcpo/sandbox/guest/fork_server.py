@@ -239,7 +239,7 @@ def _confine(settings: dict[str, Any]) -> None:
     if settings["level"] == "unsafe":
         return
     if not seccomp.supported():
-        raise OSError(f"the system calls of {os.uname().machine} are not known: want x86_64 or aarch64")
+        raise OSError(f"the system calls of {os.uname().machine} are not known: must be x86_64 or aarch64")
     if settings["level"] == "bubblewrap":
         isolation.drop_capabilities()
     else:

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from megatron_dcpo.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig
-from megatron_dcpo.policy.batching import Sample, assign_to_ranks, sequence_length, split_micro_batches
+from megatron_dcpo.config import PLANNED, Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_dcpo.policy.batching import assign_to_ranks, sequence_length, split_micro_batches
 from megatron_dcpo.runtime.distributed import Topology, initialize
+from megatron_dcpo.types import TrainingSample
+from tests.helpers.samples import bare
 
 
-def samples_for_test() -> list[Sample]:
+def samples_for_test() -> list[TrainingSample]:
     """Twelve prompts and responses of odd lengths."""
     rng = np.random.default_rng(0)
     return [
-        Sample(rng.integers(1, 331, rng.integers(1, 9)), rng.integers(1, 331, rng.integers(1, 120))) for _ in range(12)
+        bare(rng.integers(1, 331, rng.integers(1, 9)), rng.integers(1, 331, rng.integers(1, 120))) for _ in range(12)
     ]
+
+
+def parallel_config(options: Mapping[str, Any]) -> ParallelConfig:
+    """Return the section ``parallel`` of these options, the ones that are handed on to Megatron in their place."""
+    handed_on = {name: value for name, value in options.items() if name in PLANNED}
+    return ParallelConfig(**{name: options[name] for name in options.keys() - handed_on}, megatron=handed_on)
 
 
 def initialize_layout(parallel: ParallelConfig) -> Topology:
@@ -34,7 +43,7 @@ def config_for_test(model: str, dtype: str, parallel: ParallelConfig, layers: st
 
 
 def shared_out(
-    samples: list[Sample], parallel: ParallelConfig, topology: Topology, micro_batch_size: int, max_tokens: int
+    samples: list[TrainingSample], parallel: ParallelConfig, topology: Topology, micro_batch_size: int, max_tokens: int
 ) -> tuple[list[int], list[list[int]]]:
     """Indices of the samples of this rank, and its micro-batches of them."""
     lengths = [sequence_length(sample) for sample in samples]

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from megatron_dcpo.checkpoints.saver import Saver
 from megatron_dcpo.checkpoints.state import checkpoint_state
-from megatron_dcpo.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_dcpo.config import Config, DataConfig, ModelConfig, OptimizerConfig
 from megatron_dcpo.policy.model import build_policy
-from megatron_dcpo.policy.optimizer import build_optimizer
+from megatron_dcpo.policy.optimizer import PolicyOptimizer
 from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.runtime.distributed import all_gather_objects, barrier
 from megatron_dcpo.weights.architecture import read_architecture
-from megatron_dcpo.weights.layout import UNEVEN_PIPELINE
-from tests.distributed.cases.common import initialize_layout
+from megatron_dcpo.weights.layout import UNEVEN_PIPELINE, Layout
+from tests.distributed.cases.common import initialize_layout, parallel_config
 
 from megatron.core import dist_checkpointing, parallel_state  # isort: skip
 from megatron.core.models.gpt import GPTModel
@@ -96,7 +98,7 @@ def experts_of(arch, parallel):
 
 
 def run(options: dict[str, Any]) -> Any:
-    parallel = ParallelConfig(**options["parallel"])
+    parallel = parallel_config(options["parallel"])
     topology = initialize_layout(parallel)
     different = []
     for index, case in enumerate(options["cases"]):
@@ -112,12 +114,9 @@ def run(options: dict[str, Any]) -> Any:
             loaded = dist_checkpointing.load(state, case["checkpoint"])
             for i, chunk in enumerate(chunks):
                 chunk.load_state_dict(loaded if len(chunks) == 1 else loaded[f"model{i}"], strict=True)
-        model = ModelConfig(
-            path=case["model"],
-            params_dtype=case["dtype"],
-            make_vocab_size_divisible_by=case["padded"] // parallel.tensor_model_parallel_size,
-        )
-        policy = build_policy(model, parallel, topology, training=False)
+        model = ModelConfig(path=case["model"], params_dtype=case["dtype"])
+        with vocabulary_of(case["padded"]):
+            policy = build_policy(model, parallel, topology, training=False)
         for i, chunk in enumerate(chunks):
             expected = policy.parameters(i)
             found = dict(chunk.named_parameters())
@@ -130,7 +129,8 @@ def run(options: dict[str, Any]) -> Any:
                 if not torch.equal(parameter.data[:rows].to(dtype), expected[name][:rows]):
                     different.append(f"case {index} chunk {i} {name}")
         if case.get("run"):
-            save_run(Path(case["save"]), model, parallel, topology)
+            with vocabulary_of(case["padded"]):
+                save_run(Path(case["save"]), model, parallel, topology)
         elif case.get("save"):
             if topology.rank == 0:
                 Path(case["save"]).mkdir(parents=True)
@@ -140,6 +140,17 @@ def run(options: dict[str, Any]) -> Any:
             dist_checkpointing.save(state["model0"] if len(chunks) == 1 else state, case["save"])
     everyone = [name for names in all_gather_objects(different) for name in names]
     return {"different": everyone}
+
+
+def vocabulary_of(padded):
+    """A policy whose vocabulary has ``padded`` rows, as that of another Megatron may."""
+    of = Layout.of
+
+    def padded_otherwise(parallel, transformer_engine=False):
+        divisor = padded // parallel.tensor_model_parallel_size
+        return dataclasses.replace(of(parallel, transformer_engine), make_vocab_size_divisible_by=divisor)
+
+    return patch.object(Layout, "of", padded_otherwise)
 
 
 def save_run(directory, model, parallel, topology):
@@ -152,10 +163,10 @@ def save_run(directory, model, parallel, topology):
         optimizer=OptimizerConfig(lr=0.0),
     )
     policy = build_policy(model, parallel, topology)
-    optimizer, scheduler = build_optimizer(config, policy)
-    optimizer.step()  # gradients and learning rate are zero: it makes the state of the optimizer and leaves the weights
+    optimizer = PolicyOptimizer(policy, config)
+    optimizer.megatron.step()  # gradients and learning rate are zero: it makes the moments and leaves the weights
     run = dict.fromkeys(("seed", "data", "reward", "engine"), 0)
-    state = checkpoint_state(policy, optimizer, scheduler, 0, run)
+    state = checkpoint_state(policy, optimizer, 0, run)
     saver = Saver(directory, topology.rank, keep=1, background=False)
     saver.begin(0, state)
     saver.wait()

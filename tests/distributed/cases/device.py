@@ -23,9 +23,8 @@ from megatron_dcpo.checkpoints.state import checkpoint_state, load_checkpoint
 from megatron_dcpo.config import Config, ParallelConfig
 from megatron_dcpo.planning.plan import Machine, make_plan
 from megatron_dcpo.policy import optimizer as policy_optimizer
-from megatron_dcpo.policy.batching import Sample
 from megatron_dcpo.policy.model import Policy, build_policy
-from megatron_dcpo.policy.optimizer import Offload, build_optimizer, on_host, optimizer_parts, zero_gradients
+from megatron_dcpo.policy.optimizer import Offload, PolicyOptimizer, on_host, optimizer_parts
 from megatron_dcpo.policy.schedule import accumulate_gradients, compute_logprobs
 from megatron_dcpo.rollout import SamplingConfig, build_local_engine
 from megatron_dcpo.rollout.vllm_host import VllmOptions
@@ -33,8 +32,10 @@ from megatron_dcpo.runtime import host_memory
 from megatron_dcpo.runtime.device import _CPU, current_device, empty_cache, has_cuda, memory_gb, synchronize
 from megatron_dcpo.runtime.distributed import Topology
 from megatron_dcpo.runtime.dtypes import torch_dtype
+from megatron_dcpo.types import TrainingSample
 from megatron_dcpo.weights.reshard import export_buckets, plan_for
 from tests.distributed.cases.common import config_for_test, initialize_layout, samples_for_test
+from tests.helpers.samples import bare
 from tests.helpers.vllm import prompts_for_test
 
 RUN = dict.fromkeys(("seed", "data", "reward", "engine"), 0)
@@ -47,8 +48,7 @@ class Trainer:
     config: Config
     topology: Topology
     policy: Policy
-    optimizer: Any
-    scheduler: Any
+    optimizer: PolicyOptimizer
 
     @classmethod
     def of(cls, options: dict[str, Any]) -> Trainer:
@@ -56,21 +56,21 @@ class Trainer:
         topology = initialize_layout(parallel)
         config = config_for_test(options["model"], options["dtype"], parallel, options["layers"], lr=1e-3)
         policy = build_policy(config.model, parallel, topology)
-        return cls(config, topology, policy, *build_optimizer(config, policy))
+        return cls(config, topology, policy, PolicyOptimizer(policy, config))
 
-    def update(self, samples: list[Sample], micro_batch_size: int = 4) -> float:
+    def update(self, samples: list[TrainingSample], micro_batch_size: int = 4) -> float:
         """One optimizer step; the norm of its gradient."""
         splits = micro_batches(samples, micro_batch_size)
-        zero_gradients(self.policy, self.optimizer)
+        self.optimizer.zero_gradients()
         accumulate_gradients(self.policy, samples, splits, loss, temperature=1.0, packing=False, separable=True)
-        _, norm, _ = self.optimizer.step()
-        self.scheduler.step(1)
+        _, norm, _ = self.optimizer.megatron.step()
+        self.optimizer.scheduler.step(1)
         return float(norm)
 
     def state(self) -> Iterator[Tensor]:
         """The policy's parameters, main parameters where they are others, moments."""
         yield from (p.data for gpt in self.policy.gpt for p in gpt.parameters())
-        for part in optimizer_parts(self.optimizer):
+        for part in optimizer_parts(self.optimizer.megatron):
             for group in part.optimizer.param_groups:
                 for parameter in group["params"]:
                     yield parameter.data
@@ -79,12 +79,12 @@ class Trainer:
 
     def steps(self) -> list[Any]:
         """What the optimizer and the schedule have counted."""
-        parts = optimizer_parts(self.optimizer)
+        parts = optimizer_parts(self.optimizer.megatron)
         counted = [group.get("step") for part in parts for group in part.optimizer.param_groups]
-        return [*(None if step is None else int(step) for step in counted), self.scheduler.num_steps]
+        return [*(None if step is None else int(step) for step in counted), self.optimizer.scheduler.num_steps]
 
 
-def micro_batches(samples: list[Sample], size: int) -> list[list[int]]:
+def micro_batches(samples: list[TrainingSample], size: int) -> list[list[int]]:
     return [list(range(i, min(i + size, len(samples)))) for i in range(0, len(samples), size)]
 
 
@@ -107,12 +107,12 @@ def save_and_resume(options: dict[str, Any]) -> dict[str, Any]:
         first.update(samples)
     saved, steps = digest(first.state()), [first.steps()]
     saver = Saver(out, first.topology.rank, 1, background=True, replicas=first.topology.replica_group)
-    saver.begin(1, checkpoint_state(first.policy, first.optimizer, first.scheduler, 1, RUN))
+    saver.begin(1, checkpoint_state(first.policy, first.optimizer, 1, RUN))
     norm = first.update(samples)
     saver.wait()
     second = Trainer.of(options)
     fresh = digest(second.state())
-    load_checkpoint(out, 1, second.policy, second.optimizer, second.scheduler)
+    load_checkpoint(out, 1, second.policy, second.optimizer)
     resumed, loaded = digest(second.state()), second.steps()
     return {
         "saved": saved,
@@ -136,7 +136,7 @@ def offload(options: dict[str, Any]) -> dict[str, Any]:
     trainer.update(samples_for_test())
     reference = build_policy(trainer.config.model, trainer.config.parallel, trainer.topology, training=False)
     frozen = [p.data for gpt in reference.gpt for p in gpt.parameters()]
-    state = measured_state(trainer.policy, trainer.optimizer)
+    state = measured_state(trainer.policy, trainer.optimizer.megatron)
 
     def held() -> int:
         if has_cuda():
@@ -150,7 +150,7 @@ def offload(options: dict[str, Any]) -> dict[str, Any]:
     bytes_held, device = [held()], [memory_gb().get("device", 0.0)]
     parked = on_host(reference)
     bytes_held.append(held())
-    away = Offload(trainer.policy, trainer.optimizer, wanted=True)
+    away = Offload(trainer.policy, trainer.optimizer.megatron, wanted=True)
     away.offload()
     bytes_held.append(held())
     device.append(memory_gb().get("device", 0.0))
@@ -181,20 +181,20 @@ def memory(options: dict[str, Any]) -> dict[str, Any]:
     def ids(number: int) -> np.ndarray:
         return rng.integers(1, trainer.policy.arch.vocab_size, number)
 
-    samples = [Sample(ids(prompt), ids(response)) for _ in range(2 * size)]
+    samples = [bare(ids(prompt), ids(response)) for _ in range(2 * size)]
     trainer.update(samples, size)  # makes the moments
-    away = Offload(trainer.policy, trainer.optimizer, wanted=True)
+    away = Offload(trainer.policy, trainer.optimizer.megatron, wanted=True)
     away.offload()
     measured = {"resting": allocated(trainer) - base}
     away.reload()
     reset_peak()
     trainer.update(samples, size)
     measured["update"] = peak(trainer) - base
-    zero_gradients(trainer.policy, trainer.optimizer)
+    trainer.optimizer.zero_gradients()
     empty_cache()
     reset_peak()
     saver = Saver(Path(options["out"], "checkpoints"), 0, 1, background=True, replicas=trainer.topology.replica_group)
-    saver.begin(1, checkpoint_state(trainer.policy, trainer.optimizer, trainer.scheduler, 1, RUN))
+    saver.begin(1, checkpoint_state(trainer.policy, trainer.optimizer, 1, RUN))
     measured["save"] = peak(trainer) - base
     saver.wait()
     without_engine = {"update": stage.total - stage.engine, "save": stage.saving - stage.engine}
@@ -229,7 +229,9 @@ def reset_peak() -> None:
 
 def allocated(trainer: Trainer) -> int:
     return (
-        torch.cuda.memory_allocated() if has_cuda() else sum(measured_state(trainer.policy, trainer.optimizer).values())
+        torch.cuda.memory_allocated()
+        if has_cuda()
+        else sum(measured_state(trainer.policy, trainer.optimizer.megatron).values())
     )
 
 
@@ -258,7 +260,7 @@ def logprobs(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def of_transformers(model: str, dtype: str, samples: list[Sample]) -> list[np.ndarray]:
+def of_transformers(model: str, dtype: str, samples: list[TrainingSample]) -> list[np.ndarray]:
     from transformers import AutoModelForCausalLM
 
     # a checkpoint's values, rounded as the policy's are, computed with in ``dtype``

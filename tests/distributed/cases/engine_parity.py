@@ -14,12 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_dcpo.config import ParallelConfig
-from megatron_dcpo.policy.batching import Sample
 from megatron_dcpo.policy.model import build_policy
 from megatron_dcpo.policy.schedule import compute_logprobs
 from megatron_dcpo.rollout import SamplingConfig
-from megatron_dcpo.rollout.engine import Partial
+from megatron_dcpo.rollout.engine import PartialRollout
 from megatron_dcpo.rollout.vllm_engine import VllmEngine
 from megatron_dcpo.rollout.vllm_host import VllmOptions
 from megatron_dcpo.runtime.device import memory_gb
@@ -28,7 +26,8 @@ from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.types import Prompt
 from megatron_dcpo.weights.hf_checkpoint import write_checkpoint
 from megatron_dcpo.weights.reshard import Traffic, export_buckets, gather_full, plan_for
-from tests.distributed.cases.common import config_for_test, initialize_layout
+from tests.distributed.cases.common import config_for_test, initialize_layout, parallel_config
+from tests.helpers.samples import bare
 from tests.helpers.vllm import prompts_for_test
 
 TEMPERATURE = 0.7
@@ -63,7 +62,7 @@ def extra_memory_of_transport(policy: Any, plan: Any) -> int:
 
 def trainer_logprobs(policy: Any, prompts: list[Prompt], responses: list[Any]) -> list[np.ndarray]:
     by_id = {p.prompt_id: p for p in prompts}
-    samples = [Sample(np.array(by_id[r.prompt_id].token_ids), r.token_ids) for r in responses]
+    samples = [bare(by_id[r.prompt_id].token_ids, r.token_ids) for r in responses]
     splits = [list(range(i, min(i + 4, len(samples)))) for i in range(0, len(samples), 4)]
     return compute_logprobs(policy, samples, splits, temperature=TEMPERATURE, packing=False)
 
@@ -73,7 +72,7 @@ def interrupted(engine: Any, policy: Any, plan: Any, sampling: SamplingConfig, u
     trainer's with the weights of that part."""
     prompts, asked, gaps = prompts_for_test(), itertools.count(1), []
     samples = [(prompt, index) for prompt in prompts for index in range(sampling.n)]
-    cut = Partial(lambda: next(asked) == 6, {})
+    cut = PartialRollout(lambda: next(asked) == 6, {})
     first = [r for responses in engine.stream(samples, sampling, update, cut) for r in responses]
     begun = {(r.prompt_id, r.sample_index): r for r in first if r.finish_reason == "abort"}
     assert begun
@@ -83,7 +82,7 @@ def interrupted(engine: Any, policy: Any, plan: Any, sampling: SamplingConfig, u
     move_weights(policy, update + 1)
     engine.update_weights(export_buckets(policy, plan), update + 1)
     left = [(prompt, index) for prompt, index in samples if (prompt.prompt_id, index) in begun]
-    to_the_end = Partial(lambda: False, begun)
+    to_the_end = PartialRollout(lambda: False, begun)
     rest = [r for responses in engine.stream(left, sampling, update + 1, to_the_end) for r in responses]
     assert len(rest) == len(begun)
     for ours, response in zip(trainer_logprobs(policy, prompts, rest), rest, strict=True):
@@ -100,13 +99,13 @@ def interrupted(engine: Any, policy: Any, plan: Any, sampling: SamplingConfig, u
 
 
 def check_model(model: str, options: dict[str, Any], topology: Any) -> dict[str, Any]:
-    parallel, dtype = ParallelConfig(**options["parallel"]), options["dtype"]
+    parallel, dtype = parallel_config(options["parallel"]), options["dtype"]
     config = config_for_test(model, dtype, parallel, options.get("layers", "auto"))
     policy = build_policy(config.model, parallel, topology, training=False)
     size, prompts = options["engine_tp"], prompts_for_test()
     settings = VllmOptions(
         dtype=dtype, tensor_model_parallel_size=size, max_model_len=192, max_num_seqs=64,
-        kv_cache_memory_bytes=16 << 20, dummy_weights=True,
+        dummy_weights=True, arguments={"kv_cache_memory_bytes": 16 << 20},
     )  # fmt: skip
     engine = VllmEngine(model, settings)
     plan = plan_for(policy, size, options["bucket_bytes"])
@@ -160,5 +159,5 @@ def check_model(model: str, options: dict[str, Any], topology: Any) -> dict[str,
 
 
 def run(options: dict[str, Any]) -> Any:
-    topology = initialize_layout(ParallelConfig(**options["parallel"]))
+    topology = initialize_layout(parallel_config(options["parallel"]))
     return {name: check_model(model, options, topology) for name, model in options["models"].items()}

@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ import torch.distributed as dist
 from megatron_dcpo import cli
 from megatron_dcpo.rollout import EngineError, TransformersEngine
 from megatron_dcpo.runtime import signals
+from megatron_dcpo.runtime.watchdog import Watchdog
+from megatron_dcpo.training import run as training_run
 from megatron_dcpo.training import weight_sync
 from tests.helpers.paths import QUICKSTART
 
@@ -90,6 +93,8 @@ class Failures:
 
         TransformersEngine.stream, TransformersEngine.update_weights = failing_stream, failing_update
         TransformersEngine.restart = restart
+        if self.mode == "slow":
+            training_run.Watchdog = partial(Watchdog, budget=1.0)
         if self.mode == "nan":
             weight_sync.not_finite = lambda policy: not_finite(_poisoned(policy)) if self.updated == 2 else []
 

@@ -5,40 +5,44 @@ from __future__ import annotations
 from typing import Any
 from unittest.mock import patch
 
-from megatron_dcpo.config import ParallelConfig
 from megatron_dcpo.policy.layers import CausalAttention
 from megatron_dcpo.policy.model import build_policy
-from megatron_dcpo.policy.optimizer import build_optimizer, gather_parameters, gradient_norm, zero_gradients
+from megatron_dcpo.policy.optimizer import PolicyOptimizer
 from megatron_dcpo.policy.schedule import accumulate_gradients
 from megatron_dcpo.runtime.distributed import all_gather_objects
-from tests.distributed.cases.common import config_for_test, initialize_layout, samples_for_test, shared_out
+from tests.distributed.cases.common import (
+    config_for_test,
+    initialize_layout,
+    parallel_config,
+    samples_for_test,
+    shared_out,
+)
 
 
 def measure(setting, options, topology) -> list[float]:
     """[loss, gradient norm, loss, gradient norm] with an optimizer step in between."""
-    parallel = ParallelConfig(**setting["parallel"])
+    parallel = parallel_config(setting["parallel"])
     config = config_for_test(options["model"], setting.get("dtype", "fp32"), parallel, lr=1e-3)
     policy = build_policy(config.model, parallel, topology)
-    optimizer, scheduler = build_optimizer(config, policy)
+    optimizer = PolicyOptimizer(policy, config)
     samples, size = samples_for_test(), setting["micro_batch_size"]
     indices, splits = shared_out(samples, parallel, topology, size, max_tokens=130 * size)
     mine = [samples[i] for i in indices]
     total = sum(len(sample.response_ids) for sample in samples)
 
     def loss(batch, outputs):
-        value = -((1 + batch.targets % 3).float() / total * (outputs.logprobs + 0.01 * outputs.entropy)).sum()
-        return value, {"loss": float(value.detach())}
+        value = -((1 + batch.targets % 3).float() / total * (outputs.logprobs + 0.01 * outputs.entropy))
+        return value, {}
 
     measured = []
     for separable in (True, False):  # the output layer in one pass, then in two
-        zero_gradients(policy, optimizer)
+        optimizer.zero_gradients()
         options_of_pass = {"temperature": 1.0, "packing": parallel.sequence_packing, "separable": separable}
         parts = accumulate_gradients(policy, mine, splits, loss, **options_of_pass)
         everyone = all_gather_objects(parts if topology.reports else [])
-        measured += [sum(part["loss"] for rank in everyone for part in rank), gradient_norm(optimizer)]
+        measured += [sum(part["loss"] for rank in everyone for part in rank), optimizer.gradient_norm()]
         optimizer.step()
-        scheduler.step(1)
-        gather_parameters(policy)
+        optimizer.gather_parameters()
     return measured
 
 
@@ -51,7 +55,7 @@ def counted(function, calls):
 
 
 def run(options: dict[str, Any]) -> Any:
-    topology = initialize_layout(ParallelConfig(**options["settings"][0]["parallel"]))
+    topology = initialize_layout(parallel_config(options["settings"][0]["parallel"]))
     calls: list[float] = []
     results = []
     with patch.object(CausalAttention, "_attend", counted(CausalAttention._attend, calls)):

@@ -14,8 +14,9 @@ from megatron_dcpo.policy import optimizer
 from megatron_dcpo.rollout import EngineError, TransformersEngine
 from megatron_dcpo.runtime import host_memory
 from megatron_dcpo.runtime.device import _CPU
-from megatron_dcpo.training import loop, recovery, update
+from megatron_dcpo.training import checkpointer, loop
 from megatron_dcpo.training import run as training_run
+from megatron_dcpo.training.updater import Updater
 from tests.helpers.paths import QUICKSTART
 
 LEDGER = host_memory.ledger
@@ -68,10 +69,10 @@ def run(options: dict[str, Any]) -> Any:
         SleepingEngine.failing = options.get("failing", False)
         LEDGER.watchers.append(lambda what, held: together.add(" ".join(sorted(held))))
         watch("engine built", training_run, "build_engine")
-        watch("save", recovery, "checkpoint_state")
-        watch("load", recovery, "load_checkpoint")
-        watch("update", update, "update_once")
-        watch("reference", update, "with_ref_logprobs")
+        watch("save", checkpointer, "checkpoint_state")
+        watch("load", checkpointer, "load_checkpoint")
+        watch("update", Updater, "update_once")
+        watch("reference", Updater, "with_ref_logprobs")
         watch("rollout", SleepingEngine, "stream")
     Path(config.run_dir).parent.mkdir(parents=True, exist_ok=True)
     loop.train(config)

@@ -20,52 +20,51 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from megatron_dcpo.checkpoints import optimizer_shards
 from megatron_dcpo.checkpoints.saver import Saver
 from megatron_dcpo.checkpoints.state import checkpoint_state, load_checkpoint, newest_intact
-from megatron_dcpo.config import ParallelConfig
 from megatron_dcpo.policy.model import build_policy
-from megatron_dcpo.policy.optimizer import build_optimizer, optimizer_parts
-from tests.distributed.cases.common import config_for_test, initialize_layout
+from megatron_dcpo.policy.optimizer import PolicyOptimizer, optimizer_parts
+from tests.distributed.cases.common import config_for_test, initialize_layout, parallel_config
 
 COLLECTIVES = ("all_gather", "gather", "all_gather_into_tensor", "all_reduce", "broadcast", "scatter", "send", "recv")
 STATE = "optimizer.state."
 
 
 def run(options: dict[str, Any]) -> Any:
-    parallel = ParallelConfig(use_distributed_optimizer=True, **options["parallel"])
+    parallel = parallel_config({"use_distributed_optimizer": True, **options["parallel"]})
     topology = initialize_layout(parallel)
     config = config_for_test(options["model"], options["dtype"], parallel)
 
     def build():
         policy = build_policy(config.model, parallel, topology)
-        return policy, *build_optimizer(config, policy)
+        return policy, PolicyOptimizer(policy, config)
 
-    policy, optimizer, scheduler = build()
-    (part,) = optimizer_parts(optimizer)
+    policy, optimizer = build()
+    (part,) = optimizer_parts(optimizer.megatron)
     out = Path(options["out"])
     if options["mode"] == "save":
         fill(policy, part)
         result = {"digest": digest(policy, part), "own": own_numel(part)}
         with counted_collectives() as moved:
-            save(out / "ours", policy, optimizer, scheduler, topology)
+            save(out / "ours", policy, optimizer, topology)
         result["moved"] = moved
         with megatrons_code(), counted_collectives() as moved:
-            save(out / "megatron", policy, optimizer, scheduler, topology)
+            save(out / "megatron", policy, optimizer, topology)
         result["moved by Megatron"] = len(moved)
         result["written"] = written(out / "ours" / "iter_0000001", topology.rank)
         return result
     assert newest_intact(out / "ours", topology) == (1, {})
     with counted_reads() as read, opened_files() as opened:
-        load_checkpoint(out / "ours", 1, policy, optimizer, scheduler)
+        load_checkpoint(out / "ours", 1, policy, optimizer)
     result = {"digest": digest(policy, part), "own": own_numel(part), "read": sum(read.values()), "opened": opened}
     for directory, how in (("megatron", contextlib.nullcontext()), ("ours", megatrons_code())):
-        policy, optimizer, scheduler = build()
+        policy, optimizer = build()
         with how:
-            load_checkpoint(out / directory, 1, policy, optimizer, scheduler)
-        result[f"{directory} read by the other code"] = digest(policy, *optimizer_parts(optimizer))
+            load_checkpoint(out / directory, 1, policy, optimizer)
+        result[f"{directory} read by the other code"] = digest(policy, *optimizer_parts(optimizer.megatron))
     return result
 
 
-def save(directory, policy, optimizer, scheduler, topology):
-    state = checkpoint_state(policy, optimizer, scheduler, 1, dict.fromkeys(("seed", "data", "reward", "engine"), 0))
+def save(directory, policy, optimizer, topology):
+    state = checkpoint_state(policy, optimizer, 1, dict.fromkeys(("seed", "data", "reward", "engine"), 0))
     saver = Saver(directory, topology.rank, 1, background=False, replicas=topology.replica_group)
     saver.begin(1, state)
     saver.wait()

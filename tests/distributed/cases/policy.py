@@ -12,15 +12,20 @@ import numpy as np
 import torch
 
 from megatron_dcpo.checkpoints.state import load_checkpoint
-from megatron_dcpo.config import ParallelConfig
 from megatron_dcpo.policy.gradient_probe import probe_block_gradients
 from megatron_dcpo.policy.model import build_policy
-from megatron_dcpo.policy.optimizer import build_optimizer, gather_parameters, zero_gradients
+from megatron_dcpo.policy.optimizer import PolicyOptimizer
 from megatron_dcpo.policy.schedule import accumulate_gradients, compute_logprobs
 from megatron_dcpo.rollout import TransformersEngine
 from megatron_dcpo.runtime.distributed import all_gather_objects
 from megatron_dcpo.weights.reshard import Traffic, export_buckets, plan_for
-from tests.distributed.cases.common import config_for_test, initialize_layout, samples_for_test, shared_out
+from tests.distributed.cases.common import (
+    config_for_test,
+    initialize_layout,
+    parallel_config,
+    samples_for_test,
+    shared_out,
+)
 from tests.distributed.cases.optimizer_shards import save
 
 
@@ -50,11 +55,11 @@ def digest(parameter):
 
 
 def run(options: dict[str, Any]) -> Any:
-    parallel = ParallelConfig(**options.get("parallel", {}))
+    parallel = parallel_config(options.get("parallel", {}))
     topology = initialize_layout(parallel)
     config = config_for_test(options["model"], options.get("dtype", "fp32"), parallel, lr=1e-2)
     policy = build_policy(config.model, parallel, topology)
-    optimizer, scheduler = build_optimizer(config, policy)
+    optimizer = PolicyOptimizer(policy, config)
     packing = parallel.sequence_packing
     samples = samples_for_test()
     indices, splits = shared_out(samples, parallel, topology, options.get("micro_batch_size", 2), max_tokens=260)
@@ -67,17 +72,16 @@ def run(options: dict[str, Any]) -> Any:
         weight = (1 + batch.targets % 3).float() / total
         if block is not None:
             weight = weight * ((batch.targets % 2) == (block == "reasoning"))
-        value = -(weight * (outputs.logprobs + 0.01 * outputs.entropy)).sum()
-        return value, {"loss": float(value.detach())}
+        return -(weight * (outputs.logprobs + 0.01 * outputs.entropy)), {}
 
     def everywhere(parts):
         return sum(part["loss"] for rank in all_gather_objects(parts if topology.reports else []) for part in rank)
 
     losses, norms, probes = [], [], []
     if "load" in options:
-        load_checkpoint(Path(options["out"]) / options["load"], 1, policy, optimizer, scheduler)
+        load_checkpoint(Path(options["out"]) / options["load"], 1, policy, optimizer)
     for step in range(options.get("steps", 3)):
-        zero_gradients(policy, optimizer)
+        optimizer.zero_gradients()
         if step < 2 and options.get("probe"):
             passes = [
                 partial(
@@ -91,19 +95,19 @@ def run(options: dict[str, Any]) -> Any:
                 )
                 for block in ("reasoning" if step else "confidence", None)
             ]
-            collected, probe = probe_block_gradients(policy, optimizer, *passes)
+            collected, probe = probe_block_gradients(policy, optimizer.megatron, *passes)
             probes.append(dataclasses.asdict(probe if step else probe.swapped()))
         else:
             collected = accumulate_gradients(
                 policy, mine, splits, loss, temperature=1.0, packing=packing, separable=True
             )
-        _, norm, _ = optimizer.step()
-        scheduler.step(1)
-        gather_parameters(policy)
+        _, norm, _ = optimizer.megatron.step()
+        optimizer.scheduler.step(1)
+        optimizer.gather_parameters()
         losses.append(everywhere(collected))
         norms.append(norm)
         if step == 0 and "save" in options:
-            save(Path(options["out"]) / options["save"], policy, optimizer, scheduler, topology)
+            save(Path(options["out"]) / options["save"], policy, optimizer, topology)
 
     weights, difference = compare_with_engine(policy, options, mine, splits)
     return {

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_dcpo.config import ModelConfig, ParallelConfig
+from megatron_dcpo.config import ModelConfig
 from megatron_dcpo.policy.model import build_policy
 from megatron_dcpo.weights.hf_checkpoint import HFReader
 from megatron_dcpo.weights.reshard import SynchronizationError, Traffic, export_buckets, not_finite, plan_for
 from megatron_dcpo.weights.reshard_plan import engine_slice
-from tests.distributed.cases.common import initialize_layout
+from tests.distributed.cases.common import initialize_layout, parallel_config
 
 
 def receive(policy, plan, traffic, mode, engine_tp):
@@ -44,7 +44,7 @@ def receive(policy, plan, traffic, mode, engine_tp):
 
 def run(options: dict[str, Any]) -> Any:
     os.environ["MODEL"] = options["model"]
-    parallel, mode = ParallelConfig(**options["parallel"]), options["mode"]
+    parallel, mode = parallel_config(options["parallel"]), options["mode"]
     topology = initialize_layout(parallel)
     policy = build_policy(ModelConfig(path=options["model"], params_dtype="fp32"), parallel, topology, training=False)
     if mode == "nan" and topology.rank == 1:

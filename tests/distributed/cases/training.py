@@ -12,25 +12,33 @@ import torch
 
 from megatron_dcpo.config import load_config
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.objectives import Method
+from megatron_dcpo.policy.optimizer import optimizer_parts
 from megatron_dcpo.runtime.distributed import topology
-from megatron_dcpo.training import loop, update
+from megatron_dcpo.training import loop
+from megatron_dcpo.training.updater import Updater
 from tests.helpers.paths import QUICKSTART
 
 
-def digest(run, moments: bool = True) -> str:
+def digest(updater: Updater, moments: bool = True) -> str:
     """Of parameters, and with ``moments`` of the whole optimizer state, of this rank."""
     hashed = hashlib.sha256()
-    for chunk in run.policy.chunks:
+    for chunk in updater.policy.chunks:
         for parameter in chunk.parameters():
             hashed.update(parameter.detach().float().numpy().tobytes())
-    for part in getattr(run.optimizer, "chained_optimizers", [run.optimizer]) if moments else ():
-        for group in part.optimizer.param_groups:
+    for inner in inner_optimizers(updater.optimizer) if moments else ():
+        for group in inner.param_groups:
             hashed.update(str(group.get("step", 0)).encode())
             for parameter in group["params"]:
                 hashed.update(parameter.detach().float().numpy().tobytes())
-                for moment in part.optimizer.state.get(parameter, {}).values():
+                for moment in inner.state.get(parameter, {}).values():
                     hashed.update(moment.float().numpy().tobytes())
     return hashed.hexdigest()
+
+
+def inner_optimizers(optimizer: Any) -> list[Any]:
+    """Return torch's optimizers, of the policy's parameters or of an adapter's."""
+    return [part.optimizer for part in optimizer_parts(optimizer.megatron)] or [optimizer.adam]
 
 
 def topology_rank() -> int:
@@ -52,33 +60,32 @@ def run(options: dict[str, Any]) -> Any:
     if options.get("forget_evaluations") and topology_rank() == 0:
         forget_evaluations(Path(config.run_dir) / "metrics.jsonl")
     digests, parameters, seen = [], [], {"step": 0}
-    updated, loss_of = loop.update_policy, update.micro_batch_loss
+    updated, loss_of = Updater.update, Method.loss
 
-    def update_policy(run, rollout, step):
+    def update(updater, samples, step):
         if not digests:
-            digests.append(digest(run))
-            parameters.append(digest(run, moments=False))
+            digests.append(digest(updater))
+            parameters.append(digest(updater, moments=False))
         seen["step"] = step
-        statistics = updated(run, rollout, step)
-        digests.append(digest(run))
-        parameters.append(digest(run, moments=False))
-        return statistics
+        done = updated(updater, samples, step)
+        digests.append(digest(updater))
+        parameters.append(digest(updater, moments=False))
+        return done
 
-    def loss(*arguments):
-        value, stats = loss_of(*arguments)
+    def loss(method, *arguments):
+        contributions, statistics = loss_of(method, *arguments)
         if seen["step"] in options.get("poisoned_steps", []) and topology().rank == options.get("poisoned_rank", 0):
             poison = float(options.get("poison", "nan"))
-            value = value * poison
-            if options.get("poison_shows_in_the_loss"):
-                stats = stats | {"loss": poison}
-        return value, stats
+            shown = poison if options.get("poison_shows_in_the_loss") else contributions.detach().sum()
+            contributions, statistics = contributions * poison, {**statistics, "loss": torch.as_tensor(shown)}
+        return contributions, statistics
 
-    loop.update_policy, update.micro_batch_loss = update_policy, loss
+    Updater.update, Method.loss = update, loss
     error = None
     try:
         loop.train(config)
     except UserError as refused:
         error = str(refused)
     finally:
-        loop.update_policy, update.micro_batch_loss = updated, loss_of
+        Updater.update, Method.loss = updated, loss_of
     return {"digests": digests, "parameters": parameters, "error": error}

@@ -21,7 +21,7 @@ def run(options: dict[str, Any]) -> None:
     signals.install_handlers()
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    with Watchdog(directory, rank, dist.get_world_size(), phase_warning_seconds=5).start() as watching:
+    with Watchdog(directory, rank, dist.get_world_size(), budget=5).start() as watching:
         watching.enter("train", 7)
         time.sleep(2.5)  # every rank has said where it is
         if rank == 1:
@@ -52,12 +52,15 @@ def fail_alone(watching: Watchdog, rank: int) -> None:
     from megatron_dcpo.training import weight_sync
 
     weight_sync.LOST_AFTER_SECONDS = 3.0
-    run: Any = SimpleNamespace(
-        topology=SimpleNamespace(rank=rank), engine=SimpleNamespace(tensor_model_parallel_size=2), watch=watching
-    )
+    weight_sync.plan_for = lambda *_: None
+    optimizer: Any = SimpleNamespace(exported=None)
+    engine: Any = SimpleNamespace(tensor_model_parallel_size=2)
+    topology: Any = SimpleNamespace(rank=rank)
+    policy: Any = None
+    sync = weight_sync.WeightSync(policy, optimizer, engine, topology, watching, bucket_bytes=1)
     if rank == 0:
         time.sleep(600)
-    weight_sync.recover_engines(run, "out of memory", version=6, restarts=0)
+    sync.recover("out of memory", version=6, restarts=0)
 
 
 def dawdle() -> None:

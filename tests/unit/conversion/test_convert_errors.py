@@ -299,7 +299,7 @@ def test_full_disk(tmp_path):
         with pytest.raises(UserError, match=r"needs 0.00 GB, .* free"):
             import_checkpoint(source, disk / "out")
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("megatron_dcpo.conversion.convert.require_space", lambda *_: None)
+            patch.setattr("megatron_dcpo.conversion.convert.check_free_space", lambda *_: None)
             with pytest.raises(UserError, match=r"cannot write .*No space left on device"):
                 import_checkpoint(source, disk / "out")
         assert list(disk.iterdir()) == []

@@ -179,7 +179,7 @@ def test_rows_without_an_answer_are_dropped_and_counted(tmp_path: Path, caplog: 
         ("version https://git-lfs.github.com/spec/v1\noid sha256:1\n", r"only a git-lfs pointer"),
         ("", r"no problem with an answer"),
         ('[{"problem": "a"},\n 3', r"bad\.jsonl:2: not valid JSON"),
-        ("[1]", r"element 1 is no object but int"),
+        ("[1]", r"element 1 must be an object, got int"),
     ],
 )
 def test_broken_files_name_the_line(tmp_path: Path, content: str, message: str) -> None:

@@ -16,7 +16,7 @@ from megatron_dcpo.conversion.megatron_checkpoint import find_checkpoint
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.heldout import improves, load_held_out, value_of
 from megatron_dcpo.judging.token_bytes import token_bytes
-from megatron_dcpo.training import validation
+from megatron_dcpo.training.validation import Validator
 from tests.helpers.paths import QUICKSTART
 
 HELDOUT = f"evaluation.benchmarks=heldout={QUICKSTART / 'data' / 'heldout.jsonl'}"
@@ -51,22 +51,18 @@ def test_less_is_better_for_errors(word: str, before: Any, better: bool) -> None
     assert improves(word, METRICS, before) is better
 
 
-def test_early_stop_counts_validations_since_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_early_stop_counts_validations_since_the_best() -> None:
     """The validation before the first step does not count."""
     saved: list[int] = []
-    monkeypatch.setattr(validation, "save_now", lambda run, step: saved.append(step))
-    rule = ["evaluation.interval=1", HELDOUT, "training.early_stop.metric=accuracy", "training.early_stop.patience=2"]
-    values = {0: 0.9, 1: 0.5, 2: 0.6, 3: 0.6, 4: math.nan}
-    run: Any = SimpleNamespace(
-        config=load_config(QUICKSTART / "dcpo.yaml", rule),
-        progress=SimpleNamespace(evaluations={}),
-        saver=SimpleNamespace(wait=lambda: None),
-        topology=SimpleNamespace(rank=0),
-    )
+    rule = ["evaluation.interval=1", HELDOUT, "training.keep_best=accuracy", "training.early_stop=2"]
+    checkpointer: Any = SimpleNamespace(save_now=saved.append, saver=SimpleNamespace(wait=lambda: None))
+    parts: Any = SimpleNamespace(engine=None), None, checkpointer, SimpleNamespace(rank=0), None
+    held_out: Any = None
+    validator = Validator(held_out, *parts, Path("unused"), load_config(QUICKSTART / "dcpo.yaml", rule))
     stopped = []
-    for step, value in values.items():
-        run.progress.evaluations[step] = {"evaluation/heldout/accuracy": value}
-        stopped.append(validation.stop_early(run, step))
+    for step, value in {0: 0.9, 1: 0.5, 2: 0.6, 3: 0.6, 4: math.nan}.items():
+        validator.measured[step] = {"evaluation/heldout/accuracy": value}
+        stopped.append(validator.stop_early(step))
     assert (stopped, saved) == ([False] * 4 + [True], [4])
 
 
@@ -83,12 +79,12 @@ def test_early_stop_counts_validations_since_the_best(monkeypatch: pytest.Monkey
             "write heldout/ece, or ece for the mean of",
         ),
         (
-            ["evaluation.interval=5", HELDOUT, "training.early_stop.metric=mean_length"],
-            "training.early_stop.metric=mean_length",
+            ["evaluation.interval=5", HELDOUT, "training.keep_best=mean_length", "training.early_stop=2"],
+            "training.keep_best=mean_length",
         ),
         (
-            ["evaluation.interval=5", HELDOUT, "training.early_stop.patience=2"],
-            "training.early_stop.metric is required",
+            ["evaluation.interval=5", HELDOUT, "training.early_stop=2"],
+            "training.early_stop=2 needs training.keep_best",
         ),
         (["evaluation.intervall=5"], "did you mean evaluation.interval?"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import http.client
 import json
 import re
@@ -16,8 +17,9 @@ import pytest
 from megatron_dcpo.cli import main
 from megatron_dcpo.evaluation.live import live_server
 from megatron_dcpo.training.recorder import token_pieces
-from megatron_dcpo.types import BLOCK_CONFIDENCE, BLOCK_REASONING, TokenAdvantages
+from megatron_dcpo.types import BLOCK_CONFIDENCE, BLOCK_REASONING
 from tests.helpers.evaluated import trained
+from tests.helpers.samples import bare
 
 SAMPLE = {
     "step": 10, "prompt_id": "p", "problem": "1+1?", "ground_truth": "2", "correct": 1.0, "confidence": 0.8, "status": "ok",
@@ -96,6 +98,7 @@ def test_bad_input_is_one_line(served: Any, tmp_path: Path, capsys: pytest.Captu
 
 def test_pieces_are_tokens_of_one_block_and_advantage() -> None:
     blocks = np.array([BLOCK_REASONING] * 3 + [BLOCK_CONFIDENCE] * 2, np.int8)
-    tokens = TokenAdvantages("p", np.array([0.5, 0.5, 0.25, -1 / 3, -1 / 3]), blocks)
-    found = token_pieces([1, 2, 3, 4, 5], tokens, lambda ids: "".join(map(str, ids)))
+    advantages = np.array([0.5, 0.5, 0.25, -1 / 3, -1 / 3])
+    sample = dataclasses.replace(bare([7], [1, 2, 3, 4, 5]), advantages=advantages, block_ids=blocks)
+    found = token_pieces(sample, lambda ids: "".join(map(str, ids)))
     assert found == [("12", "reasoning", 0.5), ("3", "reasoning", 0.25), ("45", "confidence", -0.3333)]

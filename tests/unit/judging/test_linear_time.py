@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from megatron_dcpo.objectives.expected_digits import DigitVocabulary
 
 from megatron_dcpo.cli.judge import read_answer
 from megatron_dcpo.data.datasets import final_answer
@@ -35,7 +34,7 @@ from megatron_dcpo.judging.math.equivalence import quick_verdict
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.rollout.openai_client import _response
 from megatron_dcpo.runtime.text import encodable, parse_json, printable
-from megatron_dcpo.types import Judgement, Prompt, Response
+from megatron_dcpo.types import Prompt, Response
 from tests.helpers.hostile import HOSTILE
 from tests.helpers.judging import judge
 
@@ -49,7 +48,6 @@ HOPELESS_SECONDS = 1.0  # at a shorter one: 40 times what the slowest parser her
 MARKER = "<conf>"
 BYTES = TokenBytes((*(bytes([b]) for b in range(256)), b"<|im_end|>"))
 EOS = {256}
-DIGITS = DigitVocabulary.of(BYTES.table, EOS)
 PROMPT = Prompt("p", ({"role": "user", "content": "?"},), (), "5", "")
 
 
@@ -75,11 +73,6 @@ def report(text: str) -> str:
     return render_report([EvaluatedRun("run", None, None, [], [row])])  # type: ignore[arg-type]
 
 
-def digits(text: str) -> Any:
-    judged = Judgement("p", 1.0, 0.5, "ok", 0, len(text))
-    return DIGITS.decimals(ids_of(text), judged)
-
-
 class Case(NamedTuple):
     """``run(prepare(text))`` is timed without ``prepare``; no text is longer than ``longest``."""
 
@@ -100,7 +93,6 @@ CASES: dict[str, Case] = {
     "extract_program": Case(extract_program),
     "read_answer": Case(read_answer),
     "parse_confidence": Case(lambda text: parse_confidence(text, finished=True)),
-    "decimals": Case(digits, longest=50_000),
     "quick_verdict of an answer": Case(lambda text: quick_verdict(text, "x+1")),
     "quick_verdict of a key": Case(lambda text: quick_verdict("x+1", text)),
     "normal_form": Case(normal_form, longest=19_000),

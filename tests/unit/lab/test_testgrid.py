@@ -13,8 +13,7 @@ from lab.results import crossed, interval, read_archive, rounded
 from lab.testgrid import CURVES, METHODS, METHODS_OF_THE_TEST, PROPER, Cell, Lab, cells, curve, pack
 from megatron_dcpo.config import load_config
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.objectives import resolve
-from megatron_dcpo.objectives.options import PRESETS
+from megatron_dcpo.objectives import ObjectiveConfig, resolve
 
 
 @pytest.mark.parametrize("method", [name for name, m in METHODS.items() if m.trained])
@@ -28,9 +27,9 @@ def test_every_method_is_a_valid_configuration(tmp_path, method: str) -> None:
 
 def test_dcpo_proper_is_the_preset_with_a_little_entropy() -> None:
     chosen = dict(option.removeprefix("objective.").split("=") for option in PROPER)
-    assert float(chosen.pop("entropy_coef_confidence")) == 0.02
-    preset = {name: value for name, value in PRESETS["dcpo_proper"].items() if name in chosen}
-    assert {name: str(value).removesuffix(".0") for name, value in preset.items()} == chosen
+    preset = ObjectiveConfig(preset="dcpo_proper", entropy_coef_confidence=0.02)
+    ours, theirs = (resolve(o).model_dump(exclude={"preset"}) for o in (ObjectiveConfig(**chosen), preset))
+    assert ours == theirs
 
 
 def test_unknown_names_are_refused_with_the_nearest(tmp_path) -> None:

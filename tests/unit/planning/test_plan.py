@@ -143,21 +143,10 @@ def test_less_recomputation_is_named_where_it_fits(plan):
     assert line not in plan(64, *small, "--gpu-memory-gb", "20", json_output=False)[1]
 
 
-def test_an_adapter_on_the_whole_text_keeps_the_activations_of_a_second_pass(plan):
-    layout = (f"{TP}=8", f"{PP}=4", "parallel.sequence_parallel=true", "parallel.recompute_granularity=full")
-    adapter = ("objective.name=dcpo", "objective.confidence_parameters=adapter", "model.adapter.rank=16")
-    activated, whole = (
-        plan(64, *layout, *adapter, f"model.adapter.activated={on}")[1]["stages"][1]["activations"]
-        for on in (True, False)
-    )
-    without = plan(64, *layout, "parallel.recompute_granularity=none")[1]["stages"][1]["activations"]
-    assert whole - activated == pytest.approx(without, rel=0.25)
-
-
 def test_a_frozen_policy_has_weights_and_an_adapter(plan):
     """Rank 8 on two of the projections of the 70B: 80 layers of [8192, 8192] and [1024, 8192]."""
     layout = (f"{TP}=8", "parallel.sequence_parallel=true", "parallel.sequence_packing=true")
-    options = ("training.train=adapter", "model.adapter.rank=8", "model.adapter.targets=[q_proj,v_proj]")
+    options = ("model.adapter.rank=8", "model.adapter.targets=[q_proj,v_proj]")
     frozen, trained = (plan(8, *layout, *more)[1]["stages"][0] for more in (options, ()))
     assert frozen["adapter"] == 16 * 80 * 8 * (8192 + 8192 + 1024 + 8192)
     assert frozen["weights"] == 2 * frozen["numel"]
@@ -174,7 +163,7 @@ def test_layers_of_every_stage_are_shown(capsys):
     """40 layers on 8 stages, fewer where the output layer is: the time of the slowest stage falls, nothing else changes."""
     config, model = str(EXAMPLES / "qwen3_14b" / "math" / "dcpo.yaml"), REPOSITORY / "tests/fixtures/models/Qwen3-14B"
     command = ["plan", "--config", config, "--gpus", "64", f"model.path={model}", f"{PP}=8", f"{TP}=4"]
-    written = "parallel.pipeline_model_parallel_layout=Et*5|(t*5|)*4(t*6|)*2t*3L"
+    written = "parallel.megatron.pipeline_model_parallel_layout=Et*5|(t*5|)*4(t*6|)*2t*3L"
     found = {}
     for name, options in (("even", []), ("uneven", [written])):
         assert main([*command, *options]) == 0

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dcpo.policy.batching import Sample, assign_to_ranks, collate, split_micro_batches
+from megatron_dcpo.policy.batching import assign_to_ranks, collate, split_micro_batches
+from tests.helpers.samples import bare
 
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=60)
 
@@ -46,7 +47,7 @@ def test_tokens_are_balanced_over_ranks():
 @pytest.mark.parametrize("multiple", [1, 4])
 def test_rows_point_one_before_their_labels(packing, multiple):
     """Position p scores token p + 1. A shift by one in either direction fails here."""
-    samples = [Sample(np.array([1, 2, 3]), np.array([4, 5])), Sample(np.array([6]), np.array([7, 8, 9]))]
+    samples = [bare([1, 2, 3], [4, 5]), bare([6], [7, 8, 9])]
     (batch,) = collate(samples, [[1, 0]], packing=packing, multiple_of=multiple)
     flat = batch.tokens.reshape(-1)
     assert flat[batch.rows + 1].tolist() == batch.targets.tolist() == [7, 8, 9, 4, 5]
@@ -57,14 +58,14 @@ def test_rows_point_one_before_their_labels(packing, multiple):
 
 
 def test_packed_positions_restart():
-    samples = [Sample(np.arange(3), np.arange(2)), Sample(np.arange(2), np.arange(4))]
+    samples = [bare(range(3), range(2)), bare(range(2), range(4))]
     (batch,) = collate(samples, [[0, 1]], packing=True, multiple_of=4)
     assert batch.position_ids[0].tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 0]
     assert batch.packed_seq_params.cu_seqlens_q.tolist() == [0, 5, 11, 12]
 
 
 def test_empty_micro_batch_has_no_tokens_to_train_on():
-    (batch,) = collate([Sample(np.array([1]), np.array([2]))], [[]], packing=False)
+    (batch,) = collate([bare([1], [2])], [[]], packing=False)
     assert batch.rows.numel() == batch.targets.numel() == 0
     assert batch.tokens.shape == torch.Size([1, 1])
 
@@ -78,7 +79,7 @@ def test_packing_wastes_at_most_three_percent(uniform, multiple):
     of_rank = [[lengths[i] for i in share] for share in shares]
     computed = 0
     for rank, own in enumerate(of_rank):
-        samples = [Sample(np.zeros(1, np.int64), np.zeros(length - 1, np.int64)) for length in own]
+        samples = [bare([0], [0] * (length - 1)) for length in own]
         splits = split_micro_batches(
             of_rank, rank, micro_batch_size=1, max_tokens=16384, packing=True, multiple_of=4 if uniform else 1
         )

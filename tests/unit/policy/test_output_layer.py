@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from megatron_dcpo.policy import output_layer
-from megatron_dcpo.policy.output_layer import OutputLayer, Queries, fused_loss, token_outputs
+from megatron_dcpo.policy.output_layer import OutputLayer, fused_loss, token_outputs
+from megatron_dcpo.types import TokenOutputs
 
 VOCABULARY, PADDED, HIDDEN = 11, 16, 5
 TARGETS = torch.tensor([0, 3, 9, 10, 4, 1, 2])
-ROWS, OTHERS = torch.tensor([1, 4, 4]), torch.tensor([[3, 7, -1], [0, 10, 4], [2, 2, 5]])
-WEIGHTS = torch.linspace(-1, 1, 7), torch.linspace(2, -1, 7), torch.linspace(-1, 2, 9).reshape(3, 3)
+WEIGHTS = torch.linspace(-1, 1, 7), torch.linspace(2, -1, 7)
 
 
 def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -21,22 +21,16 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     return hidden.requires_grad_(), weight.requires_grad_()
 
 
-def loss(rows: slice, inside: slice, outputs, entropy: bool = True) -> Tensor:
+def loss(rows: slice, outputs: TokenOutputs, entropy: bool = True) -> Tensor:
     """Not linear in the log-probs, so that a gradient taken at other values would differ."""
-    known = OTHERS[inside] >= 0
-    candidates = torch.where(known, outputs.candidate_logprobs.exp(), 0.0) * WEIGHTS[2][inside]
-    total = (outputs.logprobs.exp() * WEIGHTS[0][rows]).sum() + candidates.sum()
+    total = (outputs.logprobs.exp() * WEIGHTS[0][rows]).sum()
     return total + (outputs.entropy * WEIGHTS[1][rows]).sum() if entropy else total
 
 
 def reference(hidden: Tensor, weight: Tensor, temperature: float, entropy: bool):
     logp = torch.log_softmax((hidden @ weight.t())[:, :VOCABULARY].float() / temperature, -1)
-    outputs = output_layer.TokenOutputs(
-        logp.gather(-1, TARGETS[:, None]).squeeze(-1),
-        -(logp.exp() * logp).sum(-1),
-        logp[ROWS].gather(-1, OTHERS.clamp(min=0)).masked_fill(OTHERS < 0, -torch.inf),
-    )
-    value = loss(slice(0, 7), slice(0, 3), outputs, entropy)
+    outputs = TokenOutputs(logp.gather(-1, TARGETS[:, None]).squeeze(-1), -(logp.exp() * logp).sum(-1))
+    value = loss(slice(0, 7), outputs, entropy)
     return outputs, value, torch.autograd.grad(value, (hidden, weight))
 
 
@@ -49,14 +43,14 @@ def test_equals_log_softmax_and_its_gradients(monkeypatch, temperature, chunk, p
     monkeypatch.setattr(output_layer, "BLOCK_ELEMENTS", min(chunk, 2) * VOCABULARY // 4)
     hidden, weight = inputs()
     expected, value, gradients = reference(hidden, weight, temperature, entropy)
-    layer, queries = OutputLayer.of(weight, VOCABULARY, temperature), Queries.of(TARGETS, ROWS, OTHERS)
+    layer = OutputLayer.of(weight, VOCABULARY, temperature)
     if passes == 1:
-        total, found = fused_loss(layer, hidden, queries, lambda *a: loss(*a, entropy=entropy), upstream=0.5)
+        total, found = fused_loss(layer, hidden, TARGETS, lambda *a: loss(*a, entropy=entropy), upstream=0.5)
     else:
-        found = token_outputs(layer, hidden, queries)
-        total = loss(slice(0, 7), slice(0, 3), found, entropy)
+        found = token_outputs(layer, hidden, TARGETS)
+        total = loss(slice(0, 7), found, entropy)
     torch.testing.assert_close(total, value)
-    for name in ("logprobs", "entropy", "candidate_logprobs"):
+    for name in ("logprobs", "entropy"):
         torch.testing.assert_close(getattr(found, name), getattr(expected, name))
     (total * 3).backward()
     for tensor, gradient in zip((hidden, weight), gradients, strict=True):
@@ -68,7 +62,7 @@ def test_padding_would_change_the_answer():
     """Negative control: with the padded width as vocabulary the log-probs differ, so the cut is not idle."""
     hidden, weight = torch.zeros(1, HIDDEN), torch.zeros(PADDED, HIDDEN)
     for vocabulary in (VOCABULARY, PADDED):
-        found = token_outputs(OutputLayer.of(weight, vocabulary), hidden, Queries.of(torch.tensor([0])))
+        found = token_outputs(OutputLayer.of(weight, vocabulary), hidden, torch.tensor([0]))
         assert found.logprobs.item() == pytest.approx(-torch.tensor(float(vocabulary)).log())
 
 
@@ -88,11 +82,10 @@ def test_weight_gradient_is_added_to_megatrons_buffer(monkeypatch, dtype, tied, 
     if tied:
         weight.zero_out_wgrad = True
     layer = OutputLayer.of(weight, VOCABULARY, overlapped=overlapped)
-    queries = Queries.of(TARGETS, ROWS, OTHERS)
     if passes == 1:
-        total, _ = fused_loss(layer, hidden, queries, loss, upstream=2.0)
+        total, _ = fused_loss(layer, hidden, TARGETS, loss, upstream=2.0)
     else:
-        total = loss(slice(0, 7), slice(0, 3), token_outputs(layer, hidden, queries))
+        total = loss(slice(0, 7), token_outputs(layer, hidden, TARGETS))
     (total * 2).backward()
     tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05}
     torch.testing.assert_close(weight.main_grad, 1 + 2 * by_weight, **tolerance)
@@ -106,11 +99,11 @@ def test_weight_gradient_is_added_to_megatrons_buffer(monkeypatch, dtype, tied, 
 @pytest.mark.parametrize("passes", [1, 2])
 def test_no_rows_leave_the_graph_whole(passes):
     hidden, weight = torch.zeros(0, HIDDEN, requires_grad=True), torch.ones(PADDED, HIDDEN, requires_grad=True)
-    layer, queries = OutputLayer.of(weight, VOCABULARY), Queries.of(TARGETS[:0])
+    layer, targets = OutputLayer.of(weight, VOCABULARY), TARGETS[:0]
     if passes == 1:
-        total, _ = fused_loss(layer, hidden, queries, lambda rows, inside, outputs: outputs.logprobs.sum())
+        total, _ = fused_loss(layer, hidden, targets, lambda rows, outputs: outputs.logprobs.sum())
     else:
-        total = token_outputs(layer, hidden, queries).logprobs.sum()
+        total = token_outputs(layer, hidden, targets).logprobs.sum()
     total.backward()
     assert hidden.grad.shape == (0, HIDDEN)
     assert torch.all(weight.grad == 0)
@@ -121,11 +114,11 @@ def test_a_sure_token_keeps_its_gradient(passes):
     """Of p = 1 - 1e-9 fp32 keeps nothing; the gradient is p's lack, and right relative to float64."""
     hidden = torch.tensor([[1.0, 0.0]], requires_grad=True)
     weight = torch.tensor([[21.0, 1.0], [0.0, 2.0], [-1.0, 0.5]], requires_grad=True)
-    layer, queries = OutputLayer.of(weight, 3), Queries.of(torch.tensor([0]))
+    layer, targets = OutputLayer.of(weight, 3), torch.tensor([0])
     if passes == 1:
-        total, _ = fused_loss(layer, hidden, queries, lambda rows, inside, outputs: outputs.logprobs.sum())
+        total, _ = fused_loss(layer, hidden, targets, lambda rows, outputs: outputs.logprobs.sum())
     else:
-        total = token_outputs(layer, hidden, queries).logprobs.sum()
+        total = token_outputs(layer, hidden, targets).logprobs.sum()
     total.backward()
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     logp = torch.log_softmax(exact[0] @ exact[1].t(), -1)[:, 0].sum()

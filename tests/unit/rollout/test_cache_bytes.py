@@ -36,4 +36,6 @@ def test_a_host_that_is_too_small_is_named_in_one_line():
 
 
 def test_what_is_asked_for_is_taken():
-    assert cache_bytes(ARCH, replace(OPTIONS, kv_cache_memory_bytes=64 << 20), 10**9, ranks=8) == 64 << 20
+    assert (
+        cache_bytes(ARCH, replace(OPTIONS, arguments={"kv_cache_memory_bytes": 64 << 20}), 10**9, ranks=8) == 64 << 20
+    )

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,21 +15,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from megatron_dcpo.cli import main
-from megatron_dcpo.config import AdapterConfig
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.evaluate import Request
 from megatron_dcpo.evaluation.samples import read_samples
 from megatron_dcpo.judging.judge import judge_many
-from megatron_dcpo.rollout import SamplingConfig, load_tokenizer
+from megatron_dcpo.rollout import SamplingConfig
 from megatron_dcpo.rollout.engine import sample_seed
 from megatron_dcpo.rollout.openai_client import Endpoint, served_model
 from megatron_dcpo.types import Prompt, Response
-from megatron_dcpo.weights.peft_adapter import DIRECTORY, TOKENS, Room, write_adapter
 from tests.helpers.fake_server import FakeServer, Reply, good_reply
-from tests.helpers.paths import QUICKSTART
 
 
 @pytest.fixture
@@ -281,91 +275,3 @@ def test_a_redirecting_server_is_one_line(server: FakeServer, toy: str, tmp_path
         assert not other.asked
     finally:
         other.stop()
-
-
-def digits_of(body: dict[str, Any], digits: dict[str, float]) -> Reply:
-    return 200, {"choices": [{"text": "x", "logprobs": {"top_logprobs": [digits]}}]}, {}
-
-
-def evaluate_with_adapter(server: FakeServer, out: Path, policy: Path = QUICKSTART / "policy") -> int:
-    heldout = QUICKSTART / "data" / "heldout.jsonl"
-    options = ["--benchmarks", f"heldout={heldout}", "--limit", "3", "--repeats", "2", "--template", "raw"]
-    served = ["--model-name", "policy", "--confidence-model", "sure", "--tokenizer", str(policy)]
-    return main(["evaluate", "--endpoint", server.url, *served, *options, "--resamples", "0", "--out", str(out)])
-
-
-def test_an_adapter_of_the_server_states_the_confidence(server: FakeServer, tmp_path: Path) -> None:
-    """Two tenths are likely, .3 and .6: behind each one hundredth; what is stated is the mean."""
-    tokenizer = load_tokenizer(QUICKSTART / "policy")
-    leads: list[str] = []
-
-    def reply(body: dict[str, Any]) -> Reply:
-        if body["model"] == "policy":
-            _, choice, _ = good_reply(body | {"prompt": "1 = "})
-            choice["choices"][0]["text"] = "2+2\\boxed{4}\n<conf> Confidence: 1.00"
-            return 200, choice, {}
-        text = tokenizer.decode(body["prompt"])
-        if text.endswith("0."):
-            leads.append(text)
-            return digits_of(body, {"3": math.log(0.25), "6": math.log(0.75), "other": -5.0})
-        return digits_of(body, {"2" if text.endswith("3") else "8": -1e-6})
-
-    server.reply = reply
-    assert evaluate_with_adapter(server, tmp_path / "out") == 0
-    rows = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()]
-    assert [row["confidence"] for row in rows] == [pytest.approx(0.25 * 0.32 + 0.75 * 0.68, abs=0.006)] * 6
-    assert all(row["response"] == "2+2\\boxed{4}\n<conf> Confidence: 0.59" for row in rows)
-    assert len(leads) == 6
-    assert all(lead.endswith("2+2\\boxed{4}\n<conf> Confidence: 0.") for lead in leads)
-
-
-def adapter_with_own_tokens(policy: Path, activated: bool) -> tuple[int, ...]:
-    """The quickstart's policy, and an adapter beside it whose tokens have ids behind the tokenizer's last."""
-    shutil.copytree(QUICKSTART / "policy", policy)
-    room = Room.of(load_tokenizer(policy), torch.zeros(400, 64), 101)
-    assert room is not None
-    config = AdapterConfig(rank=4, alpha=8, activated=activated)
-    tensors = {TOKENS: torch.zeros(101, 64)}
-    write_adapter(policy / DIRECTORY, tensors, config, str(policy), ((), "<conf>"), None if activated else room)
-    return room.ids
-
-
-def test_tokens_of_its_own_are_asked_for_by_their_ids(server: FakeServer, tmp_path: Path) -> None:
-    """The mean over what the server names among the 101 that alone are allowed."""
-    ids = adapter_with_own_tokens(tmp_path / "policy", activated=False)
-    asked: list[dict[str, Any]] = []
-
-    def reply(body: dict[str, Any]) -> Reply:
-        if body["model"] == "policy":
-            return good_reply(body | {"prompt": "1 = "})
-        asked.append(body)
-        return digits_of(body, {f"token_id:{ids[20]}": math.log(0.25), f"token_id:{ids[100]}": math.log(0.75)})
-
-    server.reply = reply
-    assert evaluate_with_adapter(server, tmp_path / "out", tmp_path / "policy") == 0
-    rows = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()]
-    assert [row["confidence"] for row in rows] == [0.8] * 6
-    assert all(row["response"].endswith("\n<conf> Confidence: 0.80") for row in rows)
-    assert all(tuple(body["allowed_token_ids"]) == ids and body["logprobs"] == 101 for body in asked)
-    text = load_tokenizer(tmp_path / "policy").decode(asked[0]["prompt"])
-    assert text.endswith("\n<conf> Confidence:")
-
-
-def test_an_adapter_that_no_server_applies_is_refused(
-    server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    adapter_with_own_tokens(tmp_path / "policy", activated=True)
-    assert evaluate_with_adapter(server, tmp_path / "out", tmp_path / "policy") == 2
-    assert "no server states what" in capsys.readouterr().err
-    assert not server.asked
-
-
-def test_a_model_that_states_no_digits_is_one_line(
-    server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    server.reply = lambda body: (
-        good_reply(body | {"prompt": "1 = "}) if body["model"] == "policy" else digits_of(body, {})
-    )
-    assert evaluate_with_adapter(server, tmp_path / "out") == 2
-    error = capsys.readouterr().err.strip().splitlines()
-    assert "none of '0' to '9'" in error[-1]

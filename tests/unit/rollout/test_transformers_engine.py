@@ -8,7 +8,7 @@ import torch
 
 from megatron_dcpo.data.datasets import draw_prompts
 from megatron_dcpo.rollout import SamplingConfig, TransformersEngine
-from megatron_dcpo.rollout.engine import Partial, uniforms
+from megatron_dcpo.rollout.engine import PartialRollout, uniforms
 from megatron_dcpo.rollout.transformers_engine import sample_token
 from megatron_dcpo.types import Prompt
 
@@ -81,7 +81,7 @@ def test_a_response_that_is_continued_is_the_uninterrupted_one(engine, cut):
     while len(finished) < len(samples):
         todo = [(p, i) for p, i in samples if (p.prompt_id, i) not in finished]
         asked = iter(range(cut))
-        partial = Partial(lambda asked=asked: next(asked, cut) >= cut - 1, dict(begun))
+        partial = PartialRollout(lambda asked=asked: next(asked, cut) >= cut - 1, dict(begun))
         handed_over = [r for responses in engine.stream(todo, sampling, step, partial) for r in responses]
         assert sorted((r.prompt_id, r.sample_index) for r in handed_over) == sorted((p.prompt_id, i) for p, i in todo)
         for response in handed_over:
@@ -107,7 +107,7 @@ def test_a_free_place_is_taken_by_the_next_sample(engine, monkeypatch):
     monkeypatch.setattr(engine, "eos_token_ids", tuple(range(0, 331, 16)))  # many lengths
     sampling, used = SamplingConfig(max_tokens=40, seed=3, temperature=1.5), []
     samples = [(prompt, index) for prompt in prompts(10) for index in range(6)]
-    for partial in (None, Partial(lambda: False, {})):
+    for partial in (None, PartialRollout(lambda: False, {})):
         before = dataclasses.replace(engine.slot_steps)
         tokens = {}
         for responses in engine.stream(samples, sampling, 1, partial):

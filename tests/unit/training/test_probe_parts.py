@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_dcpo.objectives import ObjectiveConfig, as_method, build_objective, resolve
+from megatron_dcpo.objectives import ObjectiveConfig, as_method, build_method, resolve
 from megatron_dcpo.training.probe import parts_of, without_regularizers
 from megatron_dcpo.types import Judgement
+from tests.helpers.objective_cases import samples_of
 
 PROPER = {
     "lam": 0.0, "calibration_loss": "brier", "confidence_baseline": "counterfactual",
@@ -26,11 +27,10 @@ def test_the_probes_parts_add_up_to_the_objectives() -> None:
     for options in ({}, PROPER, {"preset": "verl_compat", "lam": 0.25}):
         config = without_regularizers(ObjectiveConfig(**options, kl_coef=0.1, entropy_coef_confidence=0.1))
         assert not any((*resolve(config).blocks("kl_coef"), *resolve(config).blocks("entropy_coef")))
-        parts = parts_of(judgements, config)
+        samples = samples_of(judgements)
+        parts = parts_of(samples, config)
         for name in ("coupled", "dcpo"):
-            whole = build_objective(as_method(config, name)).score(judgements)
-            for a, b, expected in zip(
-                parts[f"{name}_accuracy"].tokens, parts[f"{name}_calibration"].tokens, whole.tokens, strict=True
-            ):
+            whole = build_method(as_method(config, name)).score(samples)
+            for a, b, expected in zip(parts[f"{name}_accuracy"], parts[f"{name}_calibration"], whole, strict=True):
                 assert a.advantages + b.advantages == pytest.approx(expected.advantages, abs=1e-9)
-        assert all(not t.advantages[:3].any() for t in parts["counterfactual"].tokens), "confidence tokens only"
+        assert all(not sample.advantages[:3].any() for sample in parts["counterfactual"]), "confidence tokens only"

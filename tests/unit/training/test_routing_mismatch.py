@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from megatron_dcpo.training.update import ROUTED_OTHERWISE, _mismatch, routing_mismatch
 
 from megatron_dcpo.rollout import SamplingConfig, TransformersEngine
-from megatron_dcpo.types import BLOCKS
+from megatron_dcpo.training.mismatch import ROUTING_MISMATCH_THRESHOLD, mismatch_statistics, routing_mismatch
+from megatron_dcpo.types import BLOCKS, TokenOutputs
 from megatron_dcpo.weights.architecture import read_architecture
 from megatron_dcpo.weights.planner import WeightSlice
 from tests.helpers.vllm import prompts_for_test
@@ -30,12 +30,12 @@ def measured(path, engine):
     responses = engine.generate(prompts_for_test(), SamplingConfig(n=4, max_tokens=24))
     trainer = model_in(path)
     texts = [(torch.tensor(prompts[r.prompt_id] + r.token_ids.tolist()), len(prompts[r.prompt_id])) for r in responses]
-    tokens = SimpleNamespace(
-        old_logprobs=torch.cat([logprobs(trainer, *text) for text in texts]),
-        engine_logprobs=torch.tensor(np.concatenate([r.logprobs for r in responses])),
-        block_ids=torch.full((sum(len(r.token_ids) for r in responses),), next(iter(BLOCKS.values()))),
-    )
-    return routing_mismatch(read_architecture(path), "fp32", _mismatch(tokens))
+    engine_logprobs = torch.tensor(np.concatenate([r.logprobs for r in responses]))
+    trainer_logprobs = torch.cat([logprobs(trainer, *text) for text in texts])
+    block_ids = torch.full((len(engine_logprobs),), next(iter(BLOCKS.values())))
+    batch = SimpleNamespace(columns={"engine_logprobs": engine_logprobs, "block_ids": block_ids})
+    statistics = mismatch_statistics(batch, TokenOutputs(trainer_logprobs, torch.zeros_like(trainer_logprobs)))
+    return routing_mismatch(read_architecture(path), "fp32", {name: float(x) for name, x in statistics.items()})
 
 
 def test_only_other_routers_are_a_mismatch(tiny_models):
@@ -66,7 +66,7 @@ def test_what_bf16_routes_otherwise(tiny_models):
         gaps[family] = (gaps[family] - theirs).abs()
         others[family] = choices != their_choices
     gap, other = gaps["qwen3_moe"], others["qwen3_moe"].any(-1).any(-1)
-    edge = ROUTED_OTHERWISE["bf16"]
+    edge = ROUTING_MISMATCH_THRESHOLD["bf16"]
     assert gaps["qwen3"].max() < edge
     assert 0 < other.float().mean() < 0.1
     assert gap[other].mean() > 4 * gap[~other].mean()

@@ -12,7 +12,8 @@ from megatron_dcpo.training.loop import _traced
 def test_a_trace_of_the_steps_asked_for(tmp_path):
     config = SimpleNamespace(training=SimpleNamespace(profile_steps=(2,)))
     for step, rank in ((1, 0), (2, 0), (2, 1)):
-        run = SimpleNamespace(config=config, topology=SimpleNamespace(rank=rank), directory=tmp_path / str(rank))
+        policy = SimpleNamespace(topology=SimpleNamespace(rank=rank))
+        run = SimpleNamespace(config=config, policy=policy, directory=tmp_path / str(rank))
         with _traced(run, step):
             torch.ones(8) @ torch.ones(8)
     (path,) = tmp_path.rglob("*.json.gz")

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_dcpo.config import ModelConfig, ParallelConfig, load_config
+from megatron_dcpo.config import ParallelConfig, load_config
 from megatron_dcpo.planning.plan import Machine, make_plan
 from megatron_dcpo.planning.traffic import forward_flops
 from megatron_dcpo.runtime import device
-from megatron_dcpo.training import recorder
+from megatron_dcpo.training import metrics, recorder
 from megatron_dcpo.weights.architecture import read_architecture
 from megatron_dcpo.weights.layout import Layout
 from tests.helpers.paths import REPOSITORY
@@ -34,13 +34,13 @@ def test_peak_by_name(monkeypatch, name, peak):
 
 def test_utilization_of_the_training_phase(monkeypatch):
     arch = read_architecture(REPOSITORY / "tests/fixtures/models/Qwen3-8B")
-    layout = Layout.of(ModelConfig(path="unused"), ParallelConfig(tensor_model_parallel_size=2), True)
+    layout = Layout.of(ParallelConfig(tensor_model_parallel_size=2), transformer_engine=True)
     policy = SimpleNamespace(arch=arch, layout=layout, topology=SimpleNamespace(world_size=8))
     samples = [SimpleNamespace(prompt_ids=range(200), response_ids=range(1800))] * 16
     timers = SimpleNamespace(seconds={"train": 2.0})
-    assert recorder.utilization(policy, samples, timers) == {}, "nothing on the CPU"
-    monkeypatch.setattr(recorder, "peak_tflops", lambda: 989.0)
-    found = recorder.utilization(policy, samples, timers)
+    assert metrics.utilization(policy, samples, timers) == {}, "nothing on the CPU"
+    monkeypatch.setattr(metrics, "peak_tflops", lambda: 989.0)
+    found = metrics.utilization(policy, samples, timers)
     # 6 x parameters x tokens, and attention; over 2 s, 8 GPUs
     parameters = 8.19e9 - 151_936 * 4096  # without the embedding, which multiplies nothing
     attention = 3 * 36 * 2 * 4096 * 2000
@@ -49,7 +49,7 @@ def test_utilization_of_the_training_phase(monkeypatch):
     assert found["mfu/train"] == pytest.approx(found["tflops/train"] / 989.0)
     work = SimpleNamespace(tokens=32_000, length=2000)
     assert found["tflops/train"] == pytest.approx(3 * forward_flops(arch, layout, work) / 2.0 / 8 / 1e12)
-    assert recorder.utilization(policy, samples, SimpleNamespace(seconds={})) == {}
+    assert metrics.utilization(policy, samples, SimpleNamespace(seconds={})) == {}
 
 
 def test_planned_memory_stands_beside_the_measured(monkeypatch):

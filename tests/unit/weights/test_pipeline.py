@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from megatron_dcpo.config import ModelConfig, ParallelConfig, validate
+from megatron_dcpo.config import PLANNED, ParallelConfig, validate
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.weights.layout import UNEVEN_PIPELINE, Layout
 from megatron_dcpo.weights.pipeline import chunk_layers, layers_per_stage
@@ -14,14 +14,16 @@ from megatron_dcpo.weights.planner import check_layout
 from tests.unit.weights.test_planner import architecture
 
 FIRST, LAST, EMBEDDING, LOSS, WRITTEN = UNEVEN_PIPELINE
+PP = "pipeline_model_parallel_size"
 
 
 def parallel(pp, vp=1, **options):
-    return ParallelConfig(pipeline_model_parallel_size=pp, virtual_pipeline_model_parallel_size=vp, **options)
+    megatron = {"virtual_pipeline_model_parallel_size": vp, **options}
+    return ParallelConfig(pipeline_model_parallel_size=pp, megatron=megatron)
 
 
 def layout_of(pp, vp=1, **options):
-    return Layout.of(ModelConfig(path="unused"), parallel(pp, vp, **options))
+    return Layout.of(parallel(pp, vp, **options))
 
 
 SPLITS = [
@@ -111,17 +113,17 @@ def test_splits_that_cannot_be_are_refused(pp, vp, options, message):
         ({FIRST: 1, LOSS: True}, "divide the layers each in its own way"),
         ({WRITTEN: "Et|tL", LAST: 1}, "divide the layers each in its own way"),
         ({WRITTEN: "Et|tL", EMBEDDING: True}, "divide the layers each in its own way"),
-        ({FIRST: 1, "pipeline_model_parallel_size": 1}, "need parallel.pipeline_model_parallel_size > 1"),
-        ({WRITTEN: "EtL", "pipeline_model_parallel_size": 1}, "need parallel.pipeline_model_parallel_size > 1"),
+        ({FIRST: 1, PP: 1}, "need parallel.pipeline_model_parallel_size > 1"),
+        ({WRITTEN: "EtL", PP: 1}, "need parallel.pipeline_model_parallel_size > 1"),
         ({FIRST: 0}, "num_layers_in_first_pipeline_stage"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(options, message):
     values = {"run_dir": "r", "model": {"path": "m"}, "data": {"path": "d"}}
+    parallel = {PP: options.pop(PP, 2), "megatron": options}
     with pytest.raises(UserError, match=message):
-        validate(values | {"parallel": {"pipeline_model_parallel_size": 2} | options})
+        validate(values | {"parallel": parallel})
 
 
 def test_every_option_is_in_the_layout():
-    names = {field.name for field in dataclasses.fields(Layout)}
-    assert set(UNEVEN_PIPELINE) <= names & {field.name for field in dataclasses.fields(ParallelConfig)}
+    assert set(UNEVEN_PIPELINE) <= {field.name for field in dataclasses.fields(Layout)} & PLANNED.keys()

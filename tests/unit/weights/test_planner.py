@@ -148,7 +148,7 @@ def test_a_dense_model_has_no_experts_to_divide(options):
         ({"tensor_model_parallel_size": 2}, "tensor_model_parallel_size=2 needs parallel.sequence_parallel=true"),
         ({"expert_model_parallel_size": 2}, "needs parallel.use_distributed_optimizer=true"),
         (
-            {"recompute_granularity": "selective", "recompute_modules": ("mlp",)},
+            {"recompute_granularity": "selective", "megatron": {"recompute_modules": ("mlp",)}},
             "recompute_modules=mlp recomputes nothing",
         ),
     ],

@@ -1,0 +1,119 @@
+"""A sampler of training whose engine is a clockwork, in a process group of one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from megatron_dcpo.config import load_config
+from megatron_dcpo.data.datasets import draw_prompts
+from megatron_dcpo.rollout.engine import PartialRollout, Samples, SamplingConfig, append_segment
+from megatron_dcpo.runtime.watchdog import Timers
+from megatron_dcpo.training.sampler import Sampler
+from megatron_dcpo.types import Judgement, Prompt, Response, ResponseKey, TrainingSample
+from tests.helpers.paths import QUICKSTART
+
+
+@contextmanager
+def one_rank() -> Iterator[None]:
+    """Open a process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def length_of(prompt_id: str, index: int) -> int:
+    """Return the number of tokens of a response of the clockwork."""
+    return max(1, round(random.Random(f"{prompt_id}/{index}").lognormvariate(1.5, 1.0)))
+
+
+class Clockwork:
+    """An engine that gives every response a token a step; a response ends at a length of its own. ``asked``: the prompts
+    and indices of each call."""
+
+    tensor_model_parallel_size, slot_steps = 1, None
+
+    def __init__(self) -> None:
+        self.weights_version = 0
+        self.asked: list[list[ResponseKey]] = []
+
+    def stream(
+        self, samples: Samples, sampling: SamplingConfig, step: int, partial: PartialRollout | None = None
+    ) -> Iterator[list[Response]]:
+        begun = {(p.prompt_id, i): partial.so_far(p, i) if partial else None for p, i in samples}
+        self.asked.append(list(begun))
+        new = dict.fromkeys(begun, 0)
+
+        def response(name: ResponseKey, reason: Any) -> Response:
+            before, count = begun[name], new.pop(name)
+            first = len(before.token_ids) if before else 0
+            parts = np.arange(first, first + count), np.zeros(count, np.float32)
+            return append_segment(before, Response(*name, *parts, reason, self.weights_version, step=step))
+
+        while new:
+            new = {name: count + 1 for name, count in new.items()}
+            over = [name for name in new if new[name] + len(getattr(begun[name], "token_ids", ())) >= length_of(*name)]
+            if over:
+                yield [response(name, "stop") for name in over]
+            if partial is not None and partial.should_stop():
+                yield [response(name, "abort") for name in list(new)]
+
+
+def number_of(prompt_id: str) -> int:
+    """Return the number of a prompt of :func:`numbered_sampler`, of whatever epoch."""
+    return int(prompt_id.split("@")[0])
+
+
+def all_right(responses: Sequence[Response], by_id: Any) -> list[Judgement]:
+    """Judge all responses right, and 0.5 sure."""
+    return [Judgement(r.prompt_id, 1.0, 0.5, "ok", 1, len(r.token_ids)) for r in responses]
+
+
+def unwatched() -> Timers:
+    return Timers(SimpleNamespace(enter=lambda phase, step: None))  # type: ignore[arg-type]
+
+
+def sampler_of(prompts: Sequence[Prompt], *overrides: str, file: str = "grpo", **parts: Any) -> Sampler:
+    """Return a sampler of a run of the quickstart. ``parts``: other ones than a clockwork, a judge whom everything is
+    right, and a method that trains on every group."""
+    config = load_config(QUICKSTART / f"{file}.yaml", list(overrides))
+    stubs: dict[str, Any] = {
+        "engine": Clockwork(),
+        "judge": all_right,
+        "method": SimpleNamespace(trains=lambda samples: True),
+        "recover": lambda failure, version, restarts: False,
+        "topology": SimpleNamespace(rank=0, world_size=1),
+        "timers": unwatched(),
+    }
+    return Sampler(
+        partial(draw_prompts, prompts, seed=config.seed, shuffle=config.data.shuffle),
+        executor=ThreadPoolExecutor(8),
+        rollout=config.rollout,
+        prompts_per_step=config.data.prompts_per_step,
+        seed=config.seed,
+        **(stubs | parts),
+    )
+
+
+def numbered_sampler(trains: Callable[[int], bool], prompts: int, *overrides: str, file: str = "grpo") -> Sampler:
+    """Return a sampler of so many prompts, named by their numbers; ``trains``: whether a prompt's group trains the
+    policy."""
+    data = [Prompt(str(i), (), (1,), "1", "t") for i in range(prompts)]
+    chosen = SimpleNamespace(trains=lambda samples: trains(number_of(samples[0].prompt.prompt_id)))
+    return sampler_of(data, *overrides, file=file, method=chosen)
+
+
+def take(sampler: Sampler, step: int) -> list[TrainingSample]:
+    """Return the samples of ``step``, with the weights of the step before in the engine."""
+    sampler.engine.weights_version = step - 1
+    return sampler.sample(step)

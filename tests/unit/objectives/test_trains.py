@@ -1,0 +1,56 @@
+"""Which groups train the policy, and which responses have a gradient in a block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_dcpo.types import BLOCK_CONFIDENCE, BLOCK_REASONING, Judgement
+from tests.helpers.objective_cases import objective, samples_of
+
+
+def judgements(*pairs: tuple[float, float | None]) -> list[Judgement]:
+    return [Judgement("p", R, c, "missing" if c is None else "ok", boundary=3, length=5) for R, c in pairs]
+
+
+@pytest.mark.parametrize(
+    ("options", "group", "trains"),
+    [
+        ({"name": "grpo"}, [(1, 0.9), (1, 0.2)], False),
+        ({"name": "grpo"}, [(1, 0.9), (0, 0.9)], True),
+        ({"name": "dcpo"}, [(1, 0.9), (1, 0.2)], True),  # all right: the confidence learns
+        ({"name": "dcpo"}, [(1, 0.9), (1, 0.9)], False),
+        ({"name": "dcpo", "weight_confidence": 0.0}, [(1, 0.9), (1, 0.2)], False),
+        ({"name": "dcpo", "weight_confidence": 0.0}, [(1, 0.9), (0, 0.9)], True),
+        ({"name": "dcpo", "advantage_normalization_confidence": "batch_std"}, [(1, 0.9), (1, 0.89)], True),
+        ({"name": "dcpo", "advantage_normalization_confidence": "batch_std"}, [(1, 0.9), (1, 0.9)], False),
+        ({"name": "dcpo", "kl_coef": 0.1}, [(0, 0.9), (0, 0.9)], False),
+    ],
+)
+def test_a_group_trains_when_a_block_has_an_advantage(options: Any, group: Any, trains: bool) -> None:
+    assert objective(**options).trains(samples_of(judgements(*group))) is trains
+
+
+@pytest.mark.parametrize(
+    ("options", "bearing"),
+    [
+        ({"name": "dcpo"}, ([False, False], [True, True])),  # all right: no gradient in the reasoning
+        ({"name": "dcpo", "weight_confidence": 0.0}, ([False, False], [False, False])),
+        ({"name": "dcpo", "kl_coef_reasoning": 0.1}, ([True, True], [True, True])),
+        ({"name": "ccgspg"}, ([True, True], [True, True])),  # another loss: nothing is known of it
+    ],
+)
+def test_which_responses_have_a_gradient_in_a_block(options: Any, bearing: Any) -> None:
+    method = objective(**options)
+    old = [np.zeros(5)] * 2 if method.needs_old_logprobs else None
+    scored = method.score(samples_of(judgements((1, 0.9), (1, 0.2)), old))
+    for block, expected in zip((BLOCK_REASONING, BLOCK_CONFIDENCE), bearing, strict=True):
+        assert [method.has_gradient(sample, block) for sample in scored] == expected
+
+
+def test_truncated_responses_that_are_masked_train_nothing() -> None:
+    group = samples_of([Judgement("p", R, None, "truncated", boundary=5, length=5) for R in (0.0, 1.0)])
+    assert objective(name="grpo", mask_truncated=False).trains(group)
+    assert not objective(name="grpo", mask_truncated=True).trains(group)

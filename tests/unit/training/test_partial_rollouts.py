@@ -1,0 +1,139 @@
+"""``rollout.max_staleness``: what a rollout leaves unfinished is continued, in time and once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_dcpo.config import load_config
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.training.groups import restored_groups, saved_groups
+from megatron_dcpo.training.sampler import PromptGroup, _check_versions, batch_is_complete
+from megatron_dcpo.types import Judgement, Prompt, Response
+from tests.helpers.paths import QUICKSTART
+from tests.helpers.samplers import length_of, number_of, numbered_sampler, one_rank, take
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _group_of_one() -> Iterator[None]:
+    with one_rank():
+        yield
+
+
+STALE = ("rollout.max_staleness=1", "rollout.oversample=1.5", "objective.tis_level=token")
+
+
+def stale_sampler(*overrides: str) -> Any:
+    settings = ["data.prompts_per_step=6", "rollout.group_size=3", "objective.tis_level=token", *overrides]
+    return numbered_sampler(lambda number: number % 3 > 0, 1000, *settings)
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 4])
+@pytest.mark.parametrize("oversample", [1.3, 2.0])
+@pytest.mark.parametrize("filtered", [False, True])
+def test_every_group_is_trained_on_once_and_in_time(staleness: int, oversample: float, filtered: bool) -> None:
+    options = [f"rollout.max_staleness={staleness}", f"rollout.oversample={oversample}"]
+    sampler = stale_sampler(*options, f"rollout.filter_groups={filtered}", "data.shuffle=false")
+    trained: list[str] = []
+    oldest = 0
+    for step in range(1, 31):
+        samples = take(sampler, step)
+        assert len(samples) == 18
+        batch = list(dict.fromkeys(sample.prompt.prompt_id for sample in samples))
+        assert [s.response.sample_index for s in samples] == [0, 1, 2] * 6
+        for sample in samples:
+            response = sample.response
+            assert len(response.token_ids) == length_of(response.prompt_id, response.sample_index)
+            assert response.token_ids.tolist() == list(range(len(response.token_ids))), (
+                "a token was lost or is there twice"
+            )
+            assert sum(n for _, n in response.segments or ((0, len(response.token_ids)),)) == len(response.token_ids)
+            assert step - 1 - response.oldest_version <= staleness
+            oldest = max(oldest, step - 1 - response.oldest_version)
+        assert oldest >= sampler.metrics["rollout/staleness_max"]
+        trained += batch
+        carried = {group.prompt.prompt_id for group in sampler.carried}
+        drawn = [f"{n}@0" for n in range(6 * step + sampler.extra_prompts)]
+        kept = [name for name in drawn if not filtered or number_of(name) % 3 > 0 or name in carried]
+        assert sorted([*trained, *carried]) == sorted(kept), "a prompt was lost or is there twice"
+        assert len(sampler.carried) <= round(6 * (oversample - 1) + 0.5)
+    assert oldest == staleness if staleness == 1 else oldest > 0
+
+
+def test_longer_staleness_waits_less() -> None:
+    """With the bound at work, a step lasts until the oldest response has ended."""
+    means = []
+    for staleness in (1, 3):
+        sampler = stale_sampler(f"rollout.max_staleness={staleness}", "rollout.oversample=1.5")
+        stale = []
+        for step in range(1, 21):
+            take(sampler, step)
+            stale.append(sampler.metrics["rollout/staleness_max"])
+        means.append(np.mean(stale))
+    assert means[1] > means[0]
+
+
+def test_with_none_the_batch_is_what_it_always_was() -> None:
+    """Every prompt in the order of the data, every response by one version, nothing carried, no metric of it."""
+    sampler = stale_sampler("data.shuffle=false")
+    for step in (1, 2):
+        samples = take(sampler, step)
+        expected = [(f"{n}@0", i) for n in range(6 * step - 6, 6 * step) for i in range(3)]
+        assert [(s.response.prompt_id, s.response.sample_index) for s in samples] == expected
+        assert {(s.response.weights_version, s.response.segments) for s in samples} == {(step - 1, ())}
+    assert [len(asked) for asked in sampler.engine.asked] == [18, 18]
+    assert (sampler.extra_prompts, sampler.metrics, sampler.carried) == (0, {}, [])
+
+
+def test_too_old_or_too_new_responses_are_refused() -> None:
+    response = Response("p", 0, np.arange(3), np.zeros(3, np.float32), "stop", 5, segments=((3, 2), (5, 1)))
+    _check_versions([response], 5, 2)
+    for version, bound in ((5, 1), (6, 3), (4, 2)):
+        with pytest.raises(UserError, match=f"the policy is at {version}: the engine was not synchronized"):
+            _check_versions([response], version, bound)
+    with pytest.raises(UserError, match="weights version 3, the policy is at 5"):
+        _check_versions([response], 5, 1)
+
+
+def test_groups_come_back_from_a_checkpoint_as_they_were() -> None:
+    prompt = Prompt("p@0", (), (1,), "1", "t")
+    whole = Response("p@0", 0, np.arange(3), np.zeros(3, np.float32), "stop", 4, step=4, segments=((3, 2), (4, 1)))
+    part = dataclasses.replace(whole, sample_index=1, finish_reason="abort")
+    judgement = Judgement("p@0", float(np.float64(1)), None, "missing", 2, 3, answer="7")
+    group = PromptGroup(prompt, 17, 4, 3, {0: (whole, judgement), 1: (part, None)})
+    (back,) = restored_groups(saved_groups([group]), lambda position, count: [{17: prompt}[position]], 3)
+    assert (back.position, back.step, back.unfinished) == (17, 4, [1, 2])
+    assert back.responses[0][1] == judgement
+    for index, (response, _) in group.responses.items():
+        ours, theirs = dataclasses.asdict(back.responses[index][0]), dataclasses.asdict(response)
+        assert all(np.array_equal(ours.pop(name), theirs.pop(name)) for name in ("token_ids", "logprobs"))
+        assert ours == theirs
+    saved = saved_groups([group])
+    saved[0]["responses"][0][0]["logprobs"] = saved[0]["responses"][0][0]["logprobs"][:2]
+    with pytest.raises(ValueError, match="3 tokens of p@0"):
+        restored_groups(saved, lambda position, count: [prompt], 3)
+
+
+def test_a_batch_is_complete_when_enough_groups_are_finished_and_none_may_not_wait() -> None:
+    done = {("a", 0): None, ("a", 1): None, ("b", 0): None}
+    for quota, urgent, complete in ((1, False, True), (2, False, False), (1, True, False)):
+        assert batch_is_complete([("a", 2, True), ("b", 2, urgent)], quota, done) is complete  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["rollout.oversample=1"], "set rollout.oversample above 1, at most 2"),
+        (["rollout.oversample=2.5"], "set rollout.oversample above 1, at most 2"),
+        (["objective.tis_level=none"], "correct for it with objective.tis_level=token"),
+        (["rollout.engine=server", "rollout.endpoint=http://x"], "does not go with rollout.engine=server"),
+        (["rollout.logprob_diff_alarm=0.1"], "does not go with rollout.logprob_diff_alarm"),
+    ],
+)
+def test_what_does_not_go_together(overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_config(QUICKSTART / "dcpo.yaml", [*STALE, *overrides])
