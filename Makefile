@@ -1,4 +1,4 @@
-# make setup       .venv with everything, pinned           make quickstart [SEED=k]   GRPO and three DCPO on CPU
+# make setup       .venv with everything, pinned           make quickstart [SEED=k]   GRPO, DCPO, recalibration
 # make test        the test suite                          make test-fast             its quick part, for every day
 # make test-full   the same with every case                make test-sandbox, fuzz    the whole of two suites
 # make lint        ruff, mypy, shellcheck, the documentation's links
