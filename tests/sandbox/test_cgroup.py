@@ -69,7 +69,9 @@ def test_a_program_is_in_its_group_and_the_group_goes_with_it(session: SandboxSe
 def test_memory_and_processes_are_limited(session: SandboxSession) -> None:
     """What the sums of ``local.py`` cannot see: pages that processes share, and a moment's overshoot."""
     if cgroup.place() is None:
-        pytest.skip("no control groups with the memory and pids controllers here (docs/programs.md says how to get them)")
+        pytest.skip(
+            "no control groups with the memory and pids controllers here (docs/programs.md says how to get them)"
+        )
     program = "import mmap, os\nm = mmap.mmap(-1, 1 << 30)\nfor i in range(0, 1 << 30, 4096): m[i] = 1\nprint(1)"
     assert session.judge(program, STDIN).category == "memory"
     bomb = "import os\nn = 0\ntry:\n    while True:\n        if os.fork() == 0: os._exit(0)\n        n += 1\nexcept OSError: print(1)"

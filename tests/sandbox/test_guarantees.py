@@ -1,4 +1,4 @@
-"""The table of guarantees in docs/programs.md, row by row: per level, as root and as another user, for programs and tests."""
+"""The table of guarantees in docs/programs.md, row by row: per level, as root and another user, for programs and tests."""
 
 from __future__ import annotations
 
