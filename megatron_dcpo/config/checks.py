@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from megatron_dcpo.config.sections import Config, ParallelConfig, RolloutConfig
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.objectives import find_method, resolve
 from megatron_dcpo.objectives.options import ObjectiveConfig
-
-if TYPE_CHECKING:
-    from megatron_dcpo.config import Config, ParallelConfig, RolloutConfig
 
 
 def check_compatible(config: Config, source: str) -> None:

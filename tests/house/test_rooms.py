@@ -1,8 +1,9 @@
-"""The rules of docs/architecture.md, held against the code: floors, circles, who asks for CUDA, sizes."""
+"""The rules of docs/architecture.md, held against the code: floors, circles, who asks for CUDA, private names, sizes."""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -28,6 +29,9 @@ FLOORS = (
     ("cli",),
 )
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+# where private names of torch and Megatron may stand
+FOREIGN = ("torch", "megatron")
+PRIVATE_NAMES = ("megatron_dcpo.runtime.megatron_private", "megatron_dcpo.runtime.megatron_on_cpu")
 PURE = ("data", "judging", "sandbox", "objectives", "calibration")
 
 
@@ -38,19 +42,10 @@ def module_name(path: Path) -> str:
 MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
-def statements(node: ast.AST) -> Iterator[ast.AST]:
-    """All nodes, those inside functions too, but for what only a type checker reads."""
-    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-        return
-    yield node
-    for child in ast.iter_child_nodes(node):
-        yield from statements(child)
-
-
 def imports_of(path: Path) -> set[str]:
-    """Every module that ``path`` imports, at import or later."""
+    """Return every module that ``path`` imports, at import or later, for a type checker too."""
     names: set[str] = set()
-    for node in statements(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -83,7 +78,7 @@ def test_arrows_point_down() -> None:
 
 
 def test_there_is_no_circle() -> None:
-    """Deferred imports counted: peel off modules that import nothing of what is left."""
+    """Deferred imports counted, and those for type checkers: peel off modules that import nothing of what is left."""
     left = {module: set(targets) for module, targets in GRAPH.items()}
     while ready := [module for module, targets in left.items() if not targets & left.keys()]:
         for module in ready:
@@ -128,19 +123,87 @@ def test_only_runtime_asks_for_cuda() -> None:
     assert not asking, asking
 
 
+def names_of(tree: ast.Module) -> dict[str, str]:
+    """Return what the names that a module imports stand for."""
+    names = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {(alias.asname or alias.name).split(".")[0]: alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def own_names(tree: ast.Module) -> set[str]:
+    """Return the names that a module defines: functions, classes, variables, attributes of its objects."""
+    names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    stored = [node for node in ast.walk(tree) if isinstance(getattr(node, "ctx", None), ast.Store)]
+    names |= {node.id for node in stored if isinstance(node, ast.Name)}
+    return names | {
+        node.attr
+        for node in stored
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls", "made")
+    }
+
+
+def is_private(name: str) -> bool:
+    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+
+
+def private_uses(tree: ast.Module, known: set[str] | None) -> Iterator[tuple[int, str]]:
+    """Yield line and text of every private name of torch or Megatron that a module uses: imported, got from what is
+    imported, or got from an object, where no module of the package defines an attribute of that name (``known``; None:
+    objects are not judged)."""
+    names = names_of(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in FOREIGN:
+            yield from ((node.lineno, alias.name) for alias in node.names if is_private(f"{node.module}.{alias.name}"))
+        elif isinstance(node, ast.Attribute) and is_private(node.attr):
+            origin = names.get(ast.unparse(node).split(".")[0].split("(")[0], "").split(".")[0]
+            if origin in FOREIGN or (not origin and known is not None and node.attr not in known):
+                yield node.lineno, ast.unparse(node)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr"):
+            name = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
+            if is_private(str(name)) and known is not None and name not in known:
+                yield node.lineno, ast.unparse(node)
+
+
+def test_private_names_of_torch_and_megatron_stand_in_one_place() -> None:
+    trees = {module: ast.parse(path.read_text()) for module, path in MODULES.items()}
+    known = set().union(*map(own_names, trees.values()))
+    elsewhere = {
+        module: found
+        for module, tree in trees.items()
+        if module not in PRIVATE_NAMES  # what vLLM's objects keep private, modules of its name use
+        and (found := list(private_uses(tree, None if "vllm" in module else known)))
+    }
+    assert not elsewhere
+    assert all(list(private_uses(trees[module], known)) for module in PRIVATE_NAMES), "the rule sees what it is for"
+
+
+def test_a_class_name_means_one_class() -> None:
+    owners: dict[str, list[str]] = {}
+    for module, path in MODULES.items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                owners.setdefault(node.name, []).append(module)
+    assert not {name: modules for name, modules in owners.items() if len(modules) > 1}
+
+
 def test_sizes() -> None:
-    """Files, functions and methods stay short enough to read."""
+    """Files, functions and methods stay short enough to read. There is no limit on the number of files."""
     lines = {module: len(path.read_text().splitlines()) for module, path in MODULES.items()}
-    assert not {module: n for module, n in lines.items() if n > 500}
+    assert not {module: n for module, n in lines.items() if n > 400}
     functions = {
         f"{module}.{node.name}": node.end_lineno - node.lineno + 1
         for module, path in MODULES.items()
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno
     }
-    assert not {name: n for name, n in functions.items() if n > 80}
-    methods = ("grpo", "dcpo", "coupled", "rlcr", "ccgspg", "posthoc")
-    assert not {name: n for name in methods if (n := lines[f"megatron_dcpo.objectives.{name}"]) > 100}
-    # A ratchet, to be lowered with the code: the plan is 17,500 lines in 115 files (docs/architecture.md, "Size").
-    assert sum(lines.values()) <= 27_400
-    assert len(lines) <= 153
+    assert not {name: n for name, n in functions.items() if n > 70}
+    assert not {module: n for module, n in lines.items() if room(module) == "objectives" and n > 200}
+    decisions = (REPOSITORY / "docs" / "decisions.md").read_text(encoding="utf-8")
+    limits = re.findall(
+        r"The package has at most ([\d,]+) lines", decisions
+    )  # a raise is an entry that says what it bought
+    assert sum(lines.values()) <= int(limits[-1].replace(",", ""))
