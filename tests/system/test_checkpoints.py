@@ -117,7 +117,7 @@ def test_missing_component_is_an_error(copied, part):
     [
         ("seed=9", "was started with seed=1, not 9"),
         ("data.prompts_per_step=8", "was started with data.prompts_per_step=4, not 8"),
-        ("data.limit=7", "no longer holds the prompts"),
+        ("data.limit=7", "was started with other prompts than data.path holds now"),
         ("parallel.use_distributed_optimizer=true", "was saved with parallel.use_distributed_optimizer=false"),
     ],
 )
