@@ -72,7 +72,7 @@ def worker(options: dict[str, Any]) -> None:
     from megatron_dcpo.runtime.distributed import barrier, destroy
 
     out = Path(options["out"])
-    policy, optimizer, scheduler = after_one_step(Path(options["model"]), out)
+    policy, optimizer = after_one_step(Path(options["model"]), out)
     topology = policy.topology
     saver = Saver(out / "checkpoints", topology.rank, 1, True, topology.replica_group)
     numbers = iter(range(1, 100))
@@ -84,7 +84,7 @@ def worker(options: dict[str, Any]) -> None:
     def save() -> None:
         barrier()
         begin, cpu = time.perf_counter(), time.thread_time()
-        state = checkpoint_state(policy, optimizer, scheduler, next(numbers), run)
+        state = checkpoint_state(policy, optimizer, next(numbers), run)
         planned.append(time.perf_counter() - begin)
         saver.begin(state["run"]["iteration"], state)
         blocked.append(time.perf_counter() - begin)
@@ -121,7 +121,7 @@ def worker(options: dict[str, Any]) -> None:
     start = read_bytes()
     newest_intact(out / "checkpoints", topology)
     assert latest is not None
-    load_checkpoint(out / "checkpoints", latest, policy, optimizer, scheduler)
+    load_checkpoint(out / "checkpoints", latest, policy, optimizer)
     read = read_bytes() - start
     after = trained(policy, optimizer)
     files = iteration_dir(out / "checkpoints", latest).glob(f"__{topology.rank}_*")
@@ -134,32 +134,32 @@ def worker(options: dict[str, Any]) -> None:
     destroy()
 
 
-def after_one_step(model: Path, run_dir: Path) -> tuple[Any, Any, Any]:
-    """Policy, optimizer with its moments, schedule."""
+def after_one_step(model: Path, run_dir: Path) -> tuple[Any, Any]:
+    """Policy, optimizer with its moments."""
     import policies
 
     from megatron_dcpo.config import load_config
     from megatron_dcpo.policy.model import build_policy
-    from megatron_dcpo.policy.optimizer import build_optimizer, zero_gradients
+    from megatron_dcpo.policy.optimizer import PolicyOptimizer
     from megatron_dcpo.runtime.distributed import initialize
 
     options = policies.overrides(model, run_dir, 1, 2, 8, "parallel.use_distributed_optimizer=true")
     config = load_config(str(policies.QUICKSTART / "grpo.yaml"), options)
     policy = build_policy(config.model, config.parallel, initialize())
-    optimizer, scheduler = build_optimizer(config, policy)
-    zero_gradients(policy, optimizer)
+    optimizer = PolicyOptimizer(policy, config)
+    optimizer.zero_gradients()
     for chunk in policy.chunks:
         for buffer in chunk.buffers:
             buffer.grad_data.normal_()
-    optimizer.step()
-    return policy, optimizer, scheduler
+    optimizer.megatron.step()
+    return policy, optimizer
 
 
 def trained(policy: Any, optimizer: Any) -> list[Any]:
     """Parameters and moments."""
     from megatron_dcpo.policy.optimizer import optimizer_parts
 
-    states = [state for part in optimizer_parts(optimizer) for state in part.optimizer.state.values()]
+    states = [state for part in optimizer_parts(optimizer.megatron) for state in part.optimizer.state.values()]
     moments = [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
     return [*(p for gpt in policy.gpt for p in gpt.parameters()), *moments]
 

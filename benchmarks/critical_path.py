@@ -95,7 +95,7 @@ def _measure(name: str, directory: Path, overrides: tuple[str, ...], pace: float
 def _paced(stream: Any, seconds: float) -> Any:
     """``Engine.stream`` whose responses are finished at times of their own, whatever they took."""
 
-    def paced(engine: Any, samples: Any, sampling: Any, step: int = 0) -> Iterator[list[Any]]:
+    def paced(engine: Any, samples: Any, sampling: Any, step: int = 0, **_: Any) -> Iterator[list[Any]]:
         began, due = time.perf_counter(), []
         for responses in stream(engine, samples, sampling, step):
             for response in responses:
@@ -115,7 +115,7 @@ def _train(kind: str, directory: Path, pace: float, overrides: list[str]) -> Non
     from megatron_dcpo.training import loop
     from megatron_dcpo.training import run as parts
 
-    judge_many, log, notes = parts.judge_many, loop.Recorder.log, directory / "judgements"
+    judge_many, log, notes = parts.judge_many, parts.Recorder.log, directory / "judgements"
     known: dict[Any, Any] = {}
 
     def judge(responses: Any, prompts: Any, **options: Any) -> Any:
@@ -136,17 +136,17 @@ def _train(kind: str, directory: Path, pace: float, overrides: list[str]) -> Non
             known.update(pickle.loads(notes.read_bytes()))
         began = time.perf_counter()
 
-    def logged(self: Any, step: int, samples: Any, statistics: Any, timers: Any, *rest: Any) -> None:
-        seconds = {phase: timers.seconds[phase] for phase in PHASES}
-        log(self, step, samples, statistics, timers, *rest)
+    def logged(self: Any, step: int, samples: Any, statistics: Any, measured: Any) -> None:
+        seconds = {phase: self.timers.seconds[phase] for phase in PHASES}
+        log(self, step, samples, statistics, measured)
         whole = time.perf_counter() - began
         if kind == "real":
             notes.write_bytes(pickle.dumps(known))
         assert report is not None
-        report(whole=whole, **seconds, trained=[statistics.losses, statistics.grad_norms])
+        report(whole=whole, **seconds, trained=[statistics["losses"], statistics["grad_norms"]])
         wait_for_a_turn()
 
-    parts.judge_many, loop.Recorder.log = judge, logged  # type: ignore[method-assign, assignment]
+    parts.judge_many, parts.Recorder.log = judge, logged  # type: ignore[method-assign, assignment]
     if pace:
         TransformersEngine.stream = _paced(TransformersEngine.stream, pace)  # type: ignore[method-assign]
     config = load_config(
@@ -163,10 +163,8 @@ def _train(kind: str, directory: Path, pace: float, overrides: list[str]) -> Non
             *overrides,
         ],
     )
-    run = parts.build_run(config)
     wait_for_a_turn()
-    with run.watch:
-        loop._train(run)
+    loop.train(config)
 
 
 if __name__ == "__main__":

@@ -20,20 +20,19 @@ STEPS = 60
 def measurements() -> Iterator[Measurement]:
     import policies
 
-    from megatron_dcpo.config import TrainingConfig, load_config
-    from megatron_dcpo.training.run import build_run
-    from megatron_dcpo.training.weight_sync import synchronize_engine
+    from megatron_dcpo.config import TrainingConfig
 
     seconds: tuple[list[float], list[float]] = ([], [])  # of plain and of probed steps
     with tempfile.TemporaryDirectory() as folder:
         options = [f"run_dir={folder}/run", f"training.steps={STEPS}", "training.gradient_probe_interval=2"]
-        run = build_run(load_config(str(Path(policies.QUICKSTART, "dcpo.yaml")), options))
-        synchronize_engine(run, 0)
-        for step in range(1, STEPS + 1):
-            before = cpu_seconds()
-            policies.training_step(run, step)
-            if step > 4:
-                seconds[step % 2 == 0].append(cpu_seconds() - before)
+        data = Path(policies.QUICKSTART, "data", "train.jsonl")
+        options += [f"model.path={policies.QUICKSTART / 'policy'}", f"data.path={data}"]
+        with policies.training_run(options, "dcpo.yaml") as run:
+            for step in range(1, STEPS + 1):
+                before = cpu_seconds()
+                policies.training_step(run, step)
+                if step > 4:
+                    seconds[step % 2 == 0].append(cpu_seconds() - before)
     plain, probed = (float(np.median(values)) for values in seconds)
     interval = TrainingConfig().gradient_probe_interval
     ours = (plain * (interval - 1) + probed) / interval

@@ -2,7 +2,7 @@
 
     python benchmarks/growth.py [--plot growth.png]      # tables; python benchmarks/run.py growth: how well the fits fit
 
-Processor time of ``update_policy`` on made-up responses, minima of rounds in turns. Linear in everything but the length,
+Processor time of ``Updater.update`` on made-up responses, minima of rounds in turns. Linear in everything but the length,
 where attention is quadratic: there the fit has a square. Ranks: the training time of a step on 1 and 2 processes.
 """
 
@@ -32,12 +32,11 @@ ROUNDS = 4
 def costs(axis: str) -> list[float]:
     """Seconds of an update at every value of ``axis``."""
     import policies
-    from megatron_dcpo.training.update import update_policy
 
     from megatron_dcpo.runtime.distributed import destroy
 
     def point(run: Any, samples: list[Any]) -> Callable[[], Any]:
-        return lambda: update_policy(run, samples, 1)
+        return lambda: run.updater.update(samples, 1)
 
     found: list[float] = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -46,8 +45,8 @@ def costs(axis: str) -> list[float]:
             shape = SHAPE | ({"vocab_size": values[0]} if axis == "vocabulary" else {})
             model = policies.write_policy(Path(scratch, f"policy{values[0]}"), shape)
             more = ["training.micro_batch_size=8", "rollout.max_response_length=1024"]
-            run = policies.training_run(policies.overrides(model, Path(scratch, "run"), PROMPTS, GROUP, LENGTH, *more))
-            with run.watch:
+            options = policies.overrides(model, Path(scratch, "run"), PROMPTS, GROUP, LENGTH, *more)
+            with policies.training_run(options) as run:
                 calls = {str(v): point(run, made_up(run, axis, v)) for v in values}
                 found += [min(turns.cpu) for turns in in_turns(ROUNDS, **calls).values()]
             destroy()
@@ -56,14 +55,13 @@ def costs(axis: str) -> list[float]:
 
 def made_up(run: Any, axis: str, value: int) -> list[Any]:
     """Judged responses of random tokens."""
-    from megatron_dcpo.training.sampling import TrainingSample
 
-    from megatron_dcpo.types import Judgement, Response
+    from megatron_dcpo.types import Judgement, Response, TrainingSample
 
     sizes = {"prompts": PROMPTS, "group size": GROUP, "response length": LENGTH} | {axis: value}
     rng, length = np.random.default_rng(0), sizes["response length"]
     samples = []
-    for prompt in run.prompts[: sizes["prompts"]]:
+    for prompt in run.sampler.draw(0, sizes["prompts"]):
         for index in range(sizes["group size"]):
             ids, logprobs = rng.integers(0, 200, length), np.full(length, -7.0, np.float32)
             response = Response(prompt.prompt_id, index, ids, logprobs, "length", 0)

@@ -106,7 +106,6 @@ def _train(name: str, scratch: Path, model: str) -> None:
     import torch
 
     from megatron_dcpo.rollout import transformers_engine
-    from megatron_dcpo.training import sampling
 
     lengths = json.loads((scratch / "lengths.json").read_text())
 
@@ -121,31 +120,35 @@ def _train(name: str, scratch: Path, model: str) -> None:
     transformers_engine._Batch = Forced  # type: ignore[misc]
     more = [f"rollout.max_num_seqs={SLOTS}", "objective.tis_level=token", "optimizer.lr=0", *ALTERNATIVES[name]]
     longest = max(lengths) + 1
-    run = policies.training_run(
-        policies.overrides(Path(model), scratch / name, PROMPTS, GROUP, longest, *more, "training.micro_batch_size=64")
-    )
-    sample_step, began = sampling.sample_step, {}
+    options = policies.overrides(Path(model), scratch / name, PROMPTS, GROUP, longest, *more)
+    with policies.training_run([*options, "training.micro_batch_size=64"]) as run:
+        sample, began = run.sampler.sample, {}
 
-    def sampled(*arguments: Any) -> Any:
-        samples = sample_step(*arguments)
-        for sample in samples:
-            response = sample.response
-            if response.step == 1:
-                digest = hashlib.sha256(response.token_ids.tobytes()).hexdigest()
-                began[f"{response.prompt_id}/{response.sample_index}"] = digest
-        return samples
+        def sampled(step: int) -> Any:
+            samples = sample(step)
+            for response in (one.response for one in samples):
+                if response.step == 1:
+                    digest = hashlib.sha256(response.token_ids.tobytes()).hexdigest()
+                    began[f"{response.prompt_id}/{response.sample_index}"] = digest
+            return samples
 
-    sampling.sample_step = sampled  # type: ignore[assignment]
-    for number, report in enumerate(steps(), 1):
-        before = (run.engine.slot_steps.total, run.engine.slot_steps.used)
-        row = policies.training_step(run, number)
-        total, used = run.engine.slot_steps.total - before[0], run.engine.slot_steps.used - before[1]
-        whole = row["rollout"] + row["judge"] + row["train"] + row["reshard"]
-        stale = run.progress.rollout.get("rollout/staleness_max", 0)
-        report(
-            rollout=row["rollout"], whole=whole, tokens=row["tokens"], total=total, used=used, stale=stale, began=began
-        )
-        began = {}
+        run.sampler.sample = sampled
+        for number, report in enumerate(steps(), 1):
+            before = (run.engine.slot_steps.total, run.engine.slot_steps.used)
+            row = policies.training_step(run, number)
+            total, used = run.engine.slot_steps.total - before[0], run.engine.slot_steps.used - before[1]
+            whole = row["rollout"] + row["judge"] + row["train"] + row["reshard"]
+            stale = run.sampler.metrics.get("rollout/staleness_max", 0)
+            report(
+                rollout=row["rollout"],
+                whole=whole,
+                tokens=row["tokens"],
+                total=total,
+                used=used,
+                stale=stale,
+                began=began,
+            )
+            began.clear()
 
 
 if __name__ == "__main__":

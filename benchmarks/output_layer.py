@@ -20,7 +20,7 @@ import torch.distributed as dist
 from measurement import Measurement, absent, in_turns, not_installed, timed
 from torch import Tensor
 
-from megatron_dcpo.policy.output_layer import OutputLayer, Queries, fused_loss, token_outputs
+from megatron_dcpo.policy.output_layer import OutputLayer, fused_loss, token_outputs
 
 MEGATRON, LIGER, NAIVE = "megatron-core vocab_parallel_cross_entropy", "Liger chunked log-probs", "log_softmax"
 
@@ -52,12 +52,12 @@ def clipped(logprobs: Tensor, advantages: Tensor) -> Tensor:
 
 
 def one_pass(x: Inputs, hidden: Tensor) -> Tensor:
-    part = lambda rows, _, outputs: clipped(outputs.logprobs, x.advantages[rows])  # noqa: E731
-    return fused_loss(OutputLayer.of(x.weight, len(x.weight)), hidden, Queries.of(x.targets), part)[0]
+    part = lambda rows, outputs: clipped(outputs.logprobs, x.advantages[rows])  # noqa: E731
+    return fused_loss(OutputLayer.of(x.weight, len(x.weight)), hidden, x.targets, part)[0]
 
 
 def two_passes(x: Inputs, hidden: Tensor) -> Tensor:
-    outputs = token_outputs(OutputLayer.of(x.weight, len(x.weight)), hidden, Queries.of(x.targets))
+    outputs = token_outputs(OutputLayer.of(x.weight, len(x.weight)), hidden, x.targets)
     return clipped(outputs.logprobs, x.advantages)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -66,38 +68,32 @@ def overrides(model: Path, run_dir: Path, prompts: int, group: int, tokens: int,
     ]  # fmt: skip
 
 
-def training_run(options: list[str]) -> Any:
+@contextmanager
+def training_run(options: list[str], file: str = "grpo.yaml") -> Iterator[Any]:
     """All parts of a training in this process, its engine synchronized."""
     from megatron_dcpo.config import load_config
-    from megatron_dcpo.training.run import build_run
-    from megatron_dcpo.training.weight_sync import synchronize_engine
+    from megatron_dcpo.training.run import build
 
-    run = build_run(load_config(str(QUICKSTART / "grpo.yaml"), options))
-    synchronize_engine(run, 0)
-    return run
+    with build(load_config(str(QUICKSTART / file), options)) as run:
+        run.weight_sync.push(version=0)
+        yield run
 
 
 def training_step(run: Any, step: int) -> dict[str, float]:
     """One step as the loop takes it; wall seconds of its parts, ``train_cpu``, and its response tokens."""
-    from megatron_dcpo.training.sampling import sample_step
-    from megatron_dcpo.training.update import update_policy
-
-    from megatron_dcpo.runtime.watchdog import Timers
-    from megatron_dcpo.training.weight_sync import synchronize_engine
-
-    timers = Timers(run.watch)
-    samples = sample_step(run, step, timers)
+    run.timers.clear()
+    samples = run.sampler.sample(step)
     cpu = cpu_seconds()
-    with timers("train"):
+    with run.timers("train"):
         run.engine.sleep()
         run.offload.reload()
-        statistics = update_policy(run, samples, step)
+        _, statistics = run.updater.update(samples, step)
     cpu = cpu_seconds() - cpu
-    with timers("reshard"):
+    with run.timers("reshard"):
         run.offload.offload()
-        synchronize_engine(run, version=step)
+        run.weight_sync.push(version=step)
     tokens = sum(len(sample.response_ids) for sample in samples)
-    return {**timers.seconds, "train_cpu": cpu, "tokens": tokens, "grad_norm": statistics.grad_norms[-1]}
+    return {**run.timers.seconds, "train_cpu": cpu, "tokens": tokens, "grad_norm": statistics["grad_norms"][-1]}
 
 
 def problems(count: int) -> list[str]:

@@ -1,6 +1,6 @@
 """Our training step against Megatron-core's bare one: the same tokens, micro-batches, model, optimizer and gradient.
 
-Ours is ``update_policy``: micro-batches, scores, log-probs, entropies, loss, engine against trainer, statistics, the
+Ours is ``Updater.update``: micro-batches, scores, log-probs, entropies, loss, engine against trainer, statistics, the
 checks for numbers that are not finite, optimizer. Bare is ``forward_backward_func`` with Megatron's own cross-entropy
 (``labels=...``) on micro-batches that are ready, weighted so that its gradient is the same, and the optimizer.
 """
@@ -26,18 +26,15 @@ CASES = {  # policy, prompts, responses to each, tokens, probability of an end, 
 
 def measurements() -> Iterator[Measurement]:
     import policies
-    from megatron_dcpo.training.sampling import sample_step
 
     from megatron_dcpo.runtime.distributed import destroy
-    from megatron_dcpo.runtime.watchdog import Timers
 
     for name, (shape, prompts, group, tokens, stop, more, rounds) in CASES.items():
         with tempfile.TemporaryDirectory() as scratch:
             model = policies.write_policy(Path(scratch, "policy"), shape, stop)
             options = policies.overrides(model, Path(scratch, "run"), prompts, group, tokens, *more)
-            run = policies.training_run(options)
-            with run.watch:
-                drawn = sample_step(run, 1, Timers(run.watch))
+            with policies.training_run(options) as run:
+                drawn = run.sampler.sample(1)
                 # half of a group is right: a random policy's groups would have no gradient
                 samples = [replace(s, judgement=replace(s.judgement, correct=i % 2)) for i, s in enumerate(drawn)]
                 yield compared(name, run, samples, rounds)
@@ -45,17 +42,16 @@ def measurements() -> Iterator[Measurement]:
 
 
 def compared(name: str, run: Any, samples: list[Any], rounds: int) -> Measurement:
-    from megatron_dcpo.training.update import MiniBatch, accumulate, score, update_policy
 
-    mini_batch = score(run, MiniBatch.of(run, samples))
-    bare = Bare(run, mini_batch)
+    scored = run.updater.method.score(samples)
+    bare = Bare(run, scored)
     gradients = []
-    for once in (lambda: accumulate(run, mini_batch), bare.accumulate):
+    for once in (lambda: run.updater.accumulate(scored), bare.accumulate):
         bare.zero()
         once()
         gradients.append([buffer.grad_data.clone() for chunk in run.policy.chunks for buffer in chunk.buffers])
     apart = max(float((a - b).norm() / b.norm()) for a, b in zip(*gradients, strict=True))
-    turns = in_turns(rounds, ours=lambda: update_policy(run, samples, 1), bare=bare.step)
+    turns = in_turns(rounds, ours=lambda: run.updater.update(samples, 1), bare=bare.step)
     tokens = sum(len(sample.response_ids) for sample in samples)
     reason = f"{tokens} response tokens; the gradients' relative difference is {apart:.1g} (at most 1e-4)"
     other = "forward_backward_func, cross-entropy and optimizer of Megatron-core"
@@ -66,7 +62,7 @@ def compared(name: str, run: Any, samples: list[Any], rounds: int) -> Measuremen
 class Bare:
     """The step without us."""
 
-    def __init__(self, run: Any, mini_batch: Any) -> None:
+    def __init__(self, run: Any, scored: Any) -> None:
         import numpy as np
         import torch
         from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -76,18 +72,18 @@ class Bare:
         self.run, self.forward_backward = run, get_forward_backward_func()
         self.batches = []
         packing = run.config.parallel.sequence_packing
-        self.longest = max(map(sequence_length, mini_batch.local_samples))
-        for batch in collate(mini_batch.local_samples, mini_batch.micro_batches, packing=packing):
+        local, micro_batches = run.updater.deal(scored)
+        samples = [scored[i] for i in local]
+        self.longest = max(map(sequence_length, samples))
+        for batch in collate(samples, micro_batches, packing=packing):
             labels, weights = torch.zeros_like(batch.tokens), torch.zeros(batch.tokens.shape)
             labels.view(-1)[batch.rows] = batch.targets
-            parts = [s.weights * s.tokens.advantages for s in batch.samples]
+            parts = [s.weights * s.advantages for s in batch.samples]
             weights.view(-1)[batch.rows] = torch.as_tensor(np.concatenate(parts), dtype=torch.float32)
             self.batches.append((batch, labels, weights))
 
     def zero(self) -> None:
-        for chunk in self.run.policy.chunks:
-            chunk.zero_grad_buffer()
-        self.run.optimizer.zero_grad()
+        self.run.optimizer.zero_gradients()
 
     def accumulate(self) -> None:
         import torch
@@ -116,8 +112,8 @@ class Bare:
     def step(self) -> None:
         self.zero()
         self.accumulate()
-        self.run.optimizer.step()
-        self.run.scheduler.step(1)
+        self.run.optimizer.megatron.step()
+        self.run.optimizer.scheduler.step(1)
 
 
 if __name__ == "__main__":

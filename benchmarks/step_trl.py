@@ -91,35 +91,30 @@ def ours(case: Case, model: Path, scratch: Path) -> None:
     more = [f"training.micro_batch_size={case.micro_batch}"]
     if case.stop:
         more = ["parallel.sequence_packing=true", "training.max_tokens_per_micro_batch=2048"]
-    run = policies.training_run(
-        policies.overrides(model, scratch / "run", case.prompts, case.group, case.tokens, *more)
-    )
-    least = least_step(run, case) if case.bounded else None
-    for number, report in enumerate(steps(), 1):
-        step, passes = Turns(), Turns()
-        step.take(lambda number=number: policies.training_step(run, number))
-        facts = step.result | {"wall": step.wall[0], "cpu": step.cpu[0]}
-        if least:
-            passes.take(least)
-            facts |= {"least_wall": passes.wall[0], "least_cpu": passes.cpu[0]}
-        report(**facts)
+    options = policies.overrides(model, scratch / "run", case.prompts, case.group, case.tokens, *more)
+    with policies.training_run(options) as run:
+        least = least_step(run, case) if case.bounded else None
+        for number, report in enumerate(steps(), 1):
+            step, passes = Turns(), Turns()
+            step.take(lambda number=number: policies.training_step(run, number))
+            facts = step.result | {"wall": step.wall[0], "cpu": step.cpu[0]}
+            if least:
+                passes.take(least)
+                facts |= {"least_wall": passes.wall[0], "least_cpu": passes.cpu[0]}
+            report(**facts)
 
 
 def least_step(run: Any, case: Case) -> Callable[[], None]:
     """The passes of the model over a rollout's prompts, each once, and tokens, and the bare update of Megatron-core."""
     import torch
-    from megatron_dcpo.training.sampling import sample_step
-    from megatron_dcpo.training.update import MiniBatch, score
     from step_megatron import Bare
 
     from megatron_dcpo.rollout.transformers_engine import _Running, prefill
-    from megatron_dcpo.runtime.watchdog import Timers
 
-    with run.watch:
-        drawn = sample_step(run, 1, Timers(run.watch))
+    drawn = run.sampler.sample(1)
     # half of a group is right: a random policy's groups would have no gradient
     samples = [replace(s, judgement=replace(s.judgement, correct=i % 2)) for i, s in enumerate(drawn)]
-    bare = Bare(run, score(run, MiniBatch.of(run, samples)))
+    bare = Bare(run, run.updater.method.score(samples))
     prompts = [list(s.prompt.ids) for s in samples[:: case.group]]
     tokens = torch.tensor([list(s.response_ids) for s in samples])
     rows = torch.arange(case.prompts).repeat_interleave(case.group)

@@ -140,8 +140,8 @@ schedule; `collate` puts the columns beside the tokens, and `Method.loss` return
 loss of every token. The log-probs are the policy's before the update (`Updater.with_old_logprobs`)."""
 SYNCED = """The optimizer moves the policy and `WeightSync.push` hands the new weights to the engine, which from
 then on samples the next step's responses."""
-CLASSES = """Objects of these classes of `types`, `training`, `objectives` and `policy.batching` are built in a run
-of one step. Those of `types` are the data; of the others there is one, but for `Method` and its
+CLASSES = """Objects of these classes of `types`, `training`, `objectives` and `policy.batching` are built in a
+run of one step. Those of `types` are the data; of the others there is one, but for `Method` and its
 options (one per method) and `PromptGroup` (one per prompt)."""
 
 
