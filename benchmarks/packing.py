@@ -19,6 +19,7 @@ import numpy as np
 from measurement import DATA, Measurement
 
 from megatron_dcpo.policy.batching import assign_to_ranks, collate, split_micro_batches
+from megatron_dcpo.types import Judgement, Prompt, Response, TrainingSample
 
 RESPONSES, RANKS, MOST = 512, 8, 3000
 SETTINGS = {
@@ -27,6 +28,14 @@ SETTINGS = {
     "packed, sequence parallel 8": (True, 8, False, 1),
     "packed, interleaved pipeline 4": (True, 1, True, 4),
 }
+
+
+def sample_of_length(length: int) -> TrainingSample:
+    """Return a sample of ``length`` tokens, one of them the prompt's, that knows nothing else."""
+    tokens = np.zeros(length - 1, np.int64)
+    response = Response("p", 0, tokens, np.zeros(length - 1, np.float32), "stop", 0)
+    judgement = Judgement("p", 0.0, None, "missing", length - 1, length - 1)
+    return TrainingSample(Prompt("p", (), (0,), "", ""), response, judgement)
 
 
 def synthetic(rng: np.random.Generator) -> dict[str, np.ndarray]:
@@ -58,7 +67,7 @@ def measure(lengths: np.ndarray, packing: bool, multiple_of: int, uniform: bool,
     of_rank = [[int(lengths[i]) for i in share] for share in shares]
     computed = []
     for rank, own in enumerate(of_rank):
-        samples = [bare([0], [0] * (length - 1)) for length in own]
+        samples = [sample_of_length(length) for length in own]
         splits = split_micro_batches(
             of_rank, rank, micro_batch_size=8, max_tokens=16384, packing=packing, multiple_of=stages
         )

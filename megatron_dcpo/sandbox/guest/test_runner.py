@@ -200,9 +200,7 @@ def _call_key(on: dict[str, Any], args: Sequence[Any], kwargs: dict[str, Any]) -
 
 def run_checks(task: bytes, limits: dict[str, Any]) -> NoReturn:
     """Judge one program, which answers on descriptor 3; the verdict goes to 1, the judge: ``{"category", "detail"}``.
-
-    Ends the process: by SIGPROF when the tests' own work between two calls takes more processor time than one call may.
-    """
+    Ends the process: by SIGPROF when the tests' own work between two calls takes more processor time than one call may."""
     verdict = os.dup(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.setrecursionlimit(10_000)

@@ -6,7 +6,8 @@ import itertools
 import pytest
 import torch
 
-from megatron_dcpo.config import PLANNED, ParallelConfig, validate
+from megatron_dcpo.config import ParallelConfig, validate
+from megatron_dcpo.config.sections import PLANNED
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.weights.layout import UNEVEN_PIPELINE, Layout
 from megatron_dcpo.weights.pipeline import chunk_layers, layers_per_stage
