@@ -136,6 +136,10 @@ def _check_keys(values: dict[Any, Any], kind: type, source: str, prefix: tuple[s
         section = next((t for t in (known[key], *get_args(known[key])) if _fields(t)), None)
         if section is not None and isinstance(value, dict):
             _check_keys(value, section, source, (*prefix, str(key)))
+        elif isinstance(value, dict):  # a section of before
+            for gone in (f"{name}.{inner}" for inner in value):
+                if why := removed(gone):
+                    raise UserError(f"{source}: {gone} was removed, take it out: {why}")
 
 
 def _fields(kind: Any) -> dict[str, Any]:

@@ -75,6 +75,8 @@ def move_renamed(values: dict[str, Any]) -> dict[str, Any]:
             holder = holder.get(key) if isinstance(holder, dict) else None
         if not isinstance(holder, dict) or path[-1] not in holder:
             continue
+        if any(removed(".".join((section, *path[:-1], key))) for key in holder if path[:-1]):
+            continue  # what is beside it went, and is refused
         value = holder.pop(path[-1])
         logger.warning("%s is now %s; the old name works in this release", old, new)
         if old == "training.early_stop.patience":
