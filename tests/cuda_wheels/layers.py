@@ -90,17 +90,18 @@ def differences(family: str, changes: dict[str, Any], options: dict[str, Any]) -
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
-    from megatron_dcpo.config import ModelConfig, ParallelConfig
+    from megatron_dcpo.config import ModelConfig
     from megatron_dcpo.conversion.parameters import extra_states
     from megatron_dcpo.policy import model as policy
     from megatron_dcpo.weights.architecture import parse_architecture
     from megatron_dcpo.weights.layout import Layout
     from megatron_dcpo.weights.planner import check_options, sharded_dimensions
+    from tests.distributed.cases.common import parallel_config
 
     policy.current_device = lambda: HOST
     CudaRNGStatesTracker.fork = lambda self, name=None: nullcontext()  # the generator is the GPU's
     arch = parse_architecture({"architectures": [family], **_SIZES, **changes})
-    parallel = ParallelConfig(use_distributed_optimizer=True, **options)
+    parallel = parallel_config({"use_distributed_optimizer": True, **options})
     model = ModelConfig(path="")
     layout = Layout.of(parallel, transformer_engine=True)
     check_options(arch, layout, model, parallel)

@@ -45,6 +45,7 @@ TYPES: dict[str, dict[str, tuple[str, ...]]] = {
         "optimizer": ("megatron.core.optimizer.optimizer:ChainedOptimizer",),
         "part": _PART,
         "policy.config": _CONFIG,
+        "self.megatron": ("megatron.core.optimizer.optimizer:ChainedOptimizer",),
     },
     "rollout/vllm_engine.py": {
         "self.llm": ("vllm:LLM",),
@@ -59,6 +60,7 @@ TYPES: dict[str, dict[str, tuple[str, ...]]] = {
         "span": ("vllm.outputs:WeightVersionSpan",),
         "scheduler": ("vllm.v1.core.sched.scheduler:Scheduler",),
     },
+    "runtime/megatron_private.py": {"part": _SHARDED},
     "rollout/vllm_server.py": {"group": _NCCL, "self.group": _NCCL},
     "rollout/vllm_weights.py": {
         "info": ("vllm.model_executor.model_loader.reload.types:LayerReloadingInfo",),

@@ -22,8 +22,13 @@ NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 
 CASES: dict[str, dict[str, Any]] = {
     "training": {"dummy_weights": True, "max_model_len": 4096, "gpu_memory_utilization": 0.8},
-    "evaluation": {"raw_logprobs": True, "max_model_len": 4096, "adapter_rank": 12, "sleep": False},
-    "no sleep, no graphs": {"sleep": False, "enforce_eager": True, "dtype": "bfloat16"},
+    "evaluation": {
+        "raw_logprobs": True,
+        "max_model_len": 4096,
+        "sleep": False,
+        "arguments": {"enable_lora": True, "max_lora_rank": 16},
+    },
+    "no sleep, no graphs": {"sleep": False, "arguments": {"enforce_eager": True}, "dtype": "bfloat16"},
     "two ranks": {"dummy_weights": True, "tensor_model_parallel_size": 2, "max_num_seqs": 64},
 }
 
