@@ -11,6 +11,7 @@ EXIT_USER_ERROR = 2
 EXIT_PEER_LOST = 98  # another process of the job died or hung: start the job again with --resume auto
 EXIT_REQUEUE = 99  # stopped by SIGTERM or SIGUSR1 and saved: Slurm's RequeueExit
 EXIT_INTERRUPTED = 130
+LONGEST_LIST = 60  # names in an error message
 
 
 class UserError(Exception):
@@ -36,10 +37,13 @@ def nearest(word: object, known: Iterable[str], cutoff: float = 0.4) -> str | No
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """Return the end of an error message: ``; did you mean 'x'?`` with the nearest of ``known``, or the list of them."""
+    """Return the end of an error message: ``; did you mean 'x'?`` with the nearest of ``known``, or the list of them where
+    it is at most ``LONGEST_LIST``; else nothing."""
     known = list(known)
     near = nearest(word, known)
-    return f"; did you mean {near!r}?" if near else f"; valid: {', '.join(known)}"
+    if near:
+        return f"; did you mean {near!r}?"
+    return f"; valid: {', '.join(known)}" if len(known) <= LONGEST_LIST else ""
 
 
 def validation_message(error: Any) -> str:

@@ -59,6 +59,14 @@ ILLEGAL = [
         ["parallel.recompute_granularity=selective", "parallel.megatron.recompute_modules=[moe]"],
         "parallel.megatron.recompute_modules",
     ),
+    (
+        ["parallel.megatron.tensor_model_parallel_size=2"],
+        "is decided by parallel.tensor_model_parallel_size; remove it",
+    ),
+    (
+        ["parallel.megatron.zzz=1"],
+        "parallel.megatron.zzz is unknown to TransformerConfig, DistributedDataParallelConfig,",
+    ),
     (["model.transformer_impl=transformer_engine"], "Transformer Engine needs a GPU"),
     (["training.max_nonfinite_steps=0"], "training.max_nonfinite_steps"),
 ]
@@ -90,6 +98,7 @@ def test_illegal_combination_is_named(overrides, message, capsys):
     assert status == 2
     assert message in said
     assert len(said.splitlines()) == 1
+    assert len(said) < 600
 
 
 def test_world_size_of_the_launcher(capsys, monkeypatch):
