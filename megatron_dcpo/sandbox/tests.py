@@ -80,7 +80,7 @@ def _function_cases(cases: list[Mapping[str, Any]], where: str) -> dict[str, Any
     for place, case in enumerate(cases, start=1):
         args, kwargs = case.get("args", []), case.get("kwargs") or {}
         if not isinstance(args, list | tuple) or not isinstance(kwargs, Mapping) or "expected" not in case:
-            raise UserError(f"{where}, case {place}: expected args (a list), expected, and perhaps kwargs (an object)")
+            raise UserError(f"{where}, case {place}: must have args (a list) and expected, perhaps kwargs (an object)")
         try:
             parts = {"args": list(args), "kwargs": dict(kwargs), "expected": case["expected"]}
             encoded.append({name: encoder.encode(value) for name, value in parts.items()})

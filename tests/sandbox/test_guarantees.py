@@ -78,7 +78,7 @@ def test_without_a_sandbox_the_attempts_succeed() -> None:
 
 
 def test_every_row_of_the_documentation_names_attempts_that_exist() -> None:
-    text = (REPOSITORY / "docs" / "code.md").read_text()
+    text = (REPOSITORY / "docs" / "programs.md").read_text()
     table = text.partition("## What each level guarantees")[2].partition("\n## ")[0]
     named = {
         name for row in table.splitlines() if row.startswith("|") for name in re.findall(r"`(\w+)`", row.split("|")[-2])
