@@ -70,7 +70,7 @@ def simulated(lengths: list[int]) -> Iterator[Measurement]:
     facts = {"waiting for the longest response": raw}
     slots = [one.shares["slots"] for one in (after, before)]
     yield Measurement(
-        "long tails, simulated 8B: utilisation", *slots, "share of slot-steps", *facts, 1.0, True, raw=raw
+        "long tails, simulated 8B: utilization", *slots, "share of slot-steps", *facts, 1.0, True, raw=raw
     )
     step = [one.mean("seconds") for one in (after, before)]
     yield Measurement("long tails, simulated 8B: step", *step, "s", *facts, 1.0, raw=raw)
@@ -94,7 +94,7 @@ def measured(scratch: Path, lengths: list[int]) -> Iterator[Measurement]:
     other = "waiting for the longest response"
     used = [sums[name]["used"] / sums[name]["total"] for name in ("after", "before")]
     yield Measurement(
-        "long tails, embedded engine: utilisation", *used, "share of slot-steps", other, 2.0, True, **kept
+        "long tails, embedded engine: utilization", *used, "share of slot-steps", other, 2.0, True, **kept
     )
     for part in ("rollout", "whole"):
         per = [1000 * sums[name][part] / sums[name]["tokens"] for name in ("after", "before")]

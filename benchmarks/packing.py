@@ -73,7 +73,7 @@ def measure(lengths: np.ndarray, packing: bool, multiple_of: int, uniform: bool,
         )
         batches = collate(samples, splits, packing=packing, multiple_of=multiple_of, uniform=uniform)
         computed.append(sum(batch.tokens.numel() for batch in batches))
-    return 1 - lengths.sum() / sum(computed), max(computed) / np.mean(computed) - 1
+    return float(1 - lengths.sum() / sum(computed)), float(max(computed) / np.mean(computed) - 1)
 
 
 def measurements() -> Iterator[Measurement]:

@@ -5,7 +5,7 @@
 #
 # DIRECTORY (default: a temporary one, removed at the end) gets the environment; PYTHON names the interpreter. --dry-run
 # resolves and installs nothing; what is compiled against an installed torch is left out. In full: 9 GB, nvcc, an hour.
-# --without-a-gpu: to look at what is installed. Transformer Engine is compiled without optimisation (10 minutes of a core),
+# --without-a-gpu: to look at what is installed. Transformer Engine is compiled without optimization (10 minutes of a core),
 # flash-attn is left out, and the package is this checkout, with what its tests need (make test-cuda-wheels).
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -128,3 +129,9 @@ def test_every_benchmark_is_found() -> None:
         "plan_memory",
         "verify",
     }
+
+
+def test_the_readme_has_a_row_of_every_benchmark() -> None:
+    listed = subprocess.run([sys.executable, str(RUN), "--list"], capture_output=True, text=True, check=True)
+    rows = re.findall(r"^\| `(\w+)` \|", RUN.with_name("README.md").read_text(), re.M)
+    assert sorted(rows) == listed.stdout.split()

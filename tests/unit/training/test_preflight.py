@@ -101,6 +101,15 @@ def test_illegal_combination_is_named(overrides, message, capsys):
     assert len(said) < 600
 
 
+def test_an_option_far_from_megatrons_names_the_classes_not_their_fields(capsys):
+    status, said = dry_run(["parallel.megatron.zzz=1"], capsys)
+    assert status == 2
+    assert said.endswith(
+        "unknown to TransformerConfig, DistributedDataParallelConfig, OptimizerConfig of the installed megatron-core\n"
+    )
+    assert len(said) <= 300
+
+
 def test_world_size_of_the_launcher(capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     status, said = dry_run([f"{TP}=2"], capsys)
