@@ -58,24 +58,22 @@ def measure(folder: Path, processes: int, options: tuple[str, ...]) -> dict[int,
 
 
 def worker(folder: Path, *options: str) -> None:
-    import os
-    from dataclasses import replace
-
     import policies
 
-    more = [f"rollout.group_size={GROUP}", f"data.prompts_per_step={LARGE}", f"rollout.max_response_length={LONGEST}"]
-    more += [f"model.path={policies.QUICKSTART}/policy", "training.micro_batch_size=32", *options]
-    run = policies.training_run(policies.overrides(folder, folder / "run", LARGE, GROUP, LONGEST, *more))
+    from megatron_dcpo.runtime.distributed import destroy
+
+    more = [f"model.path={policies.QUICKSTART}/policy", "training.micro_batch_size=32", *options]
     rows = []
-    for turn in range(ROUNDS + 1):
-        row = []
-        for position, prompts in enumerate((SMALL, TESTED, LARGE)):
-            config = replace(run.config, data=replace(run.config.data, prompts_per_step=prompts))
-            row.append(policies.training_step(replace(run, config=config), 3 * turn + position + 1))
-        rows.append(row)
-    if run.topology.rank == 0:
-        (folder / "steps.json").write_text(json.dumps(rows))
-    os._exit(0)
+    with policies.training_run(policies.overrides(folder, folder / "run", LARGE, GROUP, LONGEST, *more)) as run:
+        for turn in range(ROUNDS + 1):
+            row = []
+            for position, prompts in enumerate((SMALL, TESTED, LARGE)):
+                run.sampler.prompts_per_step = prompts
+                row.append(policies.training_step(run, 3 * turn + position + 1))
+            rows.append(row)
+        if run.policy.topology.rank == 0:
+            (folder / "steps.json").write_text(json.dumps(rows))
+    destroy()
 
 
 def predicted(runs: dict[int, Measured], processes: int) -> float:
