@@ -59,24 +59,3 @@ def without_clocks(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [
         {k: v for k, v in record.items() if not k.startswith(("time/", "tokens/s", "memory/"))} for record in records
     ]
-
-
-def policy_with_room(directory: Path) -> Path:
-    """The quickstart's policy with an output layer of its own, and rows behind the tokenizer's last id."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = AutoModelForCausalLM.from_pretrained(QUICKSTART / "policy", dtype=torch.float32)
-    weight = model.get_input_embeddings().weight.detach()
-    rows = torch.randn(120, weight.shape[1], generator=torch.Generator().manual_seed(0)) / 8
-    config = model.config
-    config.tie_word_embeddings, config.vocab_size = False, len(weight) + len(rows)
-    untied = type(model)(config)
-    tensors = {name: tensor for name, tensor in model.state_dict().items() if tensor.shape != weight.shape}
-    embeddings = torch.cat([weight, rows])
-    output = torch.cat([weight, 0 * rows])
-    tensors |= {"model.embed_tokens.weight": embeddings, "lm_head.weight": output}
-    untied.load_state_dict(tensors)
-    untied.save_pretrained(directory)
-    AutoTokenizer.from_pretrained(QUICKSTART / "policy").save_pretrained(directory)
-    return directory
