@@ -16,29 +16,12 @@ from megatron_dcpo.rollout import vllm_engine
 from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.training import run as run_module
 from megatron_dcpo.weights.architecture import read_architecture
-from tests.helpers.paths import EXAMPLES, REPOSITORY
-
-MODELS = REPOSITORY / "tests" / "fixtures" / "models"  # the public config.json files
-FAMILIES = {
-    "qwen3_8b": "Qwen3-8B",
-    "qwen3_14b": "Qwen3-14B",
-    "qwen3_32b": "Qwen3-32B",
-    "qwen3_30b_a3b": "Qwen3-30B-A3B",
-    "llama3.1_8b": "Llama-3.1-8B-Instruct",
-    "llama3.1_70b": "Llama-3.1-70B-Instruct",
-}
+from tests.helpers.shipped import model_of
 
 
-def shipped() -> dict[str, Path]:
-    """Return the shipped configurations by their path below examples/."""
-    paths = sorted(path for path in EXAMPLES.rglob("*.yaml") if path.name != "recipe.yaml")
-    return {str(path.relative_to(EXAMPLES)): path for path in paths}
-
-
-def arguments(name: str, path: Path) -> dict[str, Any]:
+def arguments(path: Path) -> dict[str, Any]:
     """Return the arguments of one configuration: only fields that differ from the defaults of Megatron's classes."""
-    family = name.partition("/")[0]
-    model = MODELS / FAMILIES[family] if family in FAMILIES else REPOSITORY / load_config(path).model.path
+    model = model_of(path)
     config = load_config(path, [f"model.path={model}"])
     arch = read_architecture(model)
     transformer = model_module.transformer_config(arch, config.parallel, torch_dtype(config.model.params_dtype))

@@ -6,16 +6,15 @@ import json
 
 import pytest
 
-from tests.helpers.paths import REPOSITORY
-from tests.helpers.shipped_arguments import arguments, shipped
+from tests.helpers.paths import EXAMPLES, REPOSITORY
+from tests.helpers.shipped_arguments import arguments
 
 STORED = json.loads((REPOSITORY / "tests" / "fixtures" / "shipped_arguments.json").read_text())
-SHIPPED = shipped()
 NAMES = sorted(STORED["engine"]["of"])
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_arguments_are_those_of_before(name: str) -> None:
-    found = arguments(name, SHIPPED[name])
+    found = arguments(EXAMPLES / name)
     for kind, values in found.items():
         assert values == STORED[kind]["different"][STORED[kind]["of"][name]], kind

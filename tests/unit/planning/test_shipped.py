@@ -6,31 +6,22 @@ from megatron_dcpo.config import load_config
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.planning.plan import Machine, make_plan
 from megatron_dcpo.planning.report import reshard_facts
-from tests.helpers.paths import EXAMPLES, REPOSITORY
+from tests.helpers.paths import EXAMPLES
+from tests.helpers.shipped import FAMILIES, MODELS, SHIPPED, model_of
 
-MODELS = REPOSITORY / "tests" / "fixtures" / "models"  # the public config.json files
-CONFIGS = sorted(path for path in EXAMPLES.rglob("*.yaml") if path.name != "recipe.yaml")
-FAMILIES = {
-    "qwen3_8b": "Qwen3-8B",
-    "qwen3_14b": "Qwen3-14B",
-    "qwen3_32b": "Qwen3-32B",
-    "qwen3_30b_a3b": "Qwen3-30B-A3B",
-    "llama3.1_8b": "Llama-3.1-8B-Instruct",
-    "llama3.1_70b": "Llama-3.1-70B-Instruct",
-}
 GPUS = {  # the others: (8,)
     "qwen3_32b": (8, 64, 512),
     "qwen3_30b_a3b": (8, 64, 512),
     "llama3.1_70b": (32, 64, 512),
     "llama3.1_70b/math/dcpo_lora": (8, 64, 512),
 }
-LARGE = [path for path in CONFIGS if path.parent.name in ("math", "code")]
+LARGE = [path for path in SHIPPED if path.parent.name in ("math", "code")]
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(EXAMPLES)))
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(EXAMPLES)))
 def test_fits_gpus_of_80_gb(path):
     family = path.relative_to(EXAMPLES).parts[0]
-    model = MODELS / FAMILIES[family] if family in FAMILIES else REPOSITORY / load_config(path).model.path
+    model = model_of(path)
     for gpus in GPUS.get(str(path.relative_to(EXAMPLES).with_suffix("")), GPUS.get(family, (8,))):
         plan = make_plan(load_config(path, [f"model.path={model}"]), Machine(gpus=gpus))
         assert plan.machine.reserve_gb >= 5

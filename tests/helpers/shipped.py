@@ -1,0 +1,25 @@
+"""The configurations in examples/, and the models that they name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_dcpo.config import load_config
+from tests.helpers.paths import EXAMPLES, REPOSITORY
+
+MODELS = REPOSITORY / "tests" / "fixtures" / "models"  # the public config.json files
+FAMILIES = {
+    "qwen3_8b": "Qwen3-8B",
+    "qwen3_14b": "Qwen3-14B",
+    "qwen3_32b": "Qwen3-32B",
+    "qwen3_30b_a3b": "Qwen3-30B-A3B",
+    "llama3.1_8b": "Llama-3.1-8B-Instruct",
+    "llama3.1_70b": "Llama-3.1-70B-Instruct",
+}
+SHIPPED = sorted(path for path in EXAMPLES.rglob("*.yaml") if path.name != "recipe.yaml")
+
+
+def model_of(path: Path) -> Path:
+    """Return the directory of a shipped configuration's model, of which only ``config.json`` may be there."""
+    family = path.relative_to(EXAMPLES).parts[0]
+    return MODELS / FAMILIES[family] if family in FAMILIES else REPOSITORY / load_config(path).model.path
