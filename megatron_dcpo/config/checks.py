@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Set
+
 from megatron_dcpo.config.sections import Config, ParallelConfig, RolloutConfig
-from megatron_dcpo.errors import UserError
+from megatron_dcpo.errors import UserError, did_you_mean
 from megatron_dcpo.objectives import find_method, resolve
 from megatron_dcpo.objectives.options import ObjectiveConfig
 
@@ -89,6 +91,19 @@ def _parallel_rules(parallel: ParallelConfig) -> tuple[tuple[bool, str], ...]:
             "parallel.megatron.recompute_modules needs parallel.recompute_granularity=selective",
         ),
     )
+
+
+def check_passed_on(
+    section: str, options: Iterable[str], decided: Mapping[str, str], known: Set[str] | None, where: str
+) -> None:
+    """Raise :class:`UserError` for an option of ``section``, whose options are passed on by their names, that is
+    ``decided`` by something else, or that is not one of the names ``known`` to ``where`` (None: not checked)."""
+    for name in options:
+        if name in decided:
+            raise UserError(f"{section}.{name} is decided by {decided[name]}; remove it")
+        if known is not None and name not in known:
+            hint = did_you_mean(name, known - decided.keys())
+            raise UserError(f"{section}.{name} is unknown to {where}{hint}")
 
 
 def _check_rollout(rollout: RolloutConfig, objective: ObjectiveConfig, source: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from megatron_dcpo.errors import UserError, did_you_mean
+from megatron_dcpo.config.checks import check_passed_on
 
 from megatron.core.distributed import DistributedDataParallelConfig  # isort: skip
 from megatron.core.optimizer import OptimizerConfig
@@ -50,11 +50,5 @@ def options_of(kind: type, options: Mapping[str, Any]) -> dict[str, Any]:
 def check_megatron_options(options: Mapping[str, Any]) -> None:
     """Raise :class:`UserError` for an option that no class of the installed Megatron has, or that something else decides."""
     known = {field.name for kind in CLASSES for field in fields(kind)}
-    for name in options:
-        if name in _DECIDED:
-            raise UserError(f"parallel.megatron.{name} is decided by {_DECIDED[name]}; remove it")
-        if name not in known:
-            raise UserError(
-                f"parallel.megatron.{name} is unknown to {', '.join(kind.__name__ for kind in CLASSES)} of the installed "
-                f"megatron-core{did_you_mean(name, known - _DECIDED.keys())}"
-            )
+    where = f"{', '.join(kind.__name__ for kind in CLASSES)} of the installed megatron-core"
+    check_passed_on("parallel.megatron", options, _DECIDED, known, where)

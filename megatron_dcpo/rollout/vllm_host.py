@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_dcpo.errors import UserError, did_you_mean
+from megatron_dcpo.config.checks import check_passed_on
+from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.device import capabilities, rng_state, set_rng_state
 from megatron_dcpo.runtime.dtypes import dtype_bytes
 from megatron_dcpo.weights.architecture import Architecture
@@ -59,18 +60,12 @@ _DECIDED = {
 def check_engine_arguments(arguments: Mapping[str, Any]) -> None:
     """Raise :class:`UserError` for an argument of ``rollout.vllm`` that something else decides, or that the installed vLLM
     does not know; without vLLM its names are not checked."""
-    for name in arguments:
-        if name in _DECIDED:
-            raise UserError(f"rollout.vllm.{name} is decided by {_DECIDED[name]}; remove it")
-    if find_spec("vllm") is None:
-        return
-    from vllm.engine.arg_utils import EngineArgs
+    known = None
+    if find_spec("vllm") is not None:
+        from vllm.engine.arg_utils import EngineArgs
 
-    known = {field.name for field in fields(EngineArgs)}
-    for name in arguments:
-        if name not in known:
-            hint = did_you_mean(name, known - _DECIDED.keys())
-            raise UserError(f"rollout.vllm.{name} is unknown to the EngineArgs of the installed vLLM{hint}")
+        known = {field.name for field in fields(EngineArgs)}
+    check_passed_on("rollout.vllm", arguments, _DECIDED, known, "the EngineArgs of the installed vLLM")
 
 
 def cache_bytes(arch: Architecture, options: VllmOptions, available: int, ranks: int) -> int:
