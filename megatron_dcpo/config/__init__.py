@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from yaml import YAMLError
 
 from megatron_dcpo.config.checks import check_compatible
-from megatron_dcpo.config.renamed import move_renamed, removed
+from megatron_dcpo.config.renamed import move_renamed, refuse_removed
 from megatron_dcpo.config.sections import (
     AdapterConfig,
     Config,
@@ -95,6 +95,7 @@ def validate(values: Any, source: str = "config") -> Config:
     """Turn plain dictionaries into a :class:`Config`. Raises :class:`UserError` for the first thing wrong."""
     if not isinstance(values, dict):
         raise UserError(f"{source}: expected a mapping of sections, found {type(values).__name__}")
+    refuse_removed(values, source)
     values = move_renamed(values)
     _check_keys(values, Config, source, ())
     try:
@@ -127,8 +128,6 @@ def _check_keys(values: dict[Any, Any], kind: type, source: str, prefix: tuple[s
     for key, value in values.items():
         name = ".".join((*prefix, str(key)))
         if key not in known:
-            if why := removed(name):
-                raise UserError(f"{source}: {name} was removed, take it out: {why}")
             near = nearest(key, known)
             place = ".".join((*prefix, near)) if near else _elsewhere(str(key))
             hint = f"did you mean {place}?" if place else f"valid keys: {', '.join(sorted(known))}"
@@ -136,10 +135,6 @@ def _check_keys(values: dict[Any, Any], kind: type, source: str, prefix: tuple[s
         section = next((t for t in (known[key], *get_args(known[key])) if _fields(t)), None)
         if section is not None and isinstance(value, dict):
             _check_keys(value, section, source, (*prefix, str(key)))
-        elif isinstance(value, dict):  # a section of before
-            for gone in (f"{name}.{inner}" for inner in value):
-                if why := removed(gone):
-                    raise UserError(f"{source}: {gone} was removed, take it out: {why}")
 
 
 def _fields(kind: Any) -> dict[str, Any]:

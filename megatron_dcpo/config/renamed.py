@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+from collections.abc import Sequence
 from typing import Any
+
+from megatron_dcpo.errors import UserError
 
 logger = logging.getLogger(__name__)
 
 _MEGATRON = (
-    *(
-        "virtual_pipeline_model_parallel_size",
-        "num_layers_in_first_pipeline_stage",
-        "num_layers_in_last_pipeline_stage",
-    ),
-    *(
-        "account_for_embedding_in_pipeline_split",
-        "account_for_loss_in_pipeline_split",
-        "pipeline_model_parallel_layout",
-    ),
-    *("cp_comm_type", "overlap_grad_reduce", "overlap_param_gather"),
-    *("recompute_method", "recompute_num_layers", "recompute_modules"),
-)
+    "virtual_pipeline_model_parallel_size", "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "pipeline_model_parallel_layout",
+    "cp_comm_type", "overlap_grad_reduce", "overlap_param_gather",
+    "recompute_method", "recompute_num_layers", "recompute_modules",
+)  # fmt: skip
 RENAMED = {
     **{f"parallel.{name}": f"parallel.megatron.{name}" for name in _MEGATRON},
     **{f"optimizer.{name}": f"parallel.megatron.{name}" for name in ("adam_beta1", "adam_beta2", "adam_eps")},
     **{
         f"rollout.{name}": f"rollout.vllm.{name}"
-        for name in ("max_model_len", "enforce_eager", "kv_cache_memory_bytes")
+        for name in ("max_model_len", "enforce_eager", "kv_cache_memory_bytes", "dtype")
     },
-    "rollout.dtype": "rollout.vllm.dtype",
     "rollout.sleep": "rollout.vllm.enable_sleep_mode",
     "training.early_stop.patience": "training.early_stop",
+}
+# Values by which the old option asked for the default: there the new one is left out. Of all others None.
+_UNSET: dict[str, tuple[Any, ...]] = {
+    "rollout.dtype": (None, "same"),
+    "rollout.max_model_len": (None, 0),
+    "rollout.kv_cache_memory_bytes": (None, 0),
+    "training.early_stop.patience": (),
 }
 _ADAPTER = "the confidence adapter is gone (its code is in commit 80ba0e8); see dcpo calibrate --kind logistic"
 _DIGITS = "the gradient over all digits is gone (its code is in commit 80ba0e8)"
@@ -59,36 +61,39 @@ REMOVED = {
 }  # fmt: skip
 
 
-def removed(name: str) -> str | None:
-    """Return why there is no option ``name`` any more; None where there never was one."""
-    return REMOVED.get(name)
+def refuse_removed(values: dict[str, Any], source: str) -> None:
+    """Raise :class:`UserError` for an option of ``values`` that is gone, with what to do instead."""
+    for name, why in REMOVED.items():
+        *place, key = name.split(".")
+        if key in (_section(values, place) or {}):
+            raise UserError(f"{source}: {name} was removed, take it out: {why}")
 
 
 def move_renamed(values: dict[str, Any]) -> dict[str, Any]:
     """Return ``values`` of a configuration with renamed options in their new places, and say so in the log. A file that has
     both names keeps the new one."""
-    values = {key: dict(part) if isinstance(part, dict) else part for key, part in values.items()}
+    values = copy.deepcopy(values)
     for old, new in RENAMED.items():
-        section, *path = old.split(".")
-        holder = values.get(section)
-        for key in path[:-1]:
-            holder = holder.get(key) if isinstance(holder, dict) else None
-        if not isinstance(holder, dict) or path[-1] not in holder:
+        *place, key = old.split(".")
+        holder = _section(values, place)
+        if holder is None or key not in holder:
             continue
-        if any(removed(".".join((section, *path[:-1], key))) for key in holder if path[:-1]):
-            continue  # what is beside it went, and is refused
-        value = holder.pop(path[-1])
+        value = holder.pop(key)
+        if not holder and len(place) > 1:  # a section of before, which has no other option
+            _section(values, place[:-1]).pop(place[-1])
         logger.warning("%s is now %s; the old name works in this release", old, new)
-        if old == "training.early_stop.patience":
-            values["training"]["early_stop"] = value
-            continue
-        if value is None or (old == "rollout.dtype" and value == "same") or (value == 0 and old in _ZERO_IS_UNSET):
-            continue
-        target = values.setdefault(new.split(".")[0], {})
-        options = dict(target.get(new.split(".")[1]) or {})
-        options.setdefault(new.split(".")[2], value)
-        target[new.split(".")[1]] = options
+        if value not in _UNSET.get(old, (None,)):
+            *place, key = new.split(".")
+            holder = values
+            for part in place:
+                holder[part] = holder.get(part) or {}
+                holder = holder[part] if isinstance(holder[part], dict) else {}  # refused as the section that it is not
+            holder.setdefault(key, value)
     return values
 
 
-_ZERO_IS_UNSET = ("rollout.max_model_len", "rollout.kv_cache_memory_bytes")
+def _section(values: Any, place: Sequence[str]) -> Any:
+    """Return the section at ``place``; None where there is none."""
+    for key in place:
+        values = values.get(key) if isinstance(values, dict) else None
+    return values if isinstance(values, dict) else None

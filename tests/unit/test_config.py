@@ -110,6 +110,12 @@ def test_every_removed_option_is_refused_with_its_reason(tmp_path, name):
     assert f"{name} was removed, take it out: {REMOVED[name]}" in str(error.value)
 
 
+def test_a_renamed_option_beside_what_is_no_section(tmp_path):
+    (tmp_path / "c.yaml").write_text(BASE + "parallel: {cp_comm_type: p2p, megatron: x}\n")
+    with pytest.raises(UserError, match=r"parallel\.megatron"):
+        load_config(tmp_path / "c.yaml")
+
+
 def test_a_metric_of_an_early_stop_is_not_dropped_in_silence(tmp_path):
     (tmp_path / "c.yaml").write_text(BASE + "training: {early_stop: {metric: accuracy, patience: 2}, keep_best: ece}\n")
     with pytest.raises(UserError, match=r"training\.early_stop\.metric was removed"):
