@@ -241,6 +241,15 @@ def _log_loss(z: np.ndarray, y: np.ndarray) -> float:
     return float(np.mean(np.logaddexp(0.0, z) - y * z))
 
 
+def _scale_of(x: np.ndarray) -> dict[str, np.ndarray]:
+    """Return mean and standard deviation of each column of inputs [N, D]."""
+    return {"mean": x.mean(0), "deviation": np.maximum(x.std(0), 1e-6)}
+
+
+def _standardized(scale: Weights, x: np.ndarray) -> np.ndarray:
+    return (x - scale["mean"]) / scale["deviation"]
+
+
 def _fit_temperature(z: np.ndarray, y: np.ndarray) -> Weights:
     from scipy.optimize import minimize_scalar
 
@@ -258,13 +267,13 @@ def _fit_platt(z: np.ndarray, y: np.ndarray) -> Weights:
 def _fit_logistic(x: np.ndarray, y: np.ndarray) -> Weights:
     from sklearn.linear_model import LogisticRegression
 
-    mean, deviation = x.mean(0), np.maximum(x.std(0), 1e-6)
-    model = LogisticRegression(C=1.0, max_iter=1000, tol=1e-8).fit((x - mean) / deviation, y)
-    return {"mean": mean, "deviation": deviation, "slopes": model.coef_[0], "intercept": model.intercept_[0]}
+    scale = _scale_of(x)
+    model = LogisticRegression(C=1.0, max_iter=1000, tol=1e-8).fit(_standardized(scale, x), y)
+    return {**scale, "slopes": model.coef_[0], "intercept": model.intercept_[0]}
 
 
 def _predict_logistic(weights: Weights, x: np.ndarray) -> np.ndarray:
-    return _sigmoid((x - weights["mean"]) / weights["deviation"] @ weights["slopes"] + weights["intercept"])
+    return _sigmoid(_standardized(weights, x) @ weights["slopes"] + weights["intercept"])
 
 
 def _fit_isotonic(c: np.ndarray, y: np.ndarray) -> Weights:
@@ -281,13 +290,13 @@ def _fit_perceptron(
     problems."""
     import torch
 
-    mean, deviation = x.mean(0), np.maximum(x.std(0), 1e-6)
+    scale = _scale_of(x)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         layers = [torch.nn.Linear(a, b) for a, b in ((x.shape[1], width), (width, width), (width, 1))]
         model = torch.nn.Sequential(layers[0], torch.nn.ReLU(), layers[1], torch.nn.ReLU(), layers[2])
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
-        inside, outside = (torch.tensor((part - mean) / deviation, dtype=torch.float32) for part in (x, x_stop))
+        inside, outside = (torch.tensor(_standardized(scale, part), dtype=torch.float32) for part in (x, x_stop))
         target, target_out = (torch.tensor(part, dtype=torch.float32) for part in (y, y_stop))
         loss = torch.nn.BCEWithLogitsLoss()
         best, waited, state = float("inf"), 0, model.state_dict()
@@ -304,14 +313,14 @@ def _fit_perceptron(
                 break
     names = {"0": "1", "2": "2", "4": "3"}
     layer = {f"{kind}{names[at]}": state[f"{at}.{kind}"].numpy() for at in names for kind in ("weight", "bias")}
-    return {"mean": mean, "deviation": deviation, **layer}
+    return {**scale, **layer}
 
 
 # ------------------------------------------------------------------------------------------------ predicting
 
 
 def _predict_perceptron(weights: Weights, x: np.ndarray) -> np.ndarray:
-    h = (x - weights["mean"]) / weights["deviation"]
+    h = _standardized(weights, x)
     for layer in ("1", "2"):
         h = np.maximum(h @ weights[f"weight{layer}"].T + weights[f"bias{layer}"], 0.0)
     return _sigmoid((h @ weights["weight3"].T + weights["bias3"])[:, 0])

@@ -59,9 +59,7 @@ def resolve(config: ObjectiveConfig) -> ObjectiveConfig:
     Raises :class:`UserError` for an unknown method, an option that the method ignores, and options that contradict.
     """
     method = find_method(config.name)
-    ignored = ignored_options(config.explicit, {*method.reads, "options"})
-    ignored += [name for name in config.options if name not in method.own_options]
-    if ignored:
+    if ignored := _ignored(config, method):
         readers = [name for name, other in METHODS.items() if ignored[0] in {*other.reads, *other.own_options}]
         hint = f", or choose a method that reads it ({', '.join(readers)})" if readers else ""
         raise UserError(
@@ -93,6 +91,10 @@ def _check_own_option(name: str, value: Any, default: Any) -> None:
 
 def as_method(config: ObjectiveConfig, name: str, **options: Any) -> ObjectiveConfig:
     """Return ``config`` for another method: with ``options``, and without those that this method ignores."""
-    ignored = ignored_options(config.explicit, {*METHODS[name].reads, "options"})
-    ignored += [option for option in config.options if option not in METHODS[name].own_options]
-    return config.changed(**dict.fromkeys(ignored), **{"name": name} | options)
+    return config.changed(**dict.fromkeys(_ignored(config, METHODS[name])), **{"name": name} | options)
+
+
+def _ignored(config: ObjectiveConfig, method: Method) -> list[str]:
+    """Return the options that were set and that ``method`` does not read."""
+    own = [name for name in config.options if name not in method.own_options]
+    return ignored_options(config.explicit, {*method.reads, "options"}) + own
