@@ -1,9 +1,10 @@
 r"""From a problem to the tokens a policy continues: one template function for training and for evaluation.
 
-``paper``  problem + box the answer + one last line ``<conf> Confidence: 0.83`` (the confidence prompt of DCPO) ``grpo``
-problem + box the answer (the prompt of the GRPO baseline) ``raw``    the problem text alone, without chat template: for
-base models and for tasks that bring their own format ``my_prompt.py:render``  a user's function (CONTRIBUTING.md):
-``render(problem, marker)`` gives the user turn, or all messages
+``paper``  problem + box the answer + one last line ``<conf> Confidence: 0.83`` (the confidence prompt of DCPO)
+``grpo``   problem + box the answer (the prompt of the GRPO baseline)
+``raw``    the problem text alone, without chat template: for base models and for tasks that bring their own format
+``my_prompt.py:render``  a user's function: ``render(problem, marker)`` gives the user turn, or all messages
+(CONTRIBUTING.md)
 
 For a programming problem ``paper`` and ``grpo`` ask for one fenced program instead of a box.
 

@@ -37,7 +37,7 @@ from megatron_dcpo.weights.reshard_plan import engine_slice
 from megatron_dcpo.weights.table import hf_shapes
 
 BACKEND = "megatron_dcpo"
-_UNQUANTISED = UnquantizedLinearMethod | UnquantizedEmbeddingMethod | UnquantizedFusedMoEMethod
+_UNQUANTIZED = UnquantizedLinearMethod | UnquantizedEmbeddingMethod | UnquantizedFusedMoEMethod
 
 
 class SliceOfWhole(Tensor):
@@ -241,7 +241,7 @@ class InProcessTransfer(WeightTransferEngine[_Init, _Update]):
 
 def _check_unquantized(layer: _Layer) -> None:
     method = getattr(layer.module, "quant_method", None)
-    if method is not None and not isinstance(method, _UNQUANTISED):
+    if method is not None and not isinstance(method, _UNQUANTIZED):
         raise RuntimeError(
             f"{layer.name} is quantized ({type(method).__name__}); training wants the weights as they are"
         )

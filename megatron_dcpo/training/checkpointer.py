@@ -73,12 +73,8 @@ class Checkpointer:
             saved = load_checkpoint(checkpoints, latest, self.policy, self.optimizer)
         try:
             self._restore(saved)
-        except (
-            LookupError,
-            TypeError,
-            ValueError,
-            RuntimeError,
-        ) as error:  # the last: a tensor where a number should be
+        except (LookupError, TypeError, ValueError, RuntimeError) as error:
+            # the last: a tensor where a number should be
             path = iteration_dir(checkpoints, latest)
             raise UserError(
                 f"checkpoint {path} cannot be read ({type(error).__name__}: {one_line(error, 200)})"

@@ -105,10 +105,8 @@ def build(config: Config) -> Iterator[Run]:
     saver = build_saver(config, topology)
     weight_sync = WeightSync(policy, optimizer, engine, topology, watch, config.rollout.bucket_bytes)
     draw = partial(draw_prompts, prompts, seed=config.seed, shuffle=config.data.shuffle)
-    sampler = Sampler(
-        *(draw, engine, judge, JUDGES, method, weight_sync.recover, topology, timers),
-        *(config.rollout, config.data.prompts_per_step, config.seed),
-    )
+    parts = draw, engine, judge, JUDGES, method, weight_sync.recover, topology, timers
+    sampler = Sampler(*parts, config.rollout, config.data.prompts_per_step, config.seed)
     probe = None
     if isinstance(optimizer, PolicyOptimizer):
         probe = partial(probe_block_gradients, policy, optimizer.megatron)
@@ -116,7 +114,7 @@ def build(config: Config) -> Iterator[Run]:
     data = {"prompts_per_step": config.data.prompts_per_step, "shuffle": config.data.shuffle}
     identity = {"seed": config.seed, "data": {**data, "fingerprint": fingerprint(prompts)}}
     checkpointer = Checkpointer(
-        *(directory, saver, policy, optimizer, offload, engine, sampler, updater, config.training, identity)
+        directory, saver, policy, optimizer, offload, engine, sampler, updater, config.training, identity
     )
     validator = None
     if held_out is not None:
