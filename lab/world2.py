@@ -13,23 +13,19 @@ from typing import Any
 
 import numpy as np
 
+from lab.fitted import Records, Run, Stated, lookup, with_fitted
 from lab.results import interval, write_json
 from lab.testgrid import EXAMPLES, Draw, Lab
 from lab.testtables import (
     METRICS,
     TITLES,
     VALUES,
-    Records,
-    Run,
-    Stated,
     bands,
     difference,
     load,
-    lookup,
     scores,
     shown,
     table,
-    with_fitted,
 )
 
 RECORDS = "world2_records.tar.xz"

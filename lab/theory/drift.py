@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from scipy import stats
 
-from lab.testtables import Records
+from lab.fitted import Records
 
 GRID = np.linspace(0.02, 0.98, 97)
 

@@ -10,23 +10,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lab.fitted import FITTED, Records, agreement, lookup, with_fitted
 from lab.results import interval, read_archive, write_archive
 from lab.testfigures import by_method, draw_curves
 from lab.testtables import (
     DERIVED,
-    FITTED,
     METRICS,
     RECORDS,
-    Records,
-    agreement,
     any_right,
     bands,
     ladder,
     load,
-    lookup,
     skill,
     tables,
-    with_fitted,
 )
 from megatron_dcpo.calibration import ece
 from megatron_dcpo.errors import UserError

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lab.fitted import Records
 from lab.testgrid import Cell, Lab
-from lab.testtables import Records
 from lab.world2 import DRAWS, GRAPHS, RECORDS, by_answer, tables, world
 from tests.helpers.paths import REPOSITORY
 
