@@ -10,11 +10,11 @@ import time
 from contextlib import closing
 from pathlib import Path
 
+from megatron_dcpo.checkpoints.state import Optimizer
 from megatron_dcpo.config import ModelConfig
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.policy.adapter import AdapterOptimizer
 from megatron_dcpo.policy.model import Policy
-from megatron_dcpo.policy.optimizer import PolicyOptimizer
 from megatron_dcpo.rollout import Engine, EngineError
 from megatron_dcpo.runtime.device import device_failed
 from megatron_dcpo.runtime.distributed import Topology, all_gather_objects
@@ -43,7 +43,7 @@ class WeightSync:
     def __init__(
         self,
         policy: Policy,
-        optimizer: PolicyOptimizer | AdapterOptimizer,
+        optimizer: Optimizer,
         engine: Engine,
         topology: Topology,
         watch: Watchdog,
@@ -173,7 +173,7 @@ def _rollout_done_key(rank: int) -> str:
     return f"engine/out/{rank}"
 
 
-def export_policy(directory: Path, model: ModelConfig, optimizer: PolicyOptimizer | AdapterOptimizer) -> Path:
+def export_policy(directory: Path, model: ModelConfig, optimizer: Optimizer) -> Path:
     """Write ``directory/policy``: weights of the policy, everything else from ``model.path``. An adapter is merged into the
     weights, and stands in ``directory/adapter`` as well. Collective."""
     policy = optimizer.exported
