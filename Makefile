@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 # a file stays on one worker (its fixtures are made once); the long ones of distributed and system come first
 IN_ORDER := --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup setup-engine setup-sandbox quickstart quickstart-moe policy test test-full test-fast test-sandbox test-changed test-engine test-browser test-peft test-grid test-resilience test-soak test-slurm \
+.PHONY: setup setup-engine setup-sandbox quickstart quickstart-moe smollm2 policy test test-full test-fast test-sandbox test-changed test-engine test-browser test-peft test-grid test-resilience test-soak test-slurm \
 	test-multinode test-gpu gpu-check attacks code-data reference-solutions check-transformer-engine test-cuda-wheels lint fuzz clean
 
 setup: $(VENV)/.installed
@@ -41,6 +41,11 @@ quickstart: setup
 # the same from a tiny Qwen3-MoE
 quickstart-moe: setup
 	$(BIN)/python examples/quickstart/run.py --experts --seed $(SEED) --out runs/quickstart_moe
+
+# a 135M language model: downloads it (93 MB), warm start, GRPO and DCPO; about five hours on two cores
+smollm2: setup
+	PYTHON=$(BIN)/python examples/smollm2/prepare.sh runs/smollm2
+	$(BIN)/python examples/smollm2/run.py --seed $(SEED)
 
 # rebuild the starting policies and the problems of the quickstart (they are in git)
 policy: setup

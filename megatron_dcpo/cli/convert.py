@@ -73,7 +73,8 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--hf-config", "--hf-model", type=Path, metavar="DIR",
-        help="directory with config.json and tokenizer files (default: those that import left in the checkpoint)",
+        help="directory with config.json and tokenizer files (default: those that import left in the checkpoint, "
+        "else model.path of the training that left it)",
     )  # fmt: skip
     parser.add_argument(
         "--max-shard-size", type=_size, metavar="SIZE",

@@ -60,7 +60,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--marker", type=_marker, help="what opens the confidence line (default <conf>; of --samples: as before)"
     )
-    parser.add_argument("--template", help="prompt template: paper, grpo, raw, or my_prompt.py:render (default paper)")
+    parser.add_argument("--template", help="prompt template: paper, grpo, chat, raw, or my_prompt.py:render (default paper)")
     parser.add_argument("--limit", type=positive_int, help="only the first problems of every benchmark")
     parser.add_argument("--data-dir", metavar="DIR", help="where benchmark files are (default: $DCPO_DATA, else data/)")
     parser.add_argument("--corrections", action="store_true", help="repair documented defects of benchmark data")
@@ -85,7 +85,7 @@ def add_parser(subparsers: Any) -> None:
     sampling.add_argument(
         "--engine",
         choices=["auto", "vllm", "transformers"],
-        help="what samples --model; auto (default): vLLM where it is installed and can run the model",
+        help="what samples --model; auto (default): vLLM on a GPU where it is installed and can run the model",
     )
     add_sandbox_arguments(parser.add_argument_group("programs (code benchmarks)"))
     _add_server_arguments(parser.add_argument_group("endpoint"))
@@ -158,12 +158,19 @@ def as_trained(path: str, server: bool) -> dict[str, Any]:
 
 @contextmanager
 def _progress() -> Iterator[Progress]:
-    """Show a bar with time left on a terminal, log lines elsewhere; of several ranks the first one's share."""
+    """Show a bar with time left on a terminal, ten log lines elsewhere; of several ranks the first one's share."""
     if int(os.environ.get("RANK", "0")):
         yield lambda name, done, total: None
         return
     if not sys.stderr.isatty():
-        yield lambda name, done, total: logger.info("%s: %d of %d samples", name, done, total)
+        tenths: dict[str, int] = {}
+
+        def log(name: str, done: int, total: int) -> None:
+            if tenths.get(name) != (tenth := 10 * done // max(total, 1)):
+                tenths[name] = tenth
+                logger.info("%s: %d of %d samples", name, done, total)
+
+        yield log
         return
     from rich.console import Console
     from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn

@@ -17,7 +17,9 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--config", required=True, metavar="FILE", help="YAML file with the run's options")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="options that override the file")
-    parser.add_argument("--gpus", type=positive_int, metavar="N", help="GPUs in all, at most 4096")
+    parser.add_argument(
+        "--gpus", type=positive_int, metavar="N", help="GPUs in all, at most 4096 (default: this machine as it is)"
+    )
     for name, default, what in (
         ("gpu-memory-gb", 80.0, "memory of a GPU, GB (1e9 bytes)"),
         ("peak-tflops", 989.0, "dense bf16 peak of a GPU, TFLOP/s"),
@@ -72,19 +74,21 @@ def run(args: argparse.Namespace) -> int:
         facts = reshard_facts(config, args.gpus)
         print(json.dumps(facts) if args.json else "\n".join(reshard_lines(facts)))
         return 0
-    if args.gpus is None:
-        raise UserError("--gpus N is required (without --reshard)")
     if args.mfu > 1:
         raise UserError(f"--mfu {args.mfu:g} is above 1; it is a share of --peak-tflops")
     if not 0 <= args.reserve_gb < args.gpu_memory_gb:
         raise UserError(f"--reserve-gb {args.reserve_gb:g} is outside 0 ... --gpu-memory-gb {args.gpu_memory_gb:g}")
     config = load_config(args.config, args.overrides)
     from megatron_dcpo.planning.advice import as_dict
+    from megatron_dcpo.planning.host import this_machine
     from megatron_dcpo.planning.plan import Machine, make_plan
     from megatron_dcpo.planning.traffic import Rates
 
-    machine = Machine(args.gpus, args.gpu_memory_gb, args.reserve_gb, args.response_tokens)
-    rates = Rates(args.peak_tflops, args.mfu, args.hbm_gbps, args.nvlink_gbps, args.link_gbps, args.gpus_per_node)
+    if args.gpus is None:
+        machine, rates = this_machine(config, args.response_tokens)
+    else:
+        machine = Machine(args.gpus, args.gpu_memory_gb, args.reserve_gb, args.response_tokens)
+        rates = Rates(args.peak_tflops, args.mfu, args.hbm_gbps, args.nvlink_gbps, args.link_gbps, args.gpus_per_node)
     if args.simulate:
         from megatron_dcpo.planning.simulate import Environment, read_lengths, scenario_facts, scenario_lines, scenarios
 

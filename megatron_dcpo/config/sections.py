@@ -107,7 +107,7 @@ def _checked(name: str, kind: Any, value: Any) -> Any:
 @dataclass(frozen=True, config=_STRICT)
 class DataConfig:
     """``path``: jsonl, json or parquet, or a hub data set name. ``template``: how a problem becomes a prompt:
-    ``paper``, ``grpo``, ``raw``, or an import path, ``my_prompt.py:render``.
+    ``paper``, ``grpo``, ``chat``, ``raw``, or an import path, ``my_prompt.py:render``.
     ``untested``: keep programming problems whose tests assert nothing, which any program passes."""
 
     path: str
@@ -123,9 +123,9 @@ class DataConfig:
 class RolloutConfig:
     """``group_size`` is G, the responses per prompt; ``max_response_length`` in tokens, EOS included.
 
-    ``engine``: ``auto`` takes vLLM where it is installed and can run the model, else transformers; ``server`` is a vLLM
+    ``engine``: ``auto`` takes vLLM on a GPU where it is installed and can run the model, else transformers; ``server`` is a vLLM
     server of its own at ``endpoint``, which gets the weights by ``weight_transfer``. ``tensor_model_parallel_size``:
-    ranks per engine, whatever the training has. ``max_num_seqs`` responses are sampled at once. ``vllm``: whatever else
+    ranks per engine, whatever the training has. At most ``max_num_seqs`` responses are sampled at once. ``vllm``: whatever else
     vLLM's engine arguments know, by their names (docs/rollout.md#options-of-vllm). ``bucket_bytes`` bounds the extra
     memory of a weight synchronization. ``logprob_diff_alarm``: largest |engine - trainer| log-prob of a step allowed
     (0: any). ``filter_groups``: groups that train neither block are replaced by the next prompts, in at most

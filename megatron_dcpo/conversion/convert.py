@@ -15,13 +15,14 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from megatron_dcpo.config import load_config
 from megatron_dcpo.conversion.common import (
     EMBEDDING,
     Conversion,
@@ -216,7 +217,7 @@ def export_checkpoint(
     clock = time.perf_counter()
     with PeakMemory() as memory:
         source = find_checkpoint(source, which)
-        side = hf_config or source / HF_SUBDIRECTORY
+        side = hf_config or _hf_directory(source)
         check_no_overlap(target, source, side)
         if not (side / "config.json").is_file():
             raise UserError(
@@ -247,6 +248,17 @@ def export_checkpoint(
             result = Conversion(*names, total, seconds, checked, *peaks, padding, (), tensors)
             write_record(temporary, result)
     return result
+
+
+def _hf_directory(checkpoint: Path) -> Path:
+    """Return where the model's config and tokenizer are: in the checkpoint, else ``model.path`` of the training that left
+    it (``RUN/checkpoints/iter_N`` beside ``RUN/config.yaml``)."""
+    inside, config = checkpoint / HF_SUBDIRECTORY, checkpoint.absolute().parent.parent / "config.yaml"
+    if inside.is_dir() or not config.is_file():
+        return inside
+    with suppress(UserError):
+        return Path(load_config(config).model.path)
+    return inside
 
 
 def _write_shards(

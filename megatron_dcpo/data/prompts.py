@@ -2,13 +2,14 @@ r"""From a problem to the tokens a policy continues: one template function for t
 
 ``paper``  problem + box the answer + one last line ``<conf> Confidence: 0.83`` (the confidence prompt of DCPO)
 ``grpo``   problem + box the answer (the prompt of the GRPO baseline)
+``chat``   the problem text alone, through the chat template: for a model that was taught the format
 ``raw``    the problem text alone, without chat template: for base models and for tasks that bring their own format
 ``my_prompt.py:render``  a user's function: ``render(problem, marker)`` gives the user turn, or all messages
 (CONTRIBUTING.md)
 
 For a programming problem ``paper`` and ``grpo`` ask for one fenced program instead of a box.
 
-``paper`` and ``grpo`` go through the tokenizer's chat template with its generation prompt, without a system message of
+All but ``raw`` go through the tokenizer's chat template with its generation prompt, without a system message of
 ours, and with thinking switched off where the template has that switch (Qwen3).
 """
 
@@ -88,6 +89,7 @@ TEMPLATES: Mapping[str, Template] = MappingProxyType(
     {
         "paper": Template("paper", confidence_instruction, program_confidence_instruction, chat=True),
         "grpo": Template("grpo", box_instruction, program_instruction, chat=True),
+        "chat": Template("chat", as_it_is, as_it_is, chat=True),
         "raw": Template("raw", as_it_is, as_it_is, chat=False),
     }
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from megatron_dcpo.config import Config
 from megatron_dcpo.errors import UserError, check_world_size
@@ -23,13 +24,15 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Machine:
-    """What is not in the configuration. ``reserve_gb``: CUDA context, NCCL buffers, fragmentation, what a sleeping engine
-    keeps; ``response_tokens``: mean length of a response (0: the longest allowed)."""
+    """What is not in the configuration. ``gpus``: in all, or processes where the ``processor`` is a CPU;
+    ``gpu_memory_gb``: of each. ``reserve_gb``: CUDA context, NCCL buffers, fragmentation, what a sleeping engine keeps;
+    ``response_tokens``: mean length of a response (0: the longest allowed)."""
 
     gpus: int
     gpu_memory_gb: float = 80.0
     reserve_gb: float = 5.0
     response_tokens: int = 0
+    processor: Literal["gpu", "cpu"] = "gpu"
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,15 @@ class Plan:
         return max(stage.saving for stage in self.stages)
 
     @property
+    def on_cpu(self) -> bool:
+        """Return whether device and host are one memory."""
+        return self.machine.processor == "cpu"
+
+    @property
+    def host_copies(self) -> int:
+        return max(stage.host_copies for stage in self.stages)
+
+    @property
     def host_bytes(self) -> int:
         """Return the bytes on the busiest node, of which a checkpoint's copy is part."""
         ranks = min(self.machine.gpus, self.rates.gpus_per_node)
@@ -114,7 +126,9 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        return int(max(self.largest.total, self.rollout_bytes, self.saving_bytes) + self.machine.reserve_gb * GB)
+        copies = self.host_copies
+        phases = max(self.largest.total, self.rollout_bytes, self.saving_bytes) + (copies if self.on_cpu else 0)
+        return int(phases + self.machine.reserve_gb * GB)
 
     @property
     def fits(self) -> bool:
@@ -126,7 +140,7 @@ def make_plan(config: Config, machine: Machine, rates: Rates | None = None) -> P
     rates = rates or Rates()
     arch = read_architecture(config.model.path)
     # on GPUs ``auto`` means Transformer Engine, whatever this machine has
-    layout = Layout.of(config.parallel, config.model.transformer_impl != "local")
+    layout = Layout.of(config.parallel, machine.processor == "gpu" and config.model.transformer_impl != "local")
     check_layout(arch, layout)
     check_options(arch, layout, config.model, config.parallel)
     context = config.parallel.context_parallel_size
@@ -252,7 +266,8 @@ def _of_each(state: State, weights: int, replicas: int, expert_replicas: int) ->
 
 def _engine(arch: Architecture, config: Config, machine: Machine) -> EngineMemory:
     rollout = config.rollout
-    kind: str = "vllm" if rollout.engine == "auto" else rollout.engine
+    by_default = "vllm" if machine.processor == "gpu" else "transformers"
+    kind: str = by_default if rollout.engine == "auto" else rollout.engine
     size = rollout.tensor_model_parallel_size if kind == "vllm" else 1
     if machine.gpus % size:
         raise UserError(f"rollout.tensor_model_parallel_size={size} does not divide the {machine.gpus} GPUs")

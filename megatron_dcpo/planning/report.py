@@ -30,7 +30,8 @@ def print_plan(plan: Plan) -> None:
     layers = layers_per_stage(plan.arch.num_layers, layout)
     parameters = number_of_parameters(plan.arch)
     console.print(
-        f"{plan.arch.name}, {parameters / 1e9:.2f} billion parameters, on {plan.machine.gpus} GPUs: "
+        f"{plan.arch.name}, {parameters / 1e9:.3g} billion parameters, on {plan.machine.gpus} "
+        f"{'process(es) of this CPU' if plan.on_cpu else 'GPUs'}: "
         f"TP {layout.tensor_model_parallel_size} x PP {layout.pipeline_model_parallel_size} x DP {plan.data_parallel}"
         + (f" x CP {cp}" if (cp := config.parallel.context_parallel_size) > 1 else "")
         + (f", EP {ep} x ETP {layout.expert_tensor}" if (ep := layout.expert_model_parallel_size) > 1 else "")
@@ -46,10 +47,11 @@ def print_plan(plan: Plan) -> None:
         f"{plan.tokens_per_micro_batch:,} tokens at most each" + (f", {cp} ranks share them" if cp > 1 else "")
     )
     console.print(_memory(plan))
-    console.print(_host(plan))
+    if not plan.on_cpu:
+        console.print(_host(plan))
     console.print(_traffic(plan))
     console.print(_assumptions(plan))
-    limit = f"{plan.machine.gpu_memory_gb:g} GB"
+    limit = f"{plan.machine.gpu_memory_gb:.4g} GB"
     if plan.fits:
         console.print(f"fits: {_gb(plan.peak)} GB of {limit}")
         if faster := less_recomputation(plan):
@@ -69,7 +71,7 @@ def _memory(plan: Plan) -> Table:
     table = Table(title=f"memory of a rank of the largest pipeline stage ({stage.stage}), GB", title_justify="left")
     for column in ("", "training", "save", "rollout"):
         table.add_column(column, justify="right" if column else "left")
-    reserve = int(plan.machine.reserve_gb * GB)
+    reserve, copies = int(plan.machine.reserve_gb * GB), plan.host_copies if plan.on_cpu else 0
     stays, rest = not config.training.offload_optimizer_during_rollout, resting.state
     for name, training, saving, rollout in (
         (f"weights ({config.model.params_dtype})", state.weights, state.weights, rest.weights),
@@ -88,13 +90,14 @@ def _memory(plan: Plan) -> Table:
         ("engine, kept while training", stage.engine, stage.engine, 0),
         (f"KV cache ({engine.concurrent} sequences at once)", 0, 0, engine.kv_cache),
         ("sampling", 0, 0, engine.sampling),
-        ("reserve", reserve, reserve, reserve),
+        ("gradients of the probe, reference policy", copies, copies, copies),
+        ("libraries" if plan.on_cpu else "reserve", reserve, reserve, reserve),
     ):
         if training or saving or rollout:
             table.add_row(name, _gb(training), _gb(saving), _gb(rollout))
     table.add_section()
     totals = (stage.total, plan.saving_bytes, plan.rollout_bytes)
-    table.add_row("total", *(_gb(total + reserve) for total in totals))
+    table.add_row("total", *(_gb(total + copies + reserve) for total in totals))
     return table
 
 
@@ -134,9 +137,14 @@ def _traffic(plan: Plan) -> Table:
 def _assumptions(plan: Plan) -> str:
     rates = plan.rates
     layers = "Transformer Engine" if plan.layout.transformer_engine else "the local spec"
-    return (
-        f"Assumed: {rates.peak_tflops:g} TFLOP/s at {rates.mfu:.0%}, {rates.hbm_gbps:g} GB/s of memory, "
+    speed = (
+        f"Measured here, a process: {rates.peak_tflops * 1000:.0f} GFLOP/s, {rates.hbm_gbps:.0f} GB/s of memory; "
+        if plan.on_cpu
+        else f"Assumed: {rates.peak_tflops:g} TFLOP/s at {rates.mfu:.0%}, {rates.hbm_gbps:g} GB/s of memory, "
         f"{rates.nvlink_gbps:g} GB/s in a node of {rates.gpus_per_node}, {rates.link_gbps:g} GB/s between nodes; "
+    )
+    return (
+        f"{speed}"
         f"prompts of {plan.config.data.max_prompt_length} and responses of {plan.work.response_length} tokens; "
         f"layers of {layers}; judging takes no time."
     )

@@ -149,11 +149,12 @@ logger = logging.getLogger(__name__)
 
 
 def choose_engine(choice: str, model_dir: str | Path) -> Literal["vllm", "transformers"]:
-    """Return the engine's name: ``auto`` takes vLLM where it is installed and can run the model, and says so when it cannot.
+    """Return the engine's name: ``auto`` takes vLLM on a GPU where it is installed and can run the model, and says so when
+    it cannot. Without a GPU transformers samples as fast, starts sooner and takes less memory (docs/rollout.md).
 
     Raises :class:`UserError` when vLLM is asked for and cannot be used.
     """
-    if choice == "transformers":
+    if choice == "transformers" or (choice == "auto" and not capabilities().separate_memory):
         return "transformers"
     reason = "vLLM is not installed (on a GPU: pip install 'megatron-dcpo[vllm]'; without one: make setup-engine)"
     if find_spec("vllm") is not None:

@@ -26,7 +26,8 @@ _BLOCK = 128  # tokens; vLLM's largest block on the CPU
 
 @dataclass(frozen=True)
 class VllmOptions:
-    """``max_model_len`` 0 is left to vLLM. ``dummy_weights``: start with random weights, the first update brings the real
+    """``max_model_len`` 0 is left to vLLM. ``responses``: asked for at once, where that is known and less than
+    ``max_num_seqs``: on a CPU the cache is made for as many. ``dummy_weights``: start with random weights, the first update brings the real
     ones. ``raw_logprobs``: the engine reports log-probs of the raw logits (fixed for its life; see
     ``engine.SamplingConfig``). ``arguments``: more of vLLM's engine arguments, by their names.
     """
@@ -36,6 +37,7 @@ class VllmOptions:
     gpu_memory_utilization: float = 0.6
     max_model_len: int = 0
     max_num_seqs: int = 512
+    responses: int = 0
     sleep: bool = True
     raw_logprobs: bool = False
     dummy_weights: bool = False
@@ -89,7 +91,8 @@ def cache_bytes(arch: Architecture, options: VllmOptions, available: int, ranks:
             "Lower the longest request (rollout.max_response_length, rollout.vllm.max_model_len, --max-tokens) or take the "
             "transformers engine"
         )
-    return min((options.max_num_seqs + 1) * request, share)
+    at_once = min(options.max_num_seqs, options.responses or options.max_num_seqs)
+    return min((at_once + 1) * request, share)
 
 
 def prepare_environment() -> None:

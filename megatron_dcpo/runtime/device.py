@@ -89,10 +89,24 @@ def total_memory() -> int:
     return torch.cuda.mem_get_info()[1] if has_cuda() else 0
 
 
+def device_count() -> int:
+    """Return the number of GPUs that this process sees; 0 on the CPU."""
+    return torch.cuda.device_count() if has_cuda() else 0
+
+
 def host_memory_available() -> int:
     """Return the bytes of the host's memory that can be had without swapping."""
+    return _host_memory("MemAvailable:")
+
+
+def host_memory_total() -> int:
+    """Return the bytes of the host's memory."""
+    return _host_memory("MemTotal:")
+
+
+def _host_memory(name: str) -> int:
     with open("/proc/meminfo") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(name))
 
 
 # Dense bf16 TFLOP/s by what a card's name contains; the first that fits.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import AbstractContextManager, nullcontext
 
 from megatron_dcpo.config import Config
@@ -11,6 +12,9 @@ from megatron_dcpo.runtime.run_lock import lock_run_dir
 from megatron_dcpo.runtime.signals import RolloutAbandoned
 from megatron_dcpo.training.run import Run, build
 from megatron_dcpo.training.weight_sync import export_policy
+from megatron_dcpo.weights.table import number_of_parameters
+
+logger = logging.getLogger(__name__)
 
 
 def train(config: Config) -> None:
@@ -64,11 +68,19 @@ def train_step(run: Run, step: int) -> None:
 
 
 def _start(run: Run, done: int) -> None:
-    """Give the engines the policy after ``done`` steps, and validate it."""
+    """Give the engines the policy after ``done`` steps, and validate it. The first rank says so: a large model takes
+    minutes before its first step is logged."""
+    first, rollout = run.policy.topology.rank == 0, run.config.rollout
+    if first:
+        parameters, engine = number_of_parameters(run.policy.arch), type(run.engine).__name__
+        logger.info("%.3g billion parameters, sampled by %s; handing over the weights", parameters / 1e9, engine)
     run.weight_sync.check_plan()
     run.weight_sync.push(version=done)
     run.recorder.log_evaluation(done, run.validator.validate(done) if run.validator else {})
     run.timers.clear()
+    if first and done < run.config.training.steps:
+        responses = run.config.data.prompts_per_step * rollout.group_size
+        logger.info("step %d begins: %d responses of at most %d tokens", done + 1, responses, rollout.max_response_length)
 
 
 def _traced(run: Run, step: int) -> AbstractContextManager[None]:

@@ -171,7 +171,9 @@ class Recorder:
             self.progress.update(self.progress.task_ids[0], completed=step, line=f"{line}  {speed:,.0f} tokens/s")
         else:
             total = self.config.training.steps
-            logger.info("step %d/%d  %s  loss %+.4f  %.2f s", step, total, line, metrics["loss/policy"], seconds)
+            probed = ", the gradient probe's pass included" if metrics["grad_norm/reasoning"] >= 0 else ""
+            loss = metrics["loss/policy"]
+            logger.info("step %d/%d  %s  loss %+.4f  %.2f s%s", step, total, line, loss, seconds, probed)
 
     def _write_mismatch(self, step: int, counts: Mapping[str, list[int]]) -> None:
         """Write the histogram of |engine - trainer| log-probs of the sampled tokens, per block."""

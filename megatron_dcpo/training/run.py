@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -176,6 +177,7 @@ def build_engine(config: Config, topology: Topology, held_out: HeldOut | None = 
                 f"rollout.vllm.max_model_len={vllm['max_model_len']} is less than the {validated} tokens that "
                 "evaluation.benchmarks may need; raise it, leave it out, or lower evaluation.max_tokens"
             )
+    share = math.ceil(rollout.oversample * config.data.prompts_per_step / (topology.world_size // size))
     ours = {name: vllm.pop(name) for name in ("max_model_len", "dtype", "enable_sleep_mode") if name in vllm}
     if rollout.engine == "server":
         from megatron_dcpo.rollout.vllm_server import ServerEngine
@@ -191,6 +193,7 @@ def build_engine(config: Config, topology: Topology, held_out: HeldOut | None = 
             gpu_memory_utilization=rollout.gpu_memory_utilization,
             max_model_len=ours.get("max_model_len") or longest,
             max_num_seqs=rollout.max_num_seqs,
+            responses=share * rollout.group_size,
             sleep=ours.get("enable_sleep_mode", True),
             dummy_weights=True,
             seed=config.seed,

@@ -81,7 +81,7 @@ def test_what_is_sampled_is_what_is_trained(finished: Path) -> None:
 
 
 def test_a_checkpoint_is_exported_merged(finished: Path, tmp_path: Path) -> None:
-    directories = ("--from", finished / "checkpoints", "--to", tmp_path / "hf", "--hf-config", QUICKSTART / "policy")
+    directories = ("--from", finished / "checkpoints", "--to", tmp_path / "hf")  # config.yaml names the model
     done = run("convert", "export", *directories, "--verify")
     assert done.returncode == 0, done.stderr
     expected = weights(finished / "policy")

@@ -70,6 +70,13 @@ def test_raw_is_the_bare_text_with_the_tokenizers_own_special_tokens() -> None:
     assert ids == [256, *b"12*34= "]
 
 
+def test_chat_is_the_bare_text_through_the_chat_template() -> None:
+    tokenizer = ByteTokenizer()
+    messages, ids = prompts.render(tokenizer, user("12*34= "), "chat")
+    assert messages == user("12*34= ")
+    assert tokenizer.options["add_generation_prompt"] and 256 not in ids
+
+
 def test_chat_templates_write_their_special_tokens_themselves() -> None:
     assert 256 not in prompts.render(ByteTokenizer(), user("x"), "paper")[1]
 
@@ -83,7 +90,7 @@ def test_earlier_messages_stay_and_marker_is_configurable() -> None:
 
 
 def test_errors_name_the_fix() -> None:
-    with pytest.raises(UserError, match="unknown prompt template 'papr'; known: paper, grpo, raw"):
+    with pytest.raises(UserError, match="unknown prompt template 'papr'; known: paper, grpo, chat, raw"):
         prompts.render(ByteTokenizer(), user("x"), "papr")
     with pytest.raises(UserError, match="no chat template; use the prompt template 'raw'"):
         prompts.render(ByteTokenizer(None), user("x"), "paper")

@@ -223,3 +223,16 @@ def test_responses_of_32k_fit_with_context_parallelism(capsys, name, gpus, tp, c
     sent = (cp - 1) * tokens * 2 * 8 // tp * 128 * 2 * layers * (1 + 3 + (recompute == "full"))
     assert context["bytes_sent_per_step"]["context_parallel"] == pytest.approx(sent, rel=1e-6)
     assert without["bytes_sent_per_step"]["context_parallel"] == 0
+
+
+def test_this_machine_without_gpus(capsys):
+    """No number of GPUs: one process of the CPU, the embedded engine, one memory for host and device, measured rates."""
+    command = ["plan", "--config", str(EXAMPLES / "quickstart" / "dcpo.yaml"), f"model.path={EXAMPLES / 'quickstart/policy'}"]
+    assert main([*command, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["gpus"] == 1 and facts["engine"]["kind"] == "transformers"
+    assert facts["step_seconds"]["total"] > 0 and facts["peak_bytes"] > 1e9  # the libraries alone
+    assert facts["gpu_memory_bytes"] < 1e13
+    assert main([*command, f"{PP}=2"]) == 0
+    shown = capsys.readouterr().out
+    assert "on 2 process(es) of this CPU" in shown and "Measured here" in shown and "On the host" not in shown

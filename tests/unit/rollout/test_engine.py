@@ -30,17 +30,19 @@ def model(tmp_path):
 def installed(monkeypatch):
     """Pretend vLLM is (not) installed, on a machine without a GPU; nothing is imported."""
 
-    def pretend(there):
+    def pretend(there, gpu=False):
         monkeypatch.setattr(engine, "find_spec", lambda name: ModuleSpec(name, None) if there else None)
-        monkeypatch.setattr(device, "has_cuda", lambda: False)
+        monkeypatch.setattr(device, "has_cuda", lambda: gpu)
 
     return pretend
 
 
-def test_auto_takes_vllm_where_it_is_installed(model, installed):
-    installed(True)
+def test_auto_takes_vllm_on_a_gpu_where_it_is_installed(model, installed):
+    installed(True, gpu=True)
     assert choose_engine("auto", model()) == choose_engine("vllm", model()) == "vllm"
-    installed(False)
+    installed(True)
+    assert choose_engine("auto", model()) == "transformers" and choose_engine("vllm", model()) == "vllm"
+    installed(False, gpu=True)
     assert choose_engine("auto", model()) == "transformers"
     with pytest.raises(UserError, match="vLLM is not installed"):
         choose_engine("vllm", model())
@@ -48,13 +50,13 @@ def test_auto_takes_vllm_where_it_is_installed(model, installed):
 
 def test_what_vllm_cannot_run_here(model, installed, caplog):
     installed(True)
-    caplog.set_level("INFO")
-    assert choose_engine("auto", model(head_dim=16)) == "transformers"
-    assert "no head_dim 16" in caplog.text
     with pytest.raises(UserError, match="no head_dim 16"):
         choose_engine("vllm", model(head_dim=16))
-    assert choose_engine("auto", model(architectures=["GPT2LMHeadModel"])) == "transformers"
     assert choose_engine("transformers", model(head_dim=16)) == "transformers"
+    installed(True, gpu=True)
+    caplog.set_level("INFO")
+    assert choose_engine("auto", model(architectures=["GPT2LMHeadModel"])) == "transformers"
+    assert "engine auto: transformers, because" in caplog.text
 
 
 def test_hidden_sizes_of_experts_that_vllm_has_no_kernel_for(model, installed):

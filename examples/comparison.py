@@ -1,0 +1,234 @@
+"""Train several methods from one policy, evaluate all on the same problems, draw one picture.
+
+Used by ``examples/quickstart/run.py`` and ``examples/smollm2/run.py``. Everything is done by the same commands a user types
+(they are printed); trainings run two at a time, one core each.
+
+Leaves in ``out``: reliability.png, report.html, summary.json, and for every row a directory with evaluation.json,
+samples.jsonl, metrics.jsonl, checkpoints and the trained policy in Hugging Face format. An interrupted comparison continues
+where it was killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+RECALIBRATED = "grpo_recalibrated"
+COLUMNS = {
+    "accuracy": "acc.",
+    "ece": "ECE",
+    "pce": "PCE",
+    "brier": "Brier",
+    "auroc": "AUROC",
+    "skill": "skill",
+    "mean_confidence": "conf.",
+    "violation_rate": "viol.",
+}
+console = Console(stderr=True)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is compared: ``METHOD.yaml`` in ``folder`` for each of ``methods``, from ``policy``, on ``heldout`` (JSON lines).
+
+    ``train``: problems of the training, of which the first ``fitted`` give the responses that the recalibration is fitted
+    on. ``sampling``: options of ``dcpo evaluate``. ``overrides``: options for every training."""
+
+    folder: Path
+    out: Path
+    policy: Path
+    methods: tuple[str, ...]
+    seed: int
+    heldout: Path
+    train: Path
+    fitted: int
+    sampling: tuple[str, ...]
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        return ("base", *self.methods, *[RECALIBRATED] * ("grpo" in self.methods))
+
+    def train_method(self, method: str) -> None:
+        run = self.out / method
+        self._call(
+            run,
+            "train",
+            "--config",
+            str(self.folder / f"{method}.yaml"),
+            f"run_dir={run}",
+            f"seed={self.seed}",
+            "model.transformer_impl=local",  # also on a GPU, with and without Transformer Engine
+            "--resume",
+            "auto",
+            *self.overrides,
+        )
+
+    def evaluate(self, name: str) -> None:
+        run = self.out / name
+        model = self.policy if name == "base" else run / "policy"
+        self._sample(model, f"heldout={self.heldout}", run, "--confidence", "verbal,token,consistency")
+
+    def recalibrate(self) -> None:
+        """Fit a confidence on GRPO's responses to training problems and put it in the place of the stated one."""
+        run, fitted = self.out / RECALIBRATED, self.out / RECALIBRATED / "fitted"
+        self._sample(self.out / "grpo" / "policy", f"train={self.train}", fitted, "--limit", str(self.fitted))
+        calibrator = str(run / "calibrator.npz")
+        samples = ("--samples", str(fitted / "samples.jsonl"), "--held-out", "0")
+        self._call(run, "calibrate", "--kind", "logistic", *samples, "--out", calibrator)
+        samples = ("--samples", str(self.out / "grpo" / "samples.jsonl"), "--calibrator", calibrator)
+        self._call(run, "evaluate", *samples, "--confidence", "posthoc", "--out", str(run))
+
+    def _sample(self, model: Path, benchmark: str, out: Path, *options: str) -> None:
+        arguments = ("--model", str(model), "--benchmarks", benchmark, "--out", str(out))
+        self._call(out, "evaluate", *arguments, "--repeats", "8", *options, *self.sampling)
+
+    def report(self) -> None:
+        runs = (str(self.out / name) for name in self.rows)
+        self._call(self.out / "base", "report", *runs, "--out", str(self.out / "report.html"))
+
+    def _call(self, run: Path, *arguments: str) -> None:
+        """``python -m megatron_dcpo ...`` in a process of its own, its output in ``run/log.txt``."""
+        run.mkdir(parents=True, exist_ok=True)
+        console.print(f"[dim]dcpo {' '.join(_short(a) for a in arguments)}[/dim]", soft_wrap=True, highlight=False)
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        with (run / "log.txt").open("a") as log:
+            process = subprocess.run(
+                [sys.executable, "-m", "megatron_dcpo", *arguments],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+            )
+        if process.returncode:
+            tail = "\n".join((run / "log.txt").read_text().splitlines()[-5:])
+            raise SystemExit(f"dcpo {arguments[0]} failed for {run.name} (status {process.returncode}):\n{tail}")
+
+
+def compare(comparison: Comparison, workers: int) -> None:
+    """Run everything that is missing, ``workers`` processes at a time, and show it."""
+    out, started = comparison.out, time.monotonic()
+    start_over_unless_interrupted(comparison)
+    with ThreadPoolExecutor(workers) as pool:
+        jobs = [pool.submit(run_one, comparison, name) for name in ("base", *comparison.methods)]
+        wait(jobs, out, comparison.methods)
+    summary = summarize(comparison)
+    comparison.report()
+    draw(out, summary)
+    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    show(summary)
+    console.print(f"\n{time.monotonic() - started:.0f} s.  The picture: [bold]{out / 'reliability.png'}[/bold]")
+    console.print(f"The whole page: {out / 'report.html'}")
+
+
+def start_over_unless_interrupted(comparison: Comparison) -> None:
+    """Keep what an interrupted comparison of the same seed has; remove what a finished or different one left."""
+    out, seed = comparison.out, comparison.seed
+    marker = out / "seed.txt"
+    if marker.is_file() and (marker.read_text() != str(seed) or (out / "summary.json").is_file()):
+        for name in comparison.rows:
+            shutil.rmtree(out / name, ignore_errors=True)
+        (out / "summary.json").unlink(missing_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
+    marker.write_text(str(seed))
+
+
+def run_one(comparison: Comparison, name: str) -> None:
+    if name != "base":
+        comparison.train_method(name)
+    comparison.evaluate(name)
+    if name == "grpo":
+        comparison.recalibrate()
+
+
+def wait(jobs: list[Future[None]], out: Path, methods: tuple[str, ...]) -> None:
+    """Show how far the trainings are until all jobs are done. The first failure ends everything."""
+    shown, said = "", time.monotonic()
+    while not all(job.done() for job in jobs):
+        time.sleep(1)
+        for job in jobs:
+            if job.done() and job.exception() is not None:
+                for other in jobs:
+                    other.cancel()
+                raise job.exception()
+        line = "   ".join(f"{m} {_steps(out / m)}" for m in methods)
+        if line != shown and (console.is_terminal or time.monotonic() - said > 30):
+            console.print(line, end="\r" if console.is_terminal else "\n", highlight=False)
+            shown, said = line, time.monotonic()
+    for job in jobs:
+        job.result()
+
+
+def summarize(comparison: Comparison) -> dict[str, dict[str, float]]:
+    """Return the held-out numbers of every row, read from its evaluation.json: of the stated (verbal) confidence, or of the
+    one that stands in its place."""
+    summary, kinds = {}, dict.fromkeys(comparison.rows, "verbal")
+    if "grpo" in comparison.methods:
+        kinds |= {RECALIBRATED: "posthoc", "lookup": "lookup"}
+    for name, kind in kinds.items():
+        source = "grpo" if name == "lookup" else name
+        result = json.loads((comparison.out / source / "evaluation.json").read_text())["benchmarks"]["heldout"]
+        scores = result[kind]
+        summary[name] = {
+            "accuracy": result["accuracy"],
+            **{key: scores[key] for key in ("ece", "pce", "brier", "auroc")},
+            "skill": scores.get("skill", 0.0),  # of the lookup by definition 0
+            "mean_confidence": scores["mean_confidence"],
+            "violation_rate": result["violation_rate"] if kind == "verbal" else 0.0,
+            "n": result["n"],
+        }
+    return summary
+
+
+def draw(out: Path, summary: dict[str, dict[str, float]]) -> None:
+    """``reliability.png``: stated confidence against accuracy, before training and after."""
+    from megatron_dcpo.calibration.diagrams import comparison_grid, save
+    from megatron_dcpo.evaluation.scoring import bins_from_json
+
+    titles = {"base": "before RL", "grpo": "GRPO", "dcpo": "DCPO", "dcpo_proper": "DCPO, proper score", "rlcr": "RLCR"}
+    titles[RECALIBRATED] = "GRPO, recalibrated"
+    bins, notes = {}, {}
+    for name, title in titles.items():
+        if name not in summary:
+            continue
+        evaluation = json.loads((out / name / "evaluation.json").read_text())
+        kind = "posthoc" if name == RECALIBRATED else "verbal"
+        bins[title] = bins_from_json(evaluation["benchmarks"]["heldout"][kind]["bins"])
+        notes[title] = f"accuracy {summary[name]['accuracy']:.2f}\nECE {summary[name]['ece']:.3f}"
+    save(comparison_grid(bins, notes, columns=len(bins)), out / "reliability.png")
+
+
+def show(summary: dict[str, dict[str, float]]) -> None:
+    caption = (
+        "acc.: accuracy; skill: 1 - Brier / Brier of the lookup; conf.: mean confidence; viol.: share without a valid one. "
+        "lookup: GRPO's accuracy on other problems of the same kind, what a calibrated confidence has to beat"
+    )
+    table = Table(
+        title=f"Held-out problems, {summary['base']['n']} responses", caption=caption, box=None, pad_edge=False
+    )
+    table.add_column("", no_wrap=True)
+    for heading in COLUMNS.values():
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, row in summary.items():
+        table.add_row(name, *(f"{row[column]:.3f}" for column in COLUMNS))
+    Console().print(table)
+
+
+def _steps(run: Path) -> str:
+    path = run / "metrics.jsonl"
+    return f"step {len(path.read_text().splitlines())}" if path.is_file() else "-"
+
+
+def _short(argument: str) -> str:
+    """Paths relative to here, so that the printed command can be typed."""
+    cwd = str(Path.cwd()) + os.sep
+    return argument.replace(cwd, "")

@@ -1,0 +1,54 @@
+"""The machine that ``dcpo plan`` runs on: what a run has when no number of GPUs is named."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+import torch
+
+from megatron_dcpo.config import Config
+from megatron_dcpo.planning.plan import GB, Machine
+from megatron_dcpo.planning.traffic import Rates
+from megatron_dcpo.runtime.device import device_count, host_memory_total, peak_tflops, total_memory
+from megatron_dcpo.runtime.dtypes import torch_dtype
+from megatron_dcpo.weights.architecture import read_architecture
+from megatron_dcpo.weights.layout import Layout
+
+LIBRARIES_GB = 1.0  # of a process on the CPU: torch, Megatron, transformers, as measured (benchmarks/RESULTS.md)
+_MEASURED_SECONDS = 0.2
+
+
+def this_machine(config: Config, response_tokens: int = 0) -> tuple[Machine, Rates]:
+    """Return this machine and its rates: its GPUs, or without one as many processes on the CPU as the layout needs, which
+    share the memory and the speed measured here."""
+    if gpus := device_count():
+        machine = Machine(gpus, total_memory() / GB, response_tokens=response_tokens)
+        return machine, Rates(peak_tflops() or Rates.peak_tflops, gpus_per_node=gpus)
+    layout, parallel = Layout.of(config.parallel), config.parallel
+    ranks = layout.width * layout.pipeline_model_parallel_size * parallel.context_parallel_size
+    processes = math.lcm(ranks, config.rollout.tensor_model_parallel_size)
+    memory = host_memory_total() / GB / processes
+    machine = Machine(processes, memory, LIBRARIES_GB, response_tokens, processor="cpu")
+    tflops, gbps = _measure(config)
+    return machine, Rates(tflops / processes, 1.0, gbps / processes, gbps / processes, gbps / processes, processes)
+
+
+def _measure(config: Config) -> tuple[float, float]:
+    """Return the TFLOP/s of a product as wide as the model's MLP on 512 tokens, and the GB/s of a copy."""
+    arch, dtype = read_architecture(config.model.path), torch_dtype(config.model.params_dtype)
+    hidden, ffn = arch.hidden_size, arch.ffn_hidden_size
+    tokens, weight = torch.ones(512, hidden, dtype=dtype), torch.ones(hidden, ffn, dtype=dtype)
+    product = 2 * 512 * hidden * ffn / _seconds(lambda: tokens @ weight)
+    source, target = (torch.ones(2**24) for _ in range(2))
+    return product / 1e12, 2 * 4 * 2**24 / _seconds(lambda: target.copy_(source)) / GB
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    call()
+    calls, started = 0, time.perf_counter()
+    while (spent := time.perf_counter() - started) < _MEASURED_SECONDS:
+        call()
+        calls += 1
+    return spent / max(calls, 1)
