@@ -49,23 +49,27 @@ def animals(item: Item, steps: list[str]) -> int:
     return len(item["metadata"]["animals"])
 
 
+def words(item: Item, steps: list[str]) -> int:
+    return len(item["metadata"]["span"])
+
+
 def simple_equations(item: Item) -> list[str] | None:
-    """``18k=216,k=12``; None where the factor of the variable is 0 and any number solves the equation."""
+    """``18k=206+10=216,k=12``; None where the factor of the variable is 0 and any number solves the equation."""
     symbol = sympy.Symbol(item["metadata"]["variable"])
     left, right = (sympy.sympify(side, {symbol.name: symbol}) for side in item["metadata"]["equation"].split("="))
-    constant = (right - left).subs(symbol, 0)
-    factor = sympy.expand(left - right).coeff(symbol)
+    there, right, factor = int(left.subs(symbol, 0)), int(right), int(sympy.expand(left).coeff(symbol))
     if factor == 0:
         return None
-    solution = f"{symbol}={constant / factor}"
-    return [f"{factor}{symbol}={constant}", solution] if factor != 1 else [solution]
+    moved = f"={right}{-there:+d}={right - there}" if there else f"={right}"
+    solution = [f"{symbol}={(right - there) // factor}"] if factor != 1 else []
+    return [f"{'' if factor == 1 else factor}{symbol}{moved}", *solution]
 
 
-def products(item: Item) -> list[str]:
-    """``12*52=600+24=624``: by the tens and by the units."""
-    a, b = (int(n) for n in item["metadata"]["expression"].split(" * "))
-    tens, units = b - b % 10, b % 10
-    return [f"{a}*{b}={a * tens}+{a * units}={a * b}"]
+def letter_counting(item: Item) -> list[str]:
+    """``see2,three2=4``: the words that have the letter, how often each, and the sum."""
+    letter = item["metadata"]["target_letter"].lower()
+    counts = [(word, word.lower().count(letter)) for word in item["metadata"]["span"]]
+    return [",".join(f"{word}{n}" for word, n in counts if n) + f"={sum(n for _, n in counts)}"]
 
 
 def gcd(item: Item) -> list[str]:
@@ -95,11 +99,11 @@ class Task:
 
 
 TASKS = (
-    Task("chain_sum", {"min_terms": 2, "max_terms": 4, "min_digits": 2, "max_digits": 3}, chain_sum),
+    Task("chain_sum", {"min_terms": 2, "max_terms": 4, "min_digits": 1, "max_digits": 2}, chain_sum),
     Task("leg_counting", {"min_animals": 2, "max_animals": 3, "max_instances": 9}, leg_counting, animals),
-    Task("simple_equations", {"max_terms": 3, "max_value": 20}, simple_equations),
-    Task("products", {"min_digits": 2, "max_digits": 2}, products),
-    Task("gcd", {"min_value": 2, "max_value": 120}, gcd),
+    Task("simple_equations", {"max_terms": 3, "max_value": 12}, simple_equations),
+    Task("gcd", {"min_value": 2, "max_value": 72}, gcd),
+    Task("letter_counting", {"min_words": 3, "max_words": 6}, letter_counting, words),
 )
 OUT_OF_DISTRIBUTION = (
     Task(
@@ -120,8 +124,8 @@ SPLITS = {
     "test": (TASKS, 120, 7001),
     "validation": (TASKS, 60, 7002),
     "out_of_distribution": (OUT_OF_DISTRIBUTION, 300, 7003),
-    "train": (TASKS, 1200, 7004),
-    "warm_start": (TASKS, 560, 7005),
+    "train": (TASKS, 1000, 7004),
+    "warm_start": (TASKS, 520, 7005),
 }
 
 

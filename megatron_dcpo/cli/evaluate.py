@@ -60,7 +60,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--marker", type=_marker, help="what opens the confidence line (default <conf>; of --samples: as before)"
     )
-    parser.add_argument("--template", help="prompt template: paper, grpo, chat, raw, or my_prompt.py:render (default paper)")
+    parser.add_argument(
+        "--template", help="prompt template: paper, grpo, chat, raw, or my_prompt.py:render (default paper)"
+    )
     parser.add_argument("--limit", type=positive_int, help="only the first problems of every benchmark")
     parser.add_argument("--data-dir", metavar="DIR", help="where benchmark files are (default: $DCPO_DATA, else data/)")
     parser.add_argument("--corrections", action="store_true", help="repair documented defects of benchmark data")

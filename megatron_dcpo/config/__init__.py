@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 from yaml import YAMLError
 
+from megatron_dcpo import objectives
 from megatron_dcpo.config.checks import check_compatible
 from megatron_dcpo.config.renamed import move_renamed, refuse_removed
 from megatron_dcpo.config.sections import (
@@ -118,8 +119,13 @@ def to_yaml(config: Config) -> str:
 
 
 def as_dict(config: Config) -> dict[str, Any]:
-    """Return the configuration as plain dictionaries; options of the objective that were not set are ``None``."""
-    return dataclasses.asdict(config) | {"objective": config.objective.written()}
+    """Return the configuration as plain dictionaries, the objective's options resolved, without what is not set."""
+    return without_none(dataclasses.asdict(config)) | {"objective": objectives.written(config.objective)}
+
+
+def without_none(values: dict[str, Any]) -> dict[str, Any]:
+    """Return nested dictionaries without the keys whose value is None."""
+    return {k: without_none(v) if isinstance(v, dict) else v for k, v in values.items() if v is not None}
 
 
 def _check_keys(values: dict[Any, Any], kind: type, source: str, prefix: tuple[str, ...]) -> None:

@@ -123,12 +123,12 @@ class DataConfig:
 class RolloutConfig:
     """``group_size`` is G, the responses per prompt; ``max_response_length`` in tokens, EOS included.
 
-    ``engine``: ``auto`` takes vLLM on a GPU where it is installed and can run the model, else transformers; ``server`` is a vLLM
-    server of its own at ``endpoint``, which gets the weights by ``weight_transfer``. ``tensor_model_parallel_size``:
-    ranks per engine, whatever the training has. At most ``max_num_seqs`` responses are sampled at once. ``vllm``: whatever else
-    vLLM's engine arguments know, by their names (docs/rollout.md#options-of-vllm). ``bucket_bytes`` bounds the extra
-    memory of a weight synchronization. ``logprob_diff_alarm``: largest |engine - trainer| log-prob of a step allowed
-    (0: any). ``filter_groups``: groups that train neither block are replaced by the next prompts, in at most
+    ``engine``: ``auto`` takes vLLM on a GPU where it is installed and can run the model, else transformers; ``server`` is a
+    vLLM server of its own at ``endpoint``, which gets the weights by ``weight_transfer``. ``tensor_model_parallel_size``:
+    ranks per engine, whatever the training has. At most ``max_num_seqs`` responses are sampled at once. ``vllm``:
+    whatever else vLLM's engine arguments know, by their names (docs/rollout.md#options-of-vllm). ``bucket_bytes``
+    bounds the extra memory of a weight synchronization. ``logprob_diff_alarm``: largest |engine - trainer| log-prob of a
+    step allowed (0: any). ``filter_groups``: groups that train neither block are replaced by the next prompts, in at most
     ``max_refills`` rounds; each draws ``oversample`` times as many as are missing. ``max_staleness``: a rollout ends
     when the batch is full, of ``oversample`` times as many prompts; the next steps go on with what is unfinished, which
     has tokens at most that many steps old in the end.

@@ -72,6 +72,14 @@ def resolve(config: ObjectiveConfig) -> ObjectiveConfig:
     return ObjectiveConfig(**ObjectiveConfig().model_dump() | preset | defaults | config.explicit | {"options": own})
 
 
+def written(config: ObjectiveConfig) -> dict[str, Any]:
+    """Return the section as ``config.yaml`` has it: every option that the method reads, resolved. It reads back alike."""
+    method, resolved = find_method(config.name), resolve(config)
+    read = [name for name in ObjectiveConfig.model_fields if name in {*method.reads, "name", "preset"}]
+    own = {"options": dict(resolved.options)} if resolved.options else {}
+    return {name: getattr(resolved, name) for name in read} | own
+
+
 def _first(default: Any) -> Any:
     return default[0] if isinstance(default, tuple) else default
 

@@ -116,13 +116,6 @@ class ObjectiveConfig(BaseModel):
         """Return the values of a block option, in the order of :data:`BLOCKS`."""
         return tuple(getattr(self, f"{option}_{block}") for block in BLOCKS)
 
-    def written(self) -> dict[str, Any]:
-        """Return every option as ``config.yaml`` has it: null where it was not set."""
-        values = self.explicit
-        return {"name": self.name, "preset": self.preset} | {
-            name: values.get(name) for name in type(self).model_fields if name not in ("name", "preset")
-        }
-
 
 def option_names() -> tuple[str, ...]:
     """Return every name a user may write in the section: short names of the block options and own options of the package's

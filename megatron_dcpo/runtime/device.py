@@ -89,6 +89,11 @@ def total_memory() -> int:
     return torch.cuda.mem_get_info()[1] if has_cuda() else 0
 
 
+def device_name() -> str:
+    """Return the name of this process's GPU, or ``cpu``."""
+    return torch.cuda.get_device_name() if has_cuda() else "cpu"
+
+
 def device_count() -> int:
     """Return the number of GPUs that this process sees; 0 on the CPU."""
     return torch.cuda.device_count() if has_cuda() else 0
@@ -123,7 +128,7 @@ _PEAK_TFLOPS = {
 def peak_tflops() -> float | None:
     """Return the dense bf16 TFLOP/s of this process's GPU by its name; None on the CPU and for cards that are not in
     the table."""
-    name = torch.cuda.get_device_name() if has_cuda() else ""
+    name = device_name()
     return next((peak for card, peak in _PEAK_TFLOPS.items() if card in name), None)
 
 

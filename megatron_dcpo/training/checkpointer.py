@@ -142,7 +142,7 @@ class Checkpointer:
             "data": {"consumed_prompts": self.sampler.consumed_prompts(step), **self.identity["data"]},
             "reward": {"nonfinite_in_a_row": self.updater.nonfinite_in_a_row},
             "engine": {"weights_version": step},  # what it has, or is about to get
-            "rollout": {"carried": saved_groups(self.sampler.carried)},
+            "rollout": {"carried": saved_groups(self.sampler.carried), "group_size": self.sampler.rollout.group_size},
         }
         with self.offload.on_device():
             self.saver.begin(step, checkpoint_state(self.policy, self.optimizer, step, run))
@@ -167,7 +167,12 @@ class Checkpointer:
             raise UserError(
                 f"the checkpoint of step {step} in {self.directory} contradicts itself: engine at version {version}"
             )
-        carried = saved.get("rollout", {"carried": []})["carried"]
-        groups = restored_groups(carried, self.sampler.draw, self.sampler.rollout.group_size)
+        rollout, size = saved.get("rollout", {"carried": []}), self.sampler.rollout.group_size
+        if rollout["carried"] and rollout.get("group_size", size) != size:
+            raise UserError(
+                f"{self.directory} carries unfinished groups of rollout.group_size={rollout['group_size']}, not {size}; "
+                "keep it to resume"
+            )
+        groups = restored_groups(rollout["carried"], self.sampler.draw, size)
         self.sampler.restore(step, int(data["consumed_prompts"]), groups)
         self.updater.nonfinite_in_a_row = int(saved["reward"]["nonfinite_in_a_row"])

@@ -10,6 +10,7 @@ from megatron_dcpo.runtime import distributed
 from megatron_dcpo.runtime.device import profile
 from megatron_dcpo.runtime.run_lock import lock_run_dir
 from megatron_dcpo.runtime.signals import RolloutAbandoned
+from megatron_dcpo.training import provenance
 from megatron_dcpo.training.run import Run, build
 from megatron_dcpo.training.weight_sync import export_policy
 from megatron_dcpo.weights.table import number_of_parameters
@@ -25,6 +26,7 @@ def train(config: Config) -> None:
     :class:`Stopped` after a signal, when everything done is saved.
     """
     with build(config) as run, lock_run_dir(run.directory, run.policy.topology.rank):
+        provenance.prepare(run.directory, config, run.policy.topology.rank)
         done = run.checkpointer.resume()
         if run.validator:
             run.validator.restore(done)
@@ -80,7 +82,9 @@ def _start(run: Run, done: int) -> None:
     run.timers.clear()
     if first and done < run.config.training.steps:
         responses = run.config.data.prompts_per_step * rollout.group_size
-        logger.info("step %d begins: %d responses of at most %d tokens", done + 1, responses, rollout.max_response_length)
+        logger.info(
+            "step %d begins: %d responses of at most %d tokens", done + 1, responses, rollout.max_response_length
+        )
 
 
 def _traced(run: Run, step: int) -> AbstractContextManager[None]:

@@ -18,7 +18,7 @@ import numpy as np
 
 from megatron_dcpo.calibration import json_ready
 from megatron_dcpo.checkpoints.saver import Saver, last_complete
-from megatron_dcpo.config import Config, as_dict, to_yaml
+from megatron_dcpo.config import Config, as_dict
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.planning.plan import Machine, make_plan
 from megatron_dcpo.policy.model import Policy
@@ -30,6 +30,7 @@ from megatron_dcpo.runtime.watchdog import Timers
 from megatron_dcpo.training.metrics import step_metrics, utilization
 from megatron_dcpo.training.mismatch import MISMATCH_EDGES, mismatch_histogram, routing_mismatch
 from megatron_dcpo.training.preflight import check_wandb
+from megatron_dcpo.training.provenance import record_start
 from megatron_dcpo.training.updater import UpdateStatistics
 from megatron_dcpo.types import BLOCKS, TrainingSample
 
@@ -56,7 +57,7 @@ class Recorder:
     ) -> None:
         self.directory, self.config, self.policy, self.decode = directory, config, policy, decode
         self.timers, self.saver = timers, saver
-        self.writes = topology.rank == 0
+        self.writes, self.processes = topology.rank == 0, topology.world_size
         self.metrics_path, self.mismatch_path = directory / "metrics.jsonl", directory / "mismatch.jsonl"
         self.planned = planned_memory(config, topology.world_size) if self.writes else {}
         self.tensorboard: Any = None
@@ -71,7 +72,7 @@ class Recorder:
             return
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            (self.directory / "config.yaml").write_text(to_yaml(self.config))
+            record_start(self.directory, self.config, self.processes, first_step - 1)
             for path in (self.metrics_path, self.mismatch_path):
                 _keep_steps_before(path, first_step)
         except OSError as refused:

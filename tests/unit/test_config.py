@@ -41,7 +41,10 @@ def test_paper_hyper_parameters():
 def test_written_config_reads_back(tmp_path):
     config = load_config(EXAMPLES / "quickstart" / "dcpo_proper.yaml", ["objective.lam=0.25", "seed=5"])
     (tmp_path / "config.yaml").write_text(to_yaml(config))
-    assert load_config(tmp_path / "config.yaml") == config
+    again = load_config(tmp_path / "config.yaml")
+    assert to_yaml(again) == to_yaml(config)
+    assert resolve(again.objective) == resolve(config.objective)
+    assert "null" not in to_yaml(config)
 
 
 @pytest.mark.parametrize(

@@ -15,5 +15,6 @@ def test_progress_takes_ten_lines_where_stderr_is_no_terminal(caplog: pytest.Log
         show("second", 0, 5)
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 12
-    assert lines[0] == "first: 0 of 135 samples" and lines[10] == "first: 135 of 135 samples"
+    assert lines[0] == "first: 0 of 135 samples"
+    assert lines[10] == "first: 135 of 135 samples"
     assert lines[11] == "second: 0 of 5 samples"

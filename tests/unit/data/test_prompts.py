@@ -74,7 +74,8 @@ def test_chat_is_the_bare_text_through_the_chat_template() -> None:
     tokenizer = ByteTokenizer()
     messages, ids = prompts.render(tokenizer, user("12*34= "), "chat")
     assert messages == user("12*34= ")
-    assert tokenizer.options["add_generation_prompt"] and 256 not in ids
+    assert tokenizer.options["add_generation_prompt"]
+    assert 256 not in ids
 
 
 def test_chat_templates_write_their_special_tokens_themselves() -> None:

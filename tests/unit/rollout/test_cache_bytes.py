@@ -43,4 +43,6 @@ def test_what_is_asked_for_is_taken():
 
 def test_the_cache_is_made_for_the_responses_of_a_step():
     many = replace(OPTIONS, max_num_seqs=512, responses=64)
-    assert cache_bytes(ARCH, many, 10**12, ranks=1) == cache_bytes(ARCH, replace(OPTIONS, max_num_seqs=64), 10**12, ranks=1)
+    assert cache_bytes(ARCH, many, 10**12, ranks=1) == cache_bytes(
+        ARCH, replace(OPTIONS, max_num_seqs=64), 10**12, ranks=1
+    )

@@ -41,7 +41,8 @@ def test_auto_takes_vllm_on_a_gpu_where_it_is_installed(model, installed):
     installed(True, gpu=True)
     assert choose_engine("auto", model()) == choose_engine("vllm", model()) == "vllm"
     installed(True)
-    assert choose_engine("auto", model()) == "transformers" and choose_engine("vllm", model()) == "vllm"
+    assert choose_engine("auto", model()) == "transformers"
+    assert choose_engine("vllm", model()) == "vllm"
     installed(False, gpu=True)
     assert choose_engine("auto", model()) == "transformers"
     with pytest.raises(UserError, match="vLLM is not installed"):

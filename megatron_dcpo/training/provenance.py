@@ -1,0 +1,189 @@
+"""Where a run comes from: ``run.json`` and ``config.yaml`` in its directory, what a resume changes, an earlier run there.
+
+``run.json`` has an entry for every start and resume: time, command line, version and commit, host, libraries, device,
+model and tokenizer by their digests. A configuration that differs from ``config.yaml`` gets a dated copy beside it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import logging
+import platform
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from megatron_dcpo import __version__
+from megatron_dcpo.checkpoints.manifest import latest_iteration
+from megatron_dcpo.config import Config, to_yaml
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.runtime.device import device_name
+from megatron_dcpo.runtime.distributed import broadcast_object
+from megatron_dcpo.runtime.files import write_atomically
+from megatron_dcpo.runtime.text import read_json_object
+
+logger = logging.getLogger(__name__)
+
+CONFIG, RUN = "config.yaml", "run.json"
+LIBRARIES = ("torch", "megatron-core", "transformers", "vllm", "transformer-engine", "numpy")
+# What a training leaves in its directory.
+WRITTEN = (
+    *(CONFIG, RUN, "config.until-*.yaml", "metrics.jsonl", "mismatch.jsonl", "samples", "evaluation", "tensorboard"),
+    *("wandb", "profile", "policy", "adapter", "checkpoints", "report.html"),
+)
+# Options that make another run of it: the checkpoint's state belongs to one value.
+FIXED = ("objective.name", "model.adapter.rank", "model.adapter.targets")
+# Options that say how a run is carried out, not what it computes.
+FREE = ("run_dir", "training.resume", "training.steps", "logging.")
+
+
+def launch(config: Config, processes: int, done: int) -> dict[str, Any]:
+    """Return the entry of ``run.json`` for this start: after ``done`` steps, by as many ``processes``."""
+    commit, dirty = source()
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "after_step": done,
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "version": __version__,
+        "commit": commit,
+        "uncommitted_changes": dirty,
+        "host": socket.gethostname(),
+        "device": device_name(),
+        "processes": processes,
+        "python": platform.python_version(),
+        "libraries": {name: version for name in LIBRARIES if (version := _version(name))},
+        "model": {"path": config.model.path, **digests(Path(config.model.path))},
+    }
+
+
+def source() -> tuple[str | None, bool | None]:
+    """Return the commit of the checkout that this package is in, and whether files differ from it; None outside one."""
+    package = Path(__file__).resolve().parents[1]
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(package), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        if not (package.parent / ".git").exists():  # an installed package may lie in somebody else's checkout
+            return None, None
+        return git("rev-parse", "HEAD"), bool(git("status", "--porcelain", "--untracked-files=no"))
+    except (OSError, subprocess.SubprocessError):
+        return None, None
+
+
+def digests(model: Path) -> dict[str, str]:
+    """Return the SHA-256 of what defines the architecture and of what defines the tokenizer, as far as there are files."""
+    files = {"config_sha256": "config.json", "tokenizer_sha256": "tokenizer.json"}
+    paths = {key: model / name for key, name in files.items()}
+    return {key: hashlib.sha256(path.read_bytes()).hexdigest() for key, path in paths.items() if path.is_file()}
+
+
+def prepare(directory: Path, config: Config, rank: int) -> None:
+    """Check what ``directory`` holds before anything is written there: a run to continue, or one to move aside. Collective;
+    raises :class:`UserError` on every rank."""
+    refused = None
+    if rank == 0:
+        try:
+            if latest_iteration(directory / "checkpoints") is not None:
+                if config.training.resume == "auto":
+                    check_resume(directory, config)
+            elif aside := move_aside(directory):
+                logger.warning("%s held a run without a checkpoint: it is in %s now", directory, aside)
+        except (UserError, OSError) as error:
+            refused = str(error)
+    if (refused := broadcast_object(refused)) is not None:
+        raise UserError(refused)
+
+
+def check_resume(directory: Path, config: Config) -> None:
+    """Say what differs from the configuration that the run in ``directory`` had last. Raises :class:`UserError` for what
+    cannot change: the method, the model, its tokenizer."""
+    now = digests(Path(config.model.path))
+    before = (launches(directory) or [{}])[-1].get("model", {})
+    for key, what in (("config_sha256", "another model"), ("tokenizer_sha256", "another tokenizer")):
+        if before.get(key, now.get(key)) != now.get(key):
+            raise UserError(
+                f"{directory} was started with {what}, {before.get('path')}, than model.path={config.model.path}; "
+                "name that one to resume, or another run_dir to start anew"
+            )
+    changed = list(differences(directory, config))
+    for name, old, new in changed:
+        if name in FIXED:
+            raise UserError(
+                f"{directory} was started with {name}={old}, not {new}; keep it to resume, or change run_dir"
+            )
+    for name, old, new in changed:
+        if not name.startswith(FREE):
+            logger.warning("resumed with %s=%s, before %s", name, new, old)
+
+
+def differences(directory: Path, config: Config) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (option, old, new) of every option that ``config.yaml`` of the run has otherwise."""
+    path = directory / CONFIG
+    if not path.is_file():
+        return
+    try:
+        old = dict(flat(OmegaConf.to_container(OmegaConf.load(path))))
+    except Exception as error:  # whatever YAML's readers raise
+        raise UserError(f"{path} cannot be read ({type(error).__name__}); restore it, or remove it to resume") from None
+    new = dict(flat(OmegaConf.to_container(OmegaConf.create(to_yaml(config)))))
+    for name in sorted(old.keys() | new.keys()):
+        if old.get(name) != new.get(name):
+            yield name, old.get(name), new.get(name)
+
+
+def flat(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted name, value) of everything set in nested mappings."""
+    if isinstance(values, Mapping):
+        for key, value in values.items():
+            yield from flat(value, f"{prefix}.{key}" if prefix else str(key))
+    elif values is not None:
+        yield prefix, values
+
+
+def launches(directory: Path) -> list[dict[str, Any]]:
+    """Return the entries of ``run.json``; none where it is not there, or damaged."""
+    try:
+        found = read_json_object(directory / RUN).get("launches")
+    except (OSError, UserError):
+        return []
+    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+
+
+def record_start(directory: Path, config: Config, processes: int, done: int) -> None:
+    """Write ``config.yaml``, with a dated copy of the one it replaces where that differs, and add to ``run.json``."""
+    entry, path = launch(config, processes, done), directory / CONFIG
+    if done and any(differences(directory, config)):
+        stamp = entry["time"].replace(":", "").removesuffix("+0000")
+        path.replace(directory / f"config.until-{stamp}.yaml")
+    write_atomically(path, to_yaml(config))
+    write_atomically(directory / RUN, json.dumps({"launches": [*launches(directory), entry]}, indent=1) + "\n")
+
+
+def move_aside(directory: Path) -> Path | None:
+    """Move what an earlier training without a checkpoint left in ``directory`` into ``directory.N``; return where, or None
+    where it has logged nothing."""
+    if not any((directory / name).exists() for name in ("metrics.jsonl", "samples", "policy")):
+        return None
+    number = next(n for n in range(1, 10_000) if not directory.with_name(f"{directory.name}.{n}").exists())
+    aside = directory.with_name(f"{directory.name}.{number}")
+    aside.mkdir()
+    for path in [path for pattern in WRITTEN for path in directory.glob(pattern)]:
+        path.rename(aside / path.name)
+    return aside
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
