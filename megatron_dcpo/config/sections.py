@@ -213,7 +213,7 @@ class TrainingConfig:
     in a row end the run. ``profile_steps``: steps of which the first rank leaves a trace in ``profile/``.
     ``keep_best``: BENCHMARK/METRIC or METRIC of the validation, whose best checkpoint is kept beside the newest
     ``keep_checkpoints``; ``early_stop``: the run ends when that many validations in a row have not improved on it (0:
-    never)."""
+    never). ``on_warning``: whether a warning of ``training/warnings.py`` ends the run."""
 
     steps: Positive = 120
     updates_per_rollout: Positive = 1
@@ -230,6 +230,7 @@ class TrainingConfig:
     max_nonfinite_steps: Positive = 3
     profile_steps: tuple[Positive, ...] = ()
     offload_optimizer_during_rollout: bool = False
+    on_warning: Literal["log", "stop"] = "log"
 
 
 @dataclass(frozen=True, config=_STRICT)

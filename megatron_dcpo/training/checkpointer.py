@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -125,6 +125,17 @@ class Checkpointer:
             f"stopped by {signals.name_of(number)} after step {done} of {self.training.steps}"
             f"{', saved' if done else ', nothing to save yet'}; --resume auto continues {self.directory}",
             EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_REQUEUE,
+        )
+
+    def stop_if_warned(self, warned: Sequence[str], done: int) -> None:
+        """Checkpoint and raise :class:`UserError` where the first rank was ``warned`` after the ``done`` steps and
+        ``training.on_warning`` is ``stop``."""
+        if self.training.on_warning != "stop" or not (text := broadcast_object("; ".join(warned))):
+            return
+        self.save_now(done)
+        self.saver.wait()
+        raise UserError(
+            f"step {done} of {self.directory}: {text} (training.on_warning=stop; saved, --resume auto continues)"
         )
 
     @contextmanager

@@ -36,8 +36,8 @@ CONFIG, RUN = "config.yaml", "run.json"
 LIBRARIES = ("torch", "megatron-core", "transformers", "vllm", "transformer-engine", "numpy")
 # What a training leaves in its directory.
 WRITTEN = (
-    *(CONFIG, RUN, "config.until-*.yaml", "metrics.jsonl", "mismatch.jsonl", "samples", "evaluation", "tensorboard"),
-    *("wandb", "profile", "policy", "adapter", "checkpoints", "report.html"),
+    *(CONFIG, RUN, "config.until-*.yaml", "metrics.jsonl", "mismatch.jsonl", "warnings.jsonl", "samples", "evaluation"),
+    *("tensorboard", "wandb", "profile", "policy", "adapter", "checkpoints", "report.html"),
 )
 # Options that make another run of it: the checkpoint's state belongs to one value.
 FIXED = ("objective.name", "model.adapter.rank", "model.adapter.targets")

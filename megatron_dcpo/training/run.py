@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -40,8 +41,11 @@ from megatron_dcpo.training.recorder import Recorder
 from megatron_dcpo.training.sampler import Sampler
 from megatron_dcpo.training.updater import Reference, Updater
 from megatron_dcpo.training.validation import Validator
+from megatron_dcpo.training.warnings import too_few_problems
 from megatron_dcpo.training.weight_sync import WeightSync
 from megatron_dcpo.types import Prompt
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,8 @@ def build(config: Config) -> Iterator[Run]:
     topology = distributed.initialize(
         *parallel.sizes, seed=config.seed, timeout_minutes=parallel.distributed_timeout_minutes
     )
+    if topology.rank == 0 and (text := too_few_problems(len(prompts), config.data.prompts_per_step)):
+        logger.warning("%s: %s", config.data.path, text)
     watch = Watchdog(directory / "heartbeat", topology.rank, topology.world_size).start()
     timers = Timers(watch)
     policy = build_policy(config.model, parallel, topology, training=not config.frozen)

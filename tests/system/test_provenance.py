@@ -47,7 +47,10 @@ def test_a_resume_says_what_differs_and_keeps_what_was(finished: Path, tmp_path:
     assert done.returncode == 0, done.stderr[-2000:]
     assert "resumed with objective.lam=1.0, before 0.5" in done.stderr
     assert "resumed with optimizer.lr=1e-05, before 0.0003" in done.stderr
-    assert [entry["after_step"] for entry in json.loads((tmp_path / "run" / "run.json").read_text())["launches"]] == [0, 2]
+    assert [entry["after_step"] for entry in json.loads((tmp_path / "run" / "run.json").read_text())["launches"]] == [
+        0,
+        2,
+    ]
     (before,) = (tmp_path / "run").glob("config.until-*.yaml")
     assert yaml.safe_load(before.read_text())["objective"]["lam"] == 0.5
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["objective"]["lam"] == 1.0
@@ -82,3 +85,15 @@ def test_a_run_without_a_checkpoint_is_moved_aside(finished: Path, tmp_path: Pat
     for name in ("metrics.jsonl", "config.yaml", "run.json", "policy/model.safetensors"):
         assert (tmp_path / "run.1" / name).read_bytes() == (finished / name).read_bytes()
     assert (directory / "notes.txt").is_file()
+
+
+def test_a_hopeless_run_says_so_and_stops_where_asked(tmp_path: Path) -> None:
+    """A policy that cannot finish a response within two tokens: everything is malformed."""
+    overrides = ("rollout.max_response_length=2", "training.steps=30", "training.on_warning=stop")
+    done = run("train", "--config", QUICKSTART / "dcpo.yaml", f"run_dir={tmp_path / 'run'}", *SMALL, *overrides)
+    assert done.returncode == 2
+    assert "no response states a valid confidence" in done.stderr
+    assert "training.on_warning=stop; saved" in done.stderr.splitlines()[-1]
+    assert len(metrics(tmp_path / "run")) == 5
+    assert (tmp_path / "run" / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "5"
+    assert {json.loads(line)["watcher"] for line in (tmp_path / "run" / "warnings.jsonl").open()} >= {"all_malformed"}
