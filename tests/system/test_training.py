@@ -40,6 +40,17 @@ def test_run_directory_holds_what_the_design_promises(three_steps):
     assert sorted(p.name for p in (run_dir / "checkpoints").glob("iter_*")) == ["iter_0000002", "iter_0000003"]
 
 
+def test_every_metric_is_on_the_page_of_metrics(three_steps):
+    """A row names ``a/b``, or ``/b`` beside another of its family; families with names of a model or phase by prefix."""
+    page = (REPOSITORY / "docs" / "metrics.md").read_text()
+    families = ("format/", "time/", "memory/", "grad_cosine", "evaluation/")
+    for name in three_steps[1][0].keys() - {"step"}:
+        stem = name.removesuffix("_reasoning").removesuffix("_confidence")
+        family, _, last = stem.rpartition("/")
+        beside = f"`{family}/" in page and (f"`/{last}`" in page or f"`_{last.rpartition('_')[2]}`" in page)
+        assert f"`{stem}`" in page or beside or name.startswith(families), f"docs/metrics.md lacks {name}"
+
+
 def test_trained_policy_loads_in_transformers(three_steps):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
