@@ -8,6 +8,7 @@ from typing import Any
 
 # Exit statuses of every verb besides 0 and Python's own 1 for an unforeseen exception.
 EXIT_USER_ERROR = 2
+EXIT_DOES_NOT_FIT = 3  # of dcpo plan
 EXIT_PEER_LOST = 98  # another process of the job died or hung: start the job again with --resume auto
 EXIT_REQUEUE = 99  # stopped by SIGTERM or SIGUSR1 and saved: Slurm's RequeueExit
 EXIT_INTERRUPTED = 130

@@ -1,4 +1,4 @@
-"""Supervised warm start: teach SmolLM2-135M-Instruct the five tasks and the format, in about ten minutes of two cores.
+"""Supervised warm start: teach SmolLM2-135M-Instruct the four tasks and the format, in about ten minutes of two cores.
 
     python warm_start.py --base DIR --data DIR --out DIR
 
@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--base", type=Path, required=True, help="the dequantized model")
     parser.add_argument("--data", type=Path, required=True, help="the directory written by tasks.py")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--limit", type=int, default=None, help="examples")
     parser.add_argument("--seed", type=int, default=1)

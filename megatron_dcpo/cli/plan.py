@@ -65,7 +65,7 @@ def _positive(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
-    from megatron_dcpo.errors import UserError
+    from megatron_dcpo.errors import EXIT_DOES_NOT_FIT, UserError
 
     if args.reshard:
         config = load_config(args.config, args.overrides)
@@ -80,11 +80,12 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--reserve-gb {args.reserve_gb:g} is outside 0 ... --gpu-memory-gb {args.gpu_memory_gb:g}")
     config = load_config(args.config, args.overrides)
     from megatron_dcpo.planning.advice import as_dict
-    from megatron_dcpo.planning.host import this_machine
     from megatron_dcpo.planning.plan import Machine, make_plan
     from megatron_dcpo.planning.traffic import Rates
 
     if args.gpus is None:
+        from megatron_dcpo.planning.host import this_machine
+
         machine, rates = this_machine(config, args.response_tokens)
     else:
         machine = Machine(args.gpus, args.gpu_memory_gb, args.reserve_gb, args.response_tokens)
@@ -107,4 +108,4 @@ def run(args: argparse.Namespace) -> int:
         from megatron_dcpo.planning.report import print_plan
 
         print_plan(plan)
-    return 0
+    return 0 if plan.fits else EXIT_DOES_NOT_FIT

@@ -36,14 +36,13 @@ def plan(tmp_path, capsys):
         command = ["plan", "--config", config, "--gpus", str(gpus), f"model.path={tmp_path}"]
         status = main([*command, *(["--json"] if json_output else []), *arguments])
         out, err = capsys.readouterr()
-        return status, json.loads(out) if json_output and not status else out, err
+        return status, json.loads(out) if json_output and status in (0, 3) else out, err
 
     return run
 
 
 def test_70b_by_hand(plan):
-    status, facts, _ = plan(64, f"{TP}=8", f"{PP}=4", "parallel.sequence_parallel=true")
-    assert status == 0
+    _, facts, _ = plan(64, f"{TP}=8", f"{PP}=4", "parallel.sequence_parallel=true")
     assert facts["parameters"] == 70_553_706_496
     # 20 layers of a rank, and on the first stage the embedding
     layer = (8192 * (64 + 2 * 8) * 128 + 8192 * 64 * 128 + 3 * 8192 * 28672) // 8 + 2 * 8192
@@ -78,7 +77,7 @@ def test_optimizer_state_shrinks_with_data_parallelism_and_activations_with_reco
 def test_resharding_is_what_the_synchronization_moves(plan, gpus, arguments, engine, replicas):
     shape = ("rollout.engine=vllm", f"rollout.tensor_model_parallel_size={engine}", "model.params_dtype=bf16")
     status, facts, err = plan(gpus, *arguments, *shape)
-    assert status == 0, err
+    assert status in (0, 3), err
     layout = Layout(**{k: v for k, v in facts["layout"].items() if k != "data_parallel_size"})
     assert facts["layout"]["data_parallel_size"] == replicas
     arch = parse_architecture(LLAMA_70B)
@@ -93,7 +92,7 @@ def test_verdict_names_what_to_change(plan):
         "rollout.gpu_memory_utilization=0.9",
     )
     status, text, _ = plan(64, f"{TP}=8", f"{PP}=4", *greedy, json_output=False)
-    assert status == 0
+    assert status == 3
     assert "does not fit" in text
     assert "parallel.sequence_parallel=true" in text
     assert "Assumed: 989 TFLOP/s" in text
@@ -202,11 +201,10 @@ def test_responses_of_32k_fit_with_context_parallelism(capsys, name, gpus, tp, c
     facts = []
     for size in (1, cp):
         layout = [f"{TP}={tp}", f"parallel.context_parallel_size={size}", f"parallel.recompute_granularity={recompute}"]
-        assert (
-            main(["plan", "--config", config, "--gpus", str(gpus), f"model.path={model}", *long, *layout, "--json"])
-            == 0
-        )
+        command = ["plan", "--config", config, "--gpus", str(gpus), f"model.path={model}", *long, *layout, "--json"]
+        status = main(command)
         facts.append(json.loads(capsys.readouterr().out))
+        assert status == (0 if facts[-1]["fits"] else 3)
     without, context = facts
     assert context["fits"], context["change"]
     assert without["fits"] == (recompute == "full")
