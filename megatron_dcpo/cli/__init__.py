@@ -124,6 +124,14 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
     return load_config(path, list(overrides))
 
 
+def add_verifier_arguments(parser: Any) -> None:
+    """Add what judges answers: ``judging.verifier`` and ``judging.threshold`` of a run."""
+    parser.add_argument(
+        "--verifier", metavar="PATH", help="your own verifier, file.py:function (docs/bring_your_own.md#a-verifier)"
+    )
+    parser.add_argument("--threshold", type=float, metavar="S", help="least score of a right response (default 1)")
+
+
 def add_sandbox_arguments(parser: Any) -> None:
     """Add where programs run, and their limits (``program_limits``)."""
     parser.add_argument(

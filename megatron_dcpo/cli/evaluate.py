@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from megatron_dcpo.cli import VERBS, add_sandbox_arguments, positive_int, program_limits
+from megatron_dcpo.cli import VERBS, add_sandbox_arguments, add_verifier_arguments, positive_int, program_limits
 from megatron_dcpo.runtime import signals
 from megatron_dcpo.runtime.text import parse_json, printable
 
@@ -43,6 +43,7 @@ def add_parser(subparsers: Any) -> None:
         metavar="CONFIG",
         help="prompts as that run had them: its template, marker, longest response, and with --endpoint its tokenizer",
     )
+    add_verifier_arguments(parser)
     parser.add_argument("--benchmarks", metavar="A,B", help="names (math500, aime24, ...) or NAME=PATH of a data file")
     parser.add_argument("--out", metavar="RUN", required=True, help="directory to write to")
     parser.add_argument("--repeats", type=positive_int, help="responses per problem (default 4)")
@@ -150,7 +151,9 @@ def as_trained(path: str, server: bool) -> dict[str, Any]:
     from megatron_dcpo.config import load_config
 
     config = load_config(path)
-    options = {"template": config.data.template, "marker": config.judging.marker}
+    judging = config.judging
+    options: dict[str, Any] = {"template": config.data.template, "marker": judging.marker}
+    options |= {"verifier": judging.verifier, "threshold": judging.threshold}
     return (
         options
         | {"max_tokens": config.rollout.max_response_length}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
 
-from megatron_dcpo.config.sections import Config, ParallelConfig, RolloutConfig
+from megatron_dcpo.config.sections import BUILT_IN, Config, ParallelConfig, RolloutConfig
 from megatron_dcpo.errors import UserError, did_you_mean
 from megatron_dcpo.objectives import find_method, resolve
 from megatron_dcpo.objectives.options import ObjectiveConfig
@@ -15,6 +15,10 @@ def check_compatible(config: Config, source: str) -> None:
     training = config.training
     for refused, why in (
         *_parallel_rules(config.parallel),
+        (
+            (config.judging.graded or config.judging.threshold < 1) and config.judging.verifier in BUILT_IN,
+            "judging.graded and judging.threshold are for a verifier of your own; name it, or remove them",
+        ),
         (
             config.optimizer.min_lr > config.optimizer.lr,
             f"optimizer.min_lr={config.optimizer.min_lr} is above optimizer.lr={config.optimizer.lr}",

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from megatron_dcpo.errors import one_line
+from megatron_dcpo.errors import did_you_mean, one_line
 from megatron_dcpo.objectives.options import ObjectiveConfig
+from megatron_dcpo.runtime.plugins import is_import_path
 from megatron_dcpo.sandbox.local import CodeLimits
 from megatron_dcpo.types import CONFIDENCE_TAG
 
@@ -155,17 +156,36 @@ class RolloutConfig:
     max_staleness: NonNegative = 0
 
 
+BUILT_IN = ("math", "code")  # verifiers
+
+
+def _verifier(name: str) -> str:
+    if name not in BUILT_IN and not is_import_path(name):
+        raise ValueError(f"expected math, code or an import path as my_reward.py:verify{did_you_mean(name, BUILT_IN)}")
+    return name
+
+
+VerifierName = Annotated[str, AfterValidator(_verifier)]
+
+
 @dataclass(frozen=True, config=_STRICT)
 class JudgingConfig:
-    """``marker`` opens the confidence block; ``verifier`` decides correctness R.
+    """``marker`` opens the confidence block; ``verifier`` decides correctness R: ``math``, ``code``, or a function of the
+    user's, ``my_reward.py:verify`` (docs/bring_your_own.md#a-verifier).
 
+    ``threshold``: a response is right when the user's verifier gives it at least this score. ``graded``: R is the score
+    itself, else it is 1 or 0. ``max_error_rate``: share of a step's responses that the user's verifier may fail on.
     ``sandbox``: what programs run in (``auto``, ``bubblewrap``, ``landlock``,
     ``unsafe``).
-    ``test_seconds``, ``program_seconds``: wall time of one test and of all tests of a program.
+    ``test_seconds``, ``program_seconds``: wall time of one test and of all tests of a program. ``test_seconds`` and
+    ``memory_mb`` also bound one call of the user's verifier.
     """
 
     marker: Annotated[str, Field(min_length=1)] = CONFIDENCE_TAG
-    verifier: Literal["math", "code"] = "math"
+    verifier: VerifierName = "math"
+    threshold: Annotated[float, Field(gt=0, le=1)] = 1.0
+    graded: bool = False
+    max_error_rate: Annotated[float, Field(ge=0, le=1)] = 0.05
     sandbox: Annotated[str, Field(min_length=1)] = "auto"
     test_seconds: Annotated[float, Field(gt=0)] = CodeLimits.test_seconds
     program_seconds: Annotated[float, Field(gt=0)] = CodeLimits.program_seconds

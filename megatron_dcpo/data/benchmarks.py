@@ -209,10 +209,14 @@ def find_benchmark(name: str) -> Benchmark:
 
 
 def load_benchmark(
-    spec: str, data_dir: str | Path | None = None, corrections: bool = False, untested: bool = False
+    spec: str,
+    data_dir: str | Path | None = None,
+    corrections: bool = False,
+    untested: bool = False,
+    keep_columns: bool = False,
 ) -> LoadedBenchmark:
     """Return a registered benchmark by name, or ``NAME=PATH``. ``corrections`` repairs documented defects of the data;
-    ``untested`` keeps programming problems whose tests assert nothing.
+    ``untested`` and ``keep_columns`` as in :func:`load_records`.
 
     A name may be followed by another window of contest dates: ``lcbv5:2024-10-01..2025-02-01``, the last day left out.
     """
@@ -221,14 +225,14 @@ def load_benchmark(
     if has_path:
         if not re.fullmatch(r"[\w.-]+", name) or dates or not path:
             raise UserError(f"bad benchmark {spec!r}; write NAME=PATH, NAME of letters, digits and . _ -")
-        return LoadedBenchmark(name, path, tuple(load_records(path, task=name, untested=untested)), ())
+        return LoadedBenchmark(name, path, tuple(load_records(path, name, untested, keep_columns)), ())
     entry = find_benchmark(name)
     if dates:
         entry = replace(entry, window=_parse_window(spec, dates, entry), count=0)
     sources = _find_sources(entry, data_dir)
     rows = _rows_of(entry, sources, corrections)
     try:
-        records, left_out, _ = split_usable_rows(rows, entry.name, True, sources[0], untested)
+        records, left_out, _ = split_usable_rows(rows, entry.name, True, sources[0], untested, keep_columns)
     except UserError as error:
         if sources != [entry.hub]:
             raise

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from megatron_dcpo.config import Config, ValidationConfig
+from megatron_dcpo.config import Config, JudgingConfig, ValidationConfig
 from megatron_dcpo.data import LoadedBenchmark, load_benchmark, render_prompts
 from megatron_dcpo.data.benchmarks import find_benchmark, parse_specs
 from megatron_dcpo.errors import UserError, did_you_mean
@@ -18,11 +18,10 @@ from megatron_dcpo.evaluation.evaluate import Equivalent, Judge, equivalent_math
 from megatron_dcpo.evaluation.programs import same_program
 from megatron_dcpo.evaluation.samples import Sample
 from megatron_dcpo.evaluation.scoring import BETTER, headline, score_samples
-from megatron_dcpo.judging.answers import FENCED
 from megatron_dcpo.judging.judge import judge_many, with_text
-from megatron_dcpo.judging.programs import PackedTests, ProgramVerifier
+from megatron_dcpo.judging.programs import PackedTests
 from megatron_dcpo.judging.token_bytes import TokenBytes
-from megatron_dcpo.sandbox.local import CodeLimits
+from megatron_dcpo.judging.verifiers import FindVerifier, is_users, verifiers
 from megatron_dcpo.types import Prompt, Response
 
 logger = logging.getLogger(__name__)
@@ -38,30 +37,31 @@ class Problems:
     equivalent: Equivalent
 
 
-def load_problems(
-    benchmarks: str, marker: str, limits: CodeLimits, sandbox: str, *options: Any, **more: Any
-) -> list[Problems]:
-    """Load the ``benchmarks`` of a list of names and files; ``options`` are those of ``load_benchmark``.
+def load_problems(benchmarks: str, judging: JudgingConfig, *options: Any, **more: Any) -> list[Problems]:
+    """Load the ``benchmarks`` of a list of names and files; ``options`` are those of ``load_benchmark``. A user's verifier
+    judges all of them, but for programs that have tests.
 
     Raises :class:`UserError` for everything that can be wrong with the data, or with running programs here.
     """
+    more["keep_columns"] = is_users(judging.verifier)
     loaded = [load_benchmark(spec, *options, **more) for spec in parse_specs(benchmarks)]
     for warning in (text for benchmark in loaded for text in benchmark.warnings):
         logger.warning(warning)
     tests_of = [{r.answer: r.tests for r in b.records if r.tests is not None} for b in loaded]
     tests = dict(ChainMap(*tests_of))
-    programs = ProgramVerifier(tests, limits, sandbox) if tests else None
+    find, otherwise = verifiers(judging, tests), judging.verifier if is_users(judging.verifier) else "math"
     return [
-        Problems(b, own, judge_of(marker, programs if own else None), same_program if own else equivalent_math)
+        Problems(
+            b, own, judge_of(judging, find, "code" if own else otherwise), same_program if own else equivalent_math
+        )
         for b, own in zip(loaded, tests_of, strict=True)
     ]
 
 
-def judge_of(marker: str, programs: ProgramVerifier | None) -> Judge:
-    """Return the judge of programs where there is a verifier of programs, else of mathematics."""
-    if programs is None:
-        return partial(judge_many, marker=marker)
-    return partial(judge_many, marker=marker, verifier=programs, form=FENCED)
+def judge_of(judging: JudgingConfig, find: FindVerifier, name: str) -> Judge:
+    """Return the judge of the verifier ``name``."""
+    verifier, form = find(name)
+    return partial(judge_many, marker=judging.marker, verifier=verifier, form=form)
 
 
 # ------------------------------------------------------------------------------------------------ of a run
@@ -130,9 +130,7 @@ def load_held_out(config: Config, tokenizer: Any, tokens: TokenBytes) -> HeldOut
     if not options.interval:
         return None
     check_validation(config)
-    problems = load_problems(
-        benchmark_list(options), judging.marker, judging.limits, judging.sandbox, untested=config.data.untested
-    )
+    problems = load_problems(benchmark_list(options), judging, untested=config.data.untested)
     prompts: dict[str, Prompt] = {}
     for one in problems:
         name = one.benchmark.name

@@ -12,6 +12,8 @@ from megatron_dcpo.config import Config
 from megatron_dcpo.data.prompts import find_template
 from megatron_dcpo.errors import UserError, check_world_size
 from megatron_dcpo.evaluation.heldout import benchmark_names, check_validation
+from megatron_dcpo.judging.users import load_function
+from megatron_dcpo.judging.verifiers import is_users
 from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.weights.architecture import Architecture, read_architecture
 from megatron_dcpo.weights.layout import Layout
@@ -48,9 +50,11 @@ def check_wandb(config: Config) -> None:
 
 
 def check_pass_through(config: Config) -> None:
-    """Check the names of what is handed on to Megatron and vLLM, where they are installed, and the prompt template. Raises
-    :class:`UserError`."""
+    """Check the names of what is handed on to Megatron and vLLM, where they are installed, the prompt template and the
+    verifier. Raises :class:`UserError`."""
     find_template(config.data.template)
+    if is_users(config.judging.verifier):
+        load_function(config.judging.verifier)
     if config.parallel.megatron:
         from megatron_dcpo.policy.megatron_options import check_megatron_options
 

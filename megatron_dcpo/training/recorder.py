@@ -211,6 +211,7 @@ class Recorder:
                     "confidence": judgement.confidence,
                     "status": judgement.status,
                     "finish_reason": response.finish_reason,
+                    **({} if judgement.logged is None else {"logged": judgement.logged}),
                 }
                 file.write(json.dumps(json_ready(record), ensure_ascii=False) + "\n")
 

@@ -19,10 +19,10 @@ from megatron_dcpo.data import load_prompts
 from megatron_dcpo.data.datasets import draw_prompts, fingerprint
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.heldout import HeldOut, load_held_out
-from megatron_dcpo.judging.answers import BOXED, FENCED, AnswerForm
+from megatron_dcpo.judging.answers import AnswerForm
 from megatron_dcpo.judging.judge import JUDGES, Verifier, judge_many
-from megatron_dcpo.judging.math.pool import verify_answers
 from megatron_dcpo.judging.token_bytes import token_bytes
+from megatron_dcpo.judging.verifiers import is_users, verifiers
 from megatron_dcpo.objectives import build_method
 from megatron_dcpo.policy.adapter import Adapter, AdapterOptimizer
 from megatron_dcpo.policy.gradient_probe import probe_block_gradients
@@ -88,6 +88,7 @@ def build(config: Config) -> Iterator[Run]:
         config.data.limit or None,
         marker=config.judging.marker,
         untested=config.data.untested,
+        keep_columns=is_users(config.judging.verifier),
     )
     held_out = load_held_out(config, tokenizer, vocabulary)
     verifier, form = build_verifier(config, prompts)
@@ -112,8 +113,8 @@ def build(config: Config) -> Iterator[Run]:
     saver = build_saver(config, topology)
     weight_sync = WeightSync(policy, optimizer, engine, topology, watch, config.rollout.bucket_bytes)
     draw = partial(draw_prompts, prompts, seed=config.seed, shuffle=config.data.shuffle)
-    parts = draw, engine, judge, JUDGES, method, weight_sync.recover, topology, timers
-    sampler = Sampler(*parts, config.rollout, config.data.prompts_per_step, config.seed)
+    parts = draw, engine, judge, JUDGES, method, weight_sync.recover, topology, timers, config.rollout
+    sampler = Sampler(*parts, config.data.prompts_per_step, config.seed, config.judging.max_error_rate)
     probe = None
     if isinstance(optimizer, PolicyOptimizer):
         probe = partial(probe_block_gradients, policy, optimizer.megatron)
@@ -213,15 +214,11 @@ def build_verifier(config: Config, prompts: Sequence[Prompt]) -> tuple[Verifier,
     when programs cannot be run safely here."""
     tests = {prompt.ground_truth: prompt.tests for prompt in prompts if prompt.tests is not None}
     with_tests = sum(prompt.tests is not None for prompt in prompts)
-    if config.judging.verifier == "math":
-        if with_tests:
-            raise UserError(f"{config.data.path}: {with_tests} programming problems; set judging.verifier=code")
-        return verify_answers, BOXED
-    if with_tests < len(prompts):
+    if config.judging.verifier == "math" and with_tests:
+        raise UserError(f"{config.data.path}: {with_tests} programming problems; set judging.verifier=code")
+    if config.judging.verifier == "code" and with_tests < len(prompts):
         raise UserError(
             f"{config.data.path}: {len(prompts) - with_tests} of {len(prompts)} problems have no tests; "
             "judging.verifier=code needs programming problems"
         )
-    from megatron_dcpo.judging.programs import ProgramVerifier
-
-    return ProgramVerifier(tests, config.judging.limits, config.judging.sandbox), FENCED
+    return verifiers(config.judging, tests)(config.judging.verifier)
