@@ -25,6 +25,7 @@ Copied = TypeVar("Copied")
 BLOCK_NONE, BLOCK_REASONING, BLOCK_CONFIDENCE = 0, 1, 2
 BLOCKS = {"reasoning": BLOCK_REASONING, "confidence": BLOCK_CONFIDENCE}
 VERIFIER_ERROR = "verifier_error"  # the category of a response that a user's verifier did not judge
+REASONING_GYM = "reasoning_gym:"  # opens the path of a task of Reasoning Gym
 CONFIDENCE_TAG = "<conf>"  # opens the confidence block; configuration key judging.marker
 
 ConfidenceStatus = Literal[

@@ -25,6 +25,7 @@ import numpy as np
 from megatron_dcpo.data import prompts
 from megatron_dcpo.data.code_problems import OtherLanguage, Untested, code_problem, pack_tests, tests_key
 from megatron_dcpo.data.files import Row, read_rows
+from megatron_dcpo.data.gym import gym_rows, is_gym, parse_gym
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.types import CONFIDENCE_TAG, Prompt
 
@@ -80,7 +81,8 @@ def load_prompts(
     """Return the prompts of a data set: rendered, tokenized, each with an id of its own (equal problems stay separate
     groups).
 
-    ``path_or_name``: a file, a directory with one data file, or a hub name ``owner/name[:config][@split]``.
+    ``path_or_name``: a file, a directory with one data file, a hub name ``owner/name[:config][@split]``, or
+    ``reasoning_gym:TASK``.
     Prompts of more than ``max_prompt_length`` tokens are dropped, ``limit`` keeps the first ones that are left
     (``None`` or 0: all). ``marker`` is what the ``paper`` template asks the confidence line to begin with.
     """
@@ -129,16 +131,23 @@ def _prompt(record: Record, messages: tuple[dict[str, str], ...], token_ids: tup
     return Prompt(record.prompt_id, messages, token_ids, record.answer, record.task, record.tests, record.row)
 
 
-def draw_prompts(prompts: Sequence[Prompt], first: int, count: int, *, seed: int, shuffle: bool) -> list[Prompt]:
-    """Return ``count`` prompts from the ``first`` (0-based) on: epoch after epoch, each in its own order when ``shuffle``.
+def draw_prompts(
+    prompts: Sequence[Prompt], first: int, count: int, *, seed: int, shuffle: bool, ranks: np.ndarray | None = None
+) -> list[Prompt]:
+    """Return ``count`` prompts from the ``first`` (0-based) on: epoch after epoch, each in its own order when ``shuffle``;
+    sorted by ``ranks`` where there are any, then only equal ones are shuffled.
 
     A function of seed and position alone, so that resuming needs no generator. The epoch is appended to ``prompt_id``, so
     that a prompt met twice in one step forms two groups.
     """
     chosen = []
+    order, ordered = np.arange(0), -1
     for position in range(first, first + count):
         epoch, index = divmod(position, len(prompts))
-        prompt = prompts[int(_order(len(prompts), epoch, seed)[index]) if shuffle else index]
+        if epoch != ordered:
+            order, ordered = _order(len(prompts), epoch, seed) if shuffle else np.arange(len(prompts)), epoch
+            order = order if ranks is None else order[np.argsort(ranks[order], kind="stable")]
+        prompt = prompts[int(order[index])]
         chosen.append(replace(prompt, prompt_id=f"{prompt.prompt_id}@{epoch}"))
     return chosen
 
@@ -151,7 +160,7 @@ def fingerprint(prompts: Sequence[Prompt]) -> str:
     return digest.hexdigest()[:16]
 
 
-@functools.lru_cache(maxsize=2)
+@functools.lru_cache(maxsize=16)  # of the sources of a mixture
 def _order(n: int, epoch: int, seed: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(n)
 
@@ -165,7 +174,10 @@ def load_records(
     """Return all problems with an answer. ``task`` names them, by default the row's ``data_source`` or the file's name.
     ``untested`` keeps programming problems whose tests assert nothing, ``keep_columns`` the :func:`columns` of each row
     for a user's verifier, which may do without an answer."""
-    name, rows = task or _task_name(path_or_name), enumerate(read_rows(path_or_name))
+    gym = is_gym(path_or_name)
+    keep_columns = keep_columns or gym
+    rows = enumerate(gym_rows(str(path_or_name)) if gym else read_rows(path_or_name))
+    name = task or task_name(path_or_name)
     options = name, task is not None, str(path_or_name), untested, keep_columns
     records, left_out, dropped = split_usable_rows(rows, *options)
     for what, count in dropped.items():
@@ -295,9 +307,11 @@ def _as_messages(problem: Any, where: str) -> tuple[dict[str, str], ...]:
     raise UserError(f"{where}: the problem is neither text nor a list of messages that ends with the user's")
 
 
-def _task_name(path_or_name: str | Path) -> str:
+def task_name(path_or_name: str | Path) -> str:
     """Return a task's name: ``.../math500/test.jsonl`` -> math500; ``.../aime24.parquet`` -> aime24;
-    ``owner/name@test`` -> name."""
+    ``owner/name@test`` -> name; ``reasoning_gym:chain_sum`` -> chain_sum."""
+    if is_gym(path_or_name):
+        return parse_gym(str(path_or_name)).name
     path = Path(str(path_or_name).partition("@")[0].partition(":")[0])
     stem = path.name.removesuffix(".gz")
     stem = stem.rsplit(".", 1)[0] if stem.endswith((".json", ".jsonl", ".parquet")) else stem

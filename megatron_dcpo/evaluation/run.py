@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from megatron_dcpo.config import JudgingConfig, ValidationConfig
 from megatron_dcpo.data import LoadedBenchmark, render_prompts
 from megatron_dcpo.data.datasets import message_prompts
+from megatron_dcpo.data.gym import VERIFIER
 from megatron_dcpo.data.prompts import find_template
 from megatron_dcpo.errors import UserError, validation_message
 from megatron_dcpo.evaluation.evaluate import (
@@ -211,12 +212,16 @@ def _old_samples(config: EvaluationConfig) -> list[Sample]:
 def _judge_again(samples: list[Sample], tests: PackedTests, config: EvaluationConfig) -> list[Sample]:
     """Judge programs and everything else again, each by their judge, in the order given."""
     find, otherwise = verifiers(config.judging, tests), config.verifier if is_users(config.verifier) else "math"
+    names = [
+        "code" if is_code(sample) else VERIFIER if "reasoning_gym" in (sample.row or {}) else otherwise
+        for sample in samples
+    ]
     judged: dict[int, Sample] = {}
-    for code in (False, True):
-        places = [place for place, sample in enumerate(samples) if is_code(sample) is code]
+    for name in ("code", VERIFIER, otherwise):
+        places = [place for place, own in enumerate(names) if own == name]
         if places:
-            judge = judge_of(config.judging, find, "code" if code else otherwise)
-            equivalent = same_program if code else equivalent_math
+            judge = judge_of(config.judging, find, name)
+            equivalent = same_program if name == "code" else equivalent_math
             judged |= dict(zip(places, rejudge([samples[p] for p in places], judge, equivalent), strict=True))
     return [judged[place] for place in range(len(samples))]
 

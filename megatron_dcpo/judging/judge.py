@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 from megatron_dcpo.judging.answers import BOXED, AnswerForm, Attempt, Outcome
 from megatron_dcpo.judging.blocks import Split, ends_of_tokens, split_blocks, split_text
@@ -71,15 +72,18 @@ def judge_many(
 
 
 def judge_by_task(
-    responses: Sequence[Response], prompts: Mapping[str, Prompt], judges: Mapping[str, Judge]
+    responses: Sequence[Response],
+    prompts: Mapping[str, Prompt],
+    judges: Mapping[str, Callable[..., Any]],
+    **options: Any,
 ) -> list[Judgement]:
-    """Judge responses to problems of several sources, each by the judge of its task; in order."""
+    """Judge responses to problems of several sources, each by the judge of its task, with ``options``; in order."""
     own: dict[str, list[int]] = {}
     for place, response in enumerate(responses):
         own.setdefault(prompts[response.prompt_id].task, []).append(place)
     judged: dict[int, Judgement] = {}
     for task, places in own.items():
-        judged |= zip(places, judges[task]([responses[place] for place in places], prompts), strict=True)
+        judged |= zip(places, judges[task]([responses[place] for place in places], prompts, **options), strict=True)
     return [judged[place] for place in range(len(responses))]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from megatron_dcpo.config import JudgingConfig
 from megatron_dcpo.config.sections import BUILT_IN
+from megatron_dcpo.data.gym import VERIFIER
 from megatron_dcpo.judging.answers import BOXED, FENCED, FREE, AnswerForm
 from megatron_dcpo.judging.judge import Verifier
 from megatron_dcpo.judging.math.pool import verify_answers
@@ -33,6 +34,6 @@ def verifiers(options: JudgingConfig, tests: PackedTests) -> FindVerifier:
             return verify_answers, BOXED
         if name == "code":
             return ProgramVerifier(tests, options.limits, options.sandbox), FENCED
-        return FunctionVerifier(name, options), FREE
+        return FunctionVerifier(name, options), BOXED if name == VERIFIER else FREE
 
     return find

@@ -61,6 +61,17 @@ def step_metrics(samples: Sequence[TrainingSample], statistics: UpdateStatistics
     }
 
 
+def source_metrics(samples: Sequence[TrainingSample], names: Sequence[str]) -> dict[str, float]:
+    """Return accuracy and ECE of each source of a mixture; NaN where a step has none of it."""
+    found: dict[str, float] = {}
+    for name in names:
+        own = [sample.judgement for sample in samples if sample.prompt.task == name]
+        summary = summarize([j.confidence for j in own], [j.correct for j in own]) if own else {}
+        found[f"reward/accuracy/{name}"] = summary.get("accuracy", math.nan)
+        found[f"calibration/ece/{name}"] = summary.get("ece", math.nan)
+    return found
+
+
 def verifier_metrics(judgements: Sequence[Judgement]) -> dict[str, float]:
     """Return of the responses that users' verifiers judged, where there are any, the share of errors, and the means of the
     numbers that they gave, ``verifier/score`` first of all."""

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dcpo.config import Config
+from megatron_dcpo.data.gym import is_gym
 from megatron_dcpo.data.prompts import find_template
 from megatron_dcpo.errors import UserError, check_world_size
-from megatron_dcpo.evaluation.heldout import benchmark_names, check_validation
+from megatron_dcpo.evaluation.heldout import benchmark_names, check_validation, named_sources
 from megatron_dcpo.judging.users import load_function
 from megatron_dcpo.judging.verifiers import is_users
 from megatron_dcpo.runtime.device import capabilities
@@ -53,8 +54,10 @@ def check_pass_through(config: Config) -> None:
     """Check the names of what is handed on to Megatron and vLLM, where they are installed, the prompt template and the
     verifier. Raises :class:`UserError`."""
     find_template(config.data.template)
-    if is_users(config.judging.verifier):
-        load_function(config.judging.verifier)
+    for source in named_sources(config).values():
+        find_template(source.template or config.data.template)
+        if is_users(verifier := source.verifier or config.judging.verifier):
+            load_function(verifier)
     if config.parallel.megatron:
         from megatron_dcpo.policy.megatron_options import check_megatron_options
 
@@ -101,7 +104,8 @@ def describe(config: Config) -> dict[str, Any]:
         raise UserError(f"model directory {config.model.path} does not exist; pass a Hugging Face checkpoint directory")
     else:
         model = f"{config.model.path} (not here)"
-    data = config.data.path if Path(config.data.path).exists() else f"{config.data.path} (not here)"
+    paths = [source.path for source in config.data.sources]
+    data = ", ".join(path if Path(path).exists() or is_gym(path) else f"{path} (not here)" for path in paths)
     return {
         "objective": f"{config.objective.name}, preset {config.objective.preset}",
         "objective options": str(method.options),

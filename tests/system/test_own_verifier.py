@@ -74,7 +74,10 @@ def test_too_many_errors_end_the_run_and_it_goes_on_when_mended(directory: Path)
     done = train(directory, "run_dir=run", *own)
     assert done.returncode == 2
     last = done.stderr.strip().splitlines()[-1]
-    assert "judging.verifier: 32 of 32 responses (step 3) could not be judged, more than judging.max_error_rate=0.05" in last
+    assert (
+        "judging.verifier: 32 of 32 responses (step 3) could not be judged, more than judging.max_error_rate=0.05"
+        in last
+    )
     assert last.endswith("saved after step 2; --resume auto continues run")
     assert done.stderr.count("RuntimeError: no more (") == 1
     assert "Traceback" not in done.stderr
@@ -93,7 +96,10 @@ def test_evaluation_keeps_what_judging_again_needs(directory: Path) -> None:
     held_out = f"mine={QUICKSTART / 'data' / 'heldout.jsonl'}"
     sampled = ("--model", QUICKSTART / "policy", "--benchmarks", held_out, "--limit", 20, "--repeats", 1)
     shown: list[dict[str, Any]] = []
-    for source in ((*sampled, "--template", "raw", "--max-tokens", 32), ("--samples", "one/samples.jsonl", "--rejudge")):
+    for source in (
+        (*sampled, "--template", "raw", "--max-tokens", 32),
+        ("--samples", "one/samples.jsonl", "--rejudge"),
+    ):
         done = dcpo(directory, "evaluate", *source, *own, "--out", "two" if shown else "one", "--json")
         assert done.returncode == 0, done.stderr[-2000:]
         shown.append(json.loads(done.stdout)["benchmarks"])

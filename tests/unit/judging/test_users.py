@@ -18,7 +18,7 @@ from megatron_dcpo.training.metrics import verifier_metrics
 from megatron_dcpo.types import VERIFIER_ERROR, Judgement, Prompt, Response
 
 pytestmark = pytest.mark.slow
-FUNCTIONS = '''
+FUNCTIONS = """
 import asyncio, os, sys, time
 import numpy as np
 
@@ -47,7 +47,8 @@ def verify(response, answer, *, problem, **columns):
         os._exit(3)
     if response == "read":
         sys.stdin.read()
-    return RESULTS.get(response, [response, answer, problem, columns] == ["own", ["a", 1], "P", {"data_source": "t", "level": 2}])
+    seen = [response, answer, problem, columns]
+    return RESULTS.get(response, seen == ["own", ["a", 1], "P", {"data_source": "t", "level": 2}])
 
 
 async def waits(response, answer):
@@ -69,7 +70,7 @@ def reward_of_chats(completions, **columns):
 
 def unknown(x, y):
     return True
-'''
+"""
 
 
 @pytest.fixture(scope="module")
