@@ -127,7 +127,9 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
 def add_verifier_arguments(parser: Any) -> None:
     """Add what judges answers: ``judging.verifier`` and ``judging.threshold`` of a run."""
     parser.add_argument(
-        "--verifier", metavar="PATH", help="your own verifier, file.py:function (docs/bring_your_own.md#a-verifier)"
+        "--verifier",
+        metavar="PATH",
+        help="your own verifier, file.py:function or https://host (docs/bring_your_own.md#a-verifier)",
     )
     parser.add_argument("--threshold", type=float, metavar="S", help="least score of a right response (default 1)")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from typing import Annotated, Any, Literal, get_args
+from urllib.parse import urlsplit
 
 from pydantic import (
     AfterValidator,
@@ -115,11 +116,19 @@ def _checked(name: str, kind: Any, value: Any) -> Any:
 
 
 BUILT_IN = ("math", "code")  # verifiers
+LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
 def _verifier(name: str) -> str:
-    if name not in BUILT_IN and not is_import_path(name):
-        raise ValueError(f"expected math, code or an import path as my_reward.py:verify{did_you_mean(name, BUILT_IN)}")
+    if "://" in name:
+        address = urlsplit(name)
+        if address.scheme != "https" and (address.scheme != "http" or address.hostname not in LOCAL):
+            raise ValueError("expected an https:// address; http:// is for this machine (http://localhost:PORT) alone")
+        if address.username or address.password or address.query:
+            raise ValueError("the address is shown in logs; leave the key out, and set DCPO_VERIFIER_KEY")
+    elif name not in BUILT_IN and not is_import_path(name):
+        expected = "math, code, an import path as my_reward.py:verify, or an https:// address"
+        raise ValueError(f"expected {expected}{did_you_mean(name, BUILT_IN)}")
     return name
 
 
@@ -224,8 +233,8 @@ class RolloutConfig:
 
 @dataclass(frozen=True, config=_STRICT)
 class JudgingConfig:
-    """``marker`` opens the confidence block; ``verifier`` decides correctness R: ``math``, ``code``, or a function of the
-    user's, ``my_reward.py:verify`` (docs/bring_your_own.md#a-verifier).
+    """``marker`` opens the confidence block; ``verifier`` decides correctness R: ``math``, ``code``, or the user's own
+    (docs/bring_your_own.md#a-verifier): a function, ``my_reward.py:verify``, or a server, ``https://host/path``.
 
     ``threshold``: a response is right when the user's verifier gives it at least this score. ``graded``: R is the score
     itself, else it is 1 or 0. ``max_error_rate``: share of a step's responses that the user's verifier may fail on.

@@ -1,10 +1,10 @@
 """Judge in processes with hard limits of time and memory: neither a hanging sympy nor a user's function stops a run.
 
-What needs no process is decided here at once (``Work.quick``). The rest is cached where it may be and judged by workers,
-which are started when the first such pair comes, one more for every ``Work.pairs_per_worker`` that wait.
+What needs no process is decided here at once (``PoolWork.quick``). The rest is cached where it may be and judged by workers,
+which are started when the first such pair comes, one more for every ``PoolWork.pairs_per_worker`` that wait.
 One thread serves the workers while there is a pair to judge; callers in any thread wait for their own pairs only.
-A worker that overruns its wall time or dies is replaced; its pair is lost (``Work.lost``). Memory is bounded:
-``Work.memory_bytes`` for each worker, and for the verdicts kept here ``CACHE_SIZE`` pairs of ``CACHE_CHARACTERS``
+A worker that overruns its wall time or dies is replaced; its pair is lost (``PoolWork.lost``). Memory is bounded:
+``PoolWork.memory_bytes`` for each worker, and for the verdicts kept here ``CACHE_SIZE`` pairs of ``CACHE_CHARACTERS``
 characters together.
 
 The workers are plain subprocesses: they inherit no torch threads, no gloo sockets and no lock of the trainer, and need
@@ -42,7 +42,7 @@ Pair = tuple[str, ...]  # what is judged: an answer and its key, or one JSON tex
 
 
 @dataclass(frozen=True)
-class Work:
+class PoolWork:
     """What the workers of a pool do. ``load``: import path of a function that a worker calls once, with ``arguments``; what
     it returns is called with each pair, and its verdict travels as JSON.
 
@@ -90,7 +90,7 @@ class PoolStatistics:
 class WorkerPool:
     """``verify(pairs)``: one verdict per pair. Thread-safe; a forked child makes its own workers."""
 
-    def __init__(self, work: Work, workers: int | None = None) -> None:
+    def __init__(self, work: PoolWork, workers: int | None = None) -> None:
         self.work, self.max_workers = work, workers or cores_per_rank()
         self._reset()
         atexit.register(self.close)

@@ -25,7 +25,7 @@ from typing import Any
 from megatron_dcpo.config import JudgingConfig
 from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.judging.answers import Attempt, Outcome
-from megatron_dcpo.judging.pool import Work, WorkerPool
+from megatron_dcpo.judging.pool import PoolWork, WorkerPool
 from megatron_dcpo.runtime.plugins import load_object
 from megatron_dcpo.types import VERIFIER_ERROR
 
@@ -51,7 +51,7 @@ class FunctionVerifier:
         load_function(path)
         self.options, self.warn = options, warn_once(path)
         limits = options.test_seconds, options.test_seconds, options.memory_mb << 20
-        work = Work(f"{__name__}:load", _lost, *limits, (path,), remember=False, beyond_imports=True, hash_seed="0")
+        work = PoolWork(f"{__name__}:load", _lost, *limits, (path,), remember=False, beyond_imports=True, hash_seed="0")
         self.pool = WorkerPool(replace(work, pairs_per_worker=4))
 
     def __call__(self, attempts: Sequence[Attempt]) -> list[Outcome]:

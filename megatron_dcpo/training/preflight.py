@@ -13,8 +13,7 @@ from megatron_dcpo.data.gym import is_gym
 from megatron_dcpo.data.prompts import find_template
 from megatron_dcpo.errors import UserError, check_world_size
 from megatron_dcpo.evaluation.heldout import benchmark_names, check_validation, named_sources
-from megatron_dcpo.judging.users import load_function
-from megatron_dcpo.judging.verifiers import is_users
+from megatron_dcpo.judging.verifiers import check_verifier
 from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.weights.architecture import Architecture, read_architecture
 from megatron_dcpo.weights.layout import Layout
@@ -56,8 +55,7 @@ def check_pass_through(config: Config) -> None:
     find_template(config.data.template)
     for source in named_sources(config).values():
         find_template(source.template or config.data.template)
-        if is_users(verifier := source.verifier or config.judging.verifier):
-            load_function(verifier)
+        check_verifier(source.verifier or config.judging.verifier)
     if config.parallel.megatron:
         from megatron_dcpo.policy.megatron_options import check_megatron_options
 

@@ -114,7 +114,7 @@ def test_evaluation_keeps_what_judging_again_needs(directory: Path) -> None:
     ("overrides", "message"),
     [
         (("judging.verifier=my_reward.py:verfy",), "my_reward.py has no 'verfy'; did you mean 'verify'?"),
-        (("judging.verifier=mth",), "judging.verifier: expected math, code or an import path as my_reward.py:verify"),
+        (("judging.verifier=mth",), "judging.verifier: expected math, code, an import path as my_reward.py:verify"),
         (("judging.verifier=my_reward.py:extract_boxed",), "expected verify(response, answer, *, problem, **columns)"),
         (("judging.graded=true",), "judging.graded and judging.threshold are for a verifier of your own"),
     ],

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from megatron_dcpo.judging.answers import Attempt, Outcome
 from megatron_dcpo.judging.math.equivalence import quick_verdict
-from megatron_dcpo.judging.pool import Work, WorkerPool
+from megatron_dcpo.judging.pool import PoolWork, WorkerPool
 
 CPU_SECONDS = 1.5
 WALL_SECONDS = 6.0
@@ -21,7 +21,7 @@ class VerifierPool(WorkerPool):
     ) -> None:
         load = "megatron_dcpo.judging.math.pool:load"
         limits = cpu_seconds, wall_seconds, MEMORY_BYTES
-        super().__init__(Work(load, lambda why: False, *limits, quick=lambda pair: quick_verdict(*pair)), workers)
+        super().__init__(PoolWork(load, lambda why: False, *limits, quick=lambda pair: quick_verdict(*pair)), workers)
 
 
 def load() -> Callable[[str, str], bool]:
