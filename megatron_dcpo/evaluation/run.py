@@ -181,7 +181,8 @@ def run_evaluation(config: EvaluationConfig, progress: Progress | None = None) -
     if config.marker != CONFIDENCE_TAG:
         evaluation["marker"] = config.marker
     write_evaluation(config.out, evaluation, samples)
-    check_error_rate(samples, config.judging.max_error_rate, f"{len(samples)} written to {config.out}")
+    if config.rejudge or not config.samples:
+        check_error_rate(samples, config.judging.max_error_rate, f"{len(samples)} written to {config.out}")
     return evaluation
 
 

@@ -149,9 +149,10 @@ async def _awaited(result: Any) -> Any:
 def load_function(path: str) -> Callable[[str, str, Mapping[str, Any]], Any]:
     """Return the function at ``path`` as one of reasoning block, ground truth and row. Raises :class:`UserError`."""
     function = load_object(path, OPTION)
-    if not callable(function):
-        raise UserError(f"{OPTION}={path}: expected {_SIGNATURES}, got {type(function).__name__}")
-    parameters = inspect.signature(function).parameters
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # no function, or a builtin without a signature
+        raise UserError(f"{OPTION}={path}: expected {_SIGNATURES}; got {type(function).__name__}") from None
     everything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
     def call(**values: Any) -> Any:

@@ -27,7 +27,7 @@ def test_every_example_of_the_page_runs(tmp_path: Path) -> None:
             (tmp_path / what.removeprefix("file ")).write_text(block)
             continue
         done = subprocess.run(
-            ["bash", "-c", dcpo + block], cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment
+            ["bash", "-c", dcpo + block], cwd=tmp_path, capture_output=True, text=True, timeout=600, env=environment
         )
         assert done.returncode == 0, done.stderr[-3000:]
         shown += done.stdout
@@ -47,7 +47,7 @@ def test_every_example_of_the_page_runs(tmp_path: Path) -> None:
 
 
 def test_the_page_has_the_sections_that_others_link_to() -> None:
-    assert re.findall(r"^## (.+)$", PAGE, re.MULTILINE) == ["A verifier", "A reward server", "Data"]
+    assert {"A verifier", "A reward server", "Data"} <= set(re.findall(r"^## (.+)$", PAGE, re.MULTILINE))
 
 
 def test_the_examples_reward_server_trains(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_the_examples_reward_server_trains(tmp_path: Path) -> None:
             cwd=REPOSITORY,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=600,
             env=os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
         )
         assert done.returncode == 0, done.stderr[-3000:]
