@@ -83,8 +83,9 @@ def build(config: Config) -> Iterator[Run]:
     topology = distributed.initialize(
         *parallel.sizes, seed=config.seed, timeout_minutes=parallel.distributed_timeout_minutes
     )
-    if topology.rank == 0 and (text := too_few_problems(len(prompts), config.data.prompts_per_step)):
-        logger.warning("%s: %s", config.data.path, text)
+    problems = sum(len(source.prompts) for source in sources)
+    if topology.rank == 0 and (text := too_few_problems(problems, config.data.prompts_per_step)):
+        logger.warning("%s: %s", ", ".join(source.path for source in sources), text)
     watch = Watchdog(directory / "heartbeat", topology.rank, topology.world_size).start()
     timers = Timers(watch)
     policy = build_policy(config.model, parallel, topology, training=not config.frozen)
