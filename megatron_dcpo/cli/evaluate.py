@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from megatron_dcpo.cli import VERBS, add_sandbox_arguments, add_verifier_arguments, positive_int, program_limits
+from megatron_dcpo.cli import VERBS, add_judging_arguments, positive_int, program_limits
 from megatron_dcpo.runtime import signals
 from megatron_dcpo.runtime.text import parse_json, printable
 
@@ -43,7 +43,6 @@ def add_parser(subparsers: Any) -> None:
         metavar="CONFIG",
         help="prompts as that run had them: its template, marker, longest response, and with --endpoint its tokenizer",
     )
-    add_verifier_arguments(parser)
     parser.add_argument("--benchmarks", metavar="A,B", help="names (math500, aime24, ...) or NAME=PATH of a data file")
     parser.add_argument("--out", metavar="RUN", required=True, help="directory to write to")
     parser.add_argument("--repeats", type=positive_int, help="responses per problem (default 4)")
@@ -90,7 +89,7 @@ def add_parser(subparsers: Any) -> None:
         choices=["auto", "vllm", "transformers"],
         help="what samples --model; auto (default): vLLM on a GPU where it is installed and can run the model",
     )
-    add_sandbox_arguments(parser.add_argument_group("programs (code benchmarks)"))
+    add_judging_arguments(parser.add_argument_group("judging"))
     _add_server_arguments(parser.add_argument_group("endpoint"))
     parser.add_argument("--resamples", type=int, help="bootstrap resamples for 95%% intervals (default 1000, 0: none)")
     parser.add_argument("--json", action="store_true", default=False, help="print evaluation.json instead of a table")

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_dcpo.cli import VERBS, add_sandbox_arguments, add_verifier_arguments, positive_int, program_limits
+from megatron_dcpo.cli import VERBS, add_judging_arguments, positive_int, program_limits
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.text import printable
 from megatron_dcpo.types import CONFIDENCE_TAG
@@ -32,8 +32,7 @@ def add_parser(subparsers: Any) -> None:
     what.add_argument("--pairs", metavar="FILE", help="JSON lines with prediction and reference ('-': standard input)")
     what.add_argument("--programs", metavar="FILE", help="JSON lines with response and tests ('-': standard input)")
     parser.add_argument("--json", action="store_true", help="one JSON line per line, in order, with correct")
-    add_verifier_arguments(parser)
-    add_sandbox_arguments(parser)
+    add_judging_arguments(parser)
     for name, old_name in (("test_seconds", "--timeout"), ("program_seconds", "--total-timeout")):
         parser.add_argument(old_name, dest=name, type=float, help=argparse.SUPPRESS)
     parser.add_argument("--workers", type=positive_int, metavar="N", help="programs at a time (default: the cores)")
