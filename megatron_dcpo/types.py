@@ -24,6 +24,8 @@ Copied = TypeVar("Copied")
 
 BLOCK_NONE, BLOCK_REASONING, BLOCK_CONFIDENCE = 0, 1, 2
 BLOCKS = {"reasoning": BLOCK_REASONING, "confidence": BLOCK_CONFIDENCE}
+VERIFIER_ERROR = "verifier_error"  # the category of a response that a user's verifier did not judge
+REASONING_GYM = "reasoning_gym:"  # opens the path of a task of Reasoning Gym
 CONFIDENCE_TAG = "<conf>"  # opens the confidence block; configuration key judging.marker
 
 ConfidenceStatus = Literal[
@@ -43,7 +45,8 @@ MALFORMED: tuple[ConfidenceStatus, ...] = tuple(status for status in get_args(Co
 class Prompt:
     """One problem, rendered and tokenized. ``prompt_id`` is unique within a rollout and names the group.
 
-    A programming problem has packed ``tests`` (``data/code_problems.py``); its ``ground_truth`` is their key.
+    A programming problem has packed ``tests`` (``data/code_problems.py``); its ``ground_truth`` is their key. ``row``: all
+    columns of the data (``datasets.columns``), where a user's verifier or the order of the prompts reads them.
     """
 
     prompt_id: str
@@ -52,6 +55,7 @@ class Prompt:
     ground_truth: str
     task: str
     tests: bytes | None = None
+    row: Mapping[str, Any] | None = field(default=None, compare=False)
 
     @cached_property
     def ids(self) -> np.ndarray:
@@ -99,7 +103,7 @@ class Response:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What a response is worth: correctness R in {0, 1}, the stated confidence or why there is none, the boundary.
+    """What a response is worth: correctness in {0, 1}, the stated confidence or why there is none, the boundary.
 
     Tokens ``[0, boundary)`` of the response are the reasoning block, ``[boundary, length)`` the confidence block;
     ``boundary`` is None where text was judged whose tokens are not known.
@@ -107,7 +111,8 @@ class Judgement:
     valid confidence (``1.2``): the released code of the paper used it raw, so the preset ``verl_compat`` asks for it.
     ``answered``: an answer begins in the reasoning block. ``marker_end`` is the first token that begins behind the
     marker; None where that is not known.
-    ``answer`` is what was judged: the content of the box, or the program; ``category``: how the program ended.
+    ``answer`` is what was judged: the content of the box, or the program; ``category``: how the program ended, or
+    ``verifier_error``. Of a user's verifier: ``logged``; ``score``, R in [0, 1] where ``judging.graded`` asks for it.
     """
 
     prompt_id: str
@@ -121,6 +126,13 @@ class Judgement:
     marker_end: int | None = None
     answer: str | None = field(default=None, compare=False)
     category: str | None = field(default=None, compare=False)
+    score: float | None = None
+    logged: Mapping[str, Any] | None = field(default=None, compare=False)
+
+    @property
+    def R(self) -> float:
+        """Return the reward of the answer: the score where it is graded, else the correctness."""
+        return self.correct if self.score is None else self.score
 
 
 @dataclass(frozen=True)

@@ -124,8 +124,14 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
     return load_config(path, list(overrides))
 
 
-def add_sandbox_arguments(parser: Any) -> None:
-    """Add where programs run, and their limits (``program_limits``)."""
+def add_judging_arguments(parser: Any) -> None:
+    """Add a user's verifier, where programs run, and the limits of both (``program_limits``)."""
+    parser.add_argument(
+        "--verifier",
+        metavar="PATH",
+        help="your own verifier, file.py:function or https://host (docs/bring_your_own.md#a-verifier)",
+    )
+    parser.add_argument("--threshold", type=float, metavar="S", help="least score of a right response (default 1)")
     parser.add_argument(
         "--sandbox",
         default="auto",
@@ -133,12 +139,15 @@ def add_sandbox_arguments(parser: Any) -> None:
         help="where programs run: auto, bubblewrap, landlock, or unsafe (default auto)",
     )
     parser.add_argument(
-        "--test-seconds", type=float, metavar="S", help="wall time of one test of a program (default 6)"
+        "--test-seconds",
+        type=float,
+        metavar="S",
+        help="wall time of one test, or one call of --verifier (default 6)",
     )
     parser.add_argument(
         "--program-seconds", type=float, metavar="S", help="wall time of all tests of a program (default 60)"
     )
-    parser.add_argument("--memory-mb", type=positive_int, metavar="MB", help="memory of a program (default 1024)")
+    parser.add_argument("--memory-mb", type=positive_int, metavar="MB", help="memory of either (default 1024)")
 
 
 def program_limits(args: argparse.Namespace) -> CodeLimits:

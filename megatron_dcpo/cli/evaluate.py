@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from megatron_dcpo.cli import VERBS, add_sandbox_arguments, positive_int, program_limits
+from megatron_dcpo.cli import VERBS, add_judging_arguments, positive_int, program_limits
 from megatron_dcpo.runtime import signals
 from megatron_dcpo.runtime.text import parse_json, printable
 
@@ -89,7 +89,7 @@ def add_parser(subparsers: Any) -> None:
         choices=["auto", "vllm", "transformers"],
         help="what samples --model; auto (default): vLLM on a GPU where it is installed and can run the model",
     )
-    add_sandbox_arguments(parser.add_argument_group("programs (code benchmarks)"))
+    add_judging_arguments(parser.add_argument_group("judging"))
     _add_server_arguments(parser.add_argument_group("endpoint"))
     parser.add_argument("--resamples", type=int, help="bootstrap resamples for 95%% intervals (default 1000, 0: none)")
     parser.add_argument("--json", action="store_true", default=False, help="print evaluation.json instead of a table")
@@ -150,7 +150,9 @@ def as_trained(path: str, server: bool) -> dict[str, Any]:
     from megatron_dcpo.config import load_config
 
     config = load_config(path)
-    options = {"template": config.data.template, "marker": config.judging.marker}
+    judging = config.judging
+    options: dict[str, Any] = {"template": config.data.template, "marker": judging.marker}
+    options |= {"verifier": judging.verifier, "threshold": judging.threshold}
     return (
         options
         | {"max_tokens": config.rollout.max_response_length}

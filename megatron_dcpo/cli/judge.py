@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_dcpo.cli import VERBS, add_sandbox_arguments, positive_int, program_limits
+from megatron_dcpo.cli import VERBS, add_judging_arguments, positive_int, program_limits
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.text import printable
 from megatron_dcpo.types import CONFIDENCE_TAG
@@ -32,7 +32,7 @@ def add_parser(subparsers: Any) -> None:
     what.add_argument("--pairs", metavar="FILE", help="JSON lines with prediction and reference ('-': standard input)")
     what.add_argument("--programs", metavar="FILE", help="JSON lines with response and tests ('-': standard input)")
     parser.add_argument("--json", action="store_true", help="one JSON line per line, in order, with correct")
-    add_sandbox_arguments(parser)
+    add_judging_arguments(parser)
     for name, old_name in (("test_seconds", "--timeout"), ("program_seconds", "--total-timeout")):
         parser.add_argument(old_name, dest=name, type=float, help=argparse.SUPPRESS)
     parser.add_argument("--workers", type=positive_int, metavar="N", help="programs at a time (default: the cores)")
@@ -43,6 +43,8 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.programs:
         return _judge_programs(args)
+    if args.verifier not in (None, "math"):
+        return _judge_by_function(args)
     judged = judge_pairs(_read_pairs(args.pairs))
     if args.json:
         for pair in judged:
@@ -56,6 +58,33 @@ def run(args: argparse.Namespace) -> int:
     hidden = len(numbers["disagreements"]) - args.show
     if hidden > 0:
         print(f"  ... and {hidden} more (--show)")
+    return 0
+
+
+def _judge_by_function(args: argparse.Namespace) -> int:
+    """Judge each prediction by the user's verifier: its text before the confidence line, with the other columns."""
+    from megatron_dcpo.data.files import read_json_lines
+    from megatron_dcpo.evaluation.run import EvaluationConfig
+    from megatron_dcpo.judging.answers import Attempt
+    from megatron_dcpo.judging.blocks import split_text
+    from megatron_dcpo.judging.users import check_error_rate
+    from megatron_dcpo.judging.verifiers import verifiers
+
+    options = EvaluationConfig("", verifier=args.verifier, threshold=args.threshold or 1.0, limits=program_limits(args))
+    attempts = []
+    for where, row in read_json_lines(args.pairs):
+        if not isinstance(row.get("prediction"), str) or "reference" not in row:
+            raise UserError(f"{where}: expected an object with prediction (text) and reference")
+        reasoning = split_text(row["prediction"], CONFIDENCE_TAG).reasoning.decode(errors="replace")
+        attempts.append(Attempt(None, str(row["reference"]), reasoning, {"answer": row["reference"], **row}))
+    verifier, _ = verifiers(options.judging, {})(args.verifier)
+    outcomes = verifier(attempts)
+    for outcome in outcomes if args.json else ():
+        print(json.dumps({"correct": outcome.correct, "category": outcome.category, **(outcome.logged or {})}))
+    if not args.json:
+        right, failed = (sum(map(bool, column)) for column in list(zip(*outcomes, strict=True))[:2] or ((), ()))
+        print(f"{len(outcomes)} predictions, {right} correct, {failed} not judged (verifier_error)")
+    check_error_rate(outcomes, options.judging.max_error_rate, args.pairs)
     return 0
 
 

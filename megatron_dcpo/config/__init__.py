@@ -28,6 +28,7 @@ from megatron_dcpo.config.sections import (
     OptimizerConfig,
     ParallelConfig,
     RolloutConfig,
+    SourceConfig,
     TrainingConfig,
     ValidationConfig,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "RolloutConfig",
+    "SourceConfig",
     "TrainingConfig",
     "ValidationConfig",
     "as_dict",

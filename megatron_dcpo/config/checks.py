@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
 
-from megatron_dcpo.config.sections import Config, ParallelConfig, RolloutConfig
+from megatron_dcpo.config.sections import BUILT_IN, Config, ParallelConfig, RolloutConfig
 from megatron_dcpo.errors import UserError, did_you_mean
 from megatron_dcpo.objectives import find_method, resolve
 from megatron_dcpo.objectives.options import ObjectiveConfig
+from megatron_dcpo.types import REASONING_GYM
 
 
 def check_compatible(config: Config, source: str) -> None:
@@ -15,6 +16,10 @@ def check_compatible(config: Config, source: str) -> None:
     training = config.training
     for refused, why in (
         *_parallel_rules(config.parallel),
+        (
+            (config.judging.graded or config.judging.threshold < 1) and not _has_own_verifier(config),
+            "judging.graded and judging.threshold are for a verifier of your own; name it, or remove them",
+        ),
         (
             config.optimizer.min_lr > config.optimizer.lr,
             f"optimizer.min_lr={config.optimizer.min_lr} is above optimizer.lr={config.optimizer.lr}",
@@ -45,6 +50,12 @@ def check_compatible(config: Config, source: str) -> None:
             f"{source}: training.updates_per_rollout={training.updates_per_rollout} does not divide "
             f"data.prompts_per_step={config.data.prompts_per_step}"
         )
+
+
+def _has_own_verifier(config: Config) -> bool:
+    """Return whether any source is judged by neither ``math`` nor ``code``."""
+    named = ((source.path, source.verifier or config.judging.verifier) for source in config.data.sources)
+    return any(path.startswith(REASONING_GYM) or verifier not in BUILT_IN for path, verifier in named)
 
 
 def _parallel_rules(parallel: ParallelConfig) -> tuple[tuple[bool, str], ...]:

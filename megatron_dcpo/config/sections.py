@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 from typing import Annotated, Any, Literal, get_args
+from urllib.parse import urlsplit
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    TypeAdapter,
+    ValidationError,
+)
 from pydantic.dataclasses import dataclass
 
-from megatron_dcpo.errors import one_line
+from megatron_dcpo.errors import did_you_mean, one_line
 from megatron_dcpo.objectives.options import ObjectiveConfig
+from megatron_dcpo.runtime.plugins import is_import_path
 from megatron_dcpo.sandbox.local import CodeLimits
-from megatron_dcpo.types import CONFIDENCE_TAG
+from megatron_dcpo.types import CONFIDENCE_TAG, REASONING_GYM
 
 _STRICT = ConfigDict(extra="forbid")
 Positive = Annotated[int, Field(gt=0)]
@@ -104,19 +115,84 @@ def _checked(name: str, kind: Any, value: Any) -> Any:
         raise ValueError(f"{name}: {one_line(error.errors()[0]['msg'])} (found {value!r})") from None
 
 
+BUILT_IN = ("math", "code")  # verifiers
+LOCAL = ("localhost", "127.0.0.1", "::1")
+
+
+def _verifier(name: str) -> str:
+    if "://" in name:
+        address = urlsplit(name)
+        if address.scheme != "https" and (address.scheme != "http" or address.hostname not in LOCAL):
+            raise ValueError("expected an https:// address; http:// is for this machine (http://localhost:PORT) alone")
+        if address.username or address.password or address.query:
+            raise ValueError("the address is shown in logs; leave the key out, and set DCPO_VERIFIER_KEY")
+    elif name not in BUILT_IN and not is_import_path(name):
+        expected = "math, code, an import path as my_reward.py:verify, or an https:// address"
+        raise ValueError(f"expected {expected}{did_you_mean(name, BUILT_IN)}")
+    return name
+
+
+VerifierName = Annotated[str, AfterValidator(_verifier)]
+
+
+@dataclass(frozen=True, config=_STRICT)
+class SourceConfig:
+    """One source of ``data.path``. ``weight``: its share of every step, of the weights' sum. ``verifier`` and ``template``:
+    instead of ``judging.verifier`` and ``data.template``. ``name``: in the metrics (default: the file's).
+
+    ``options``, ``size`` and ``seed`` are those of a task of Reasoning Gym, ``reasoning_gym:TASK``.
+    """
+
+    path: Annotated[str, Field(min_length=1)]
+    name: Annotated[str, Field(pattern=r"^[\w.-]*$")] = ""
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    verifier: VerifierName | None = None
+    template: str | None = None
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    size: Positive | None = None
+    seed: NonNegative | None = None
+
+    def __post_init__(self) -> None:
+        given = self.options or self.size is not None or self.seed is not None
+        if given and not self.path.startswith(REASONING_GYM):
+            raise ValueError("options, size and seed are for path: reasoning_gym:TASK; remove them")
+
+
+def _as_sources(value: Any) -> Any:
+    """Return one mapping as a list of it, and paths in a list as mappings."""
+    if isinstance(value, list | tuple):
+        return [{"path": one} if isinstance(one, str) else one for one in value]
+    return [value] if isinstance(value, dict | SourceConfig) else value
+
+
+Sources = Annotated[
+    Annotated[str, Tag("path")] | Annotated[tuple[SourceConfig, ...], Field(min_length=1), Tag("sources")],
+    Discriminator(lambda value: "sources" if isinstance(value, list | tuple) else "path"),
+    BeforeValidator(_as_sources),
+]
+
+
 @dataclass(frozen=True, config=_STRICT)
 class DataConfig:
-    """``path``: jsonl, json or parquet, or a hub data set name. ``template``: how a problem becomes a prompt:
+    """``path``: jsonl, json or parquet, a hub data set name, ``reasoning_gym:TASK``, or a list of sources that are mixed by
+    their weights (docs/bring_your_own.md#data). ``template``: how a problem becomes a prompt:
     ``paper``, ``grpo``, ``chat``, ``raw``, or an import path, ``my_prompt.py:render``.
+    ``order``: a column by which each source is sorted, the least first (a curriculum); ``shuffle`` is then of equal ones.
     ``untested``: keep programming problems whose tests assert nothing, which any program passes."""
 
-    path: str
+    path: Sources
     template: str = "paper"
     prompts_per_step: Positive = 256
     max_prompt_length: Positive = 1024
     limit: NonNegative = 0
     shuffle: bool = True
+    order: str = ""
     untested: bool = False
+
+    @property
+    def sources(self) -> tuple[SourceConfig, ...]:
+        """Return the sources of ``path``, of one path too."""
+        return (SourceConfig(self.path),) if isinstance(self.path, str) else self.path
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -157,15 +233,22 @@ class RolloutConfig:
 
 @dataclass(frozen=True, config=_STRICT)
 class JudgingConfig:
-    """``marker`` opens the confidence block; ``verifier`` decides correctness R.
+    """``marker`` opens the confidence block; ``verifier`` decides correctness R: ``math``, ``code``, or the user's own
+    (docs/bring_your_own.md#a-verifier): a function, ``my_reward.py:verify``, or a server, ``https://host/path``.
 
+    ``threshold``: a response is right when the user's verifier gives it at least this score. ``graded``: R is the score
+    itself, else it is 1 or 0. ``max_error_rate``: share of a step's responses that the user's verifier may fail on.
     ``sandbox``: what programs run in (``auto``, ``bubblewrap``, ``landlock``,
     ``unsafe``).
-    ``test_seconds``, ``program_seconds``: wall time of one test and of all tests of a program.
+    ``test_seconds``, ``program_seconds``: wall time of one test and of all tests of a program. ``test_seconds`` and
+    ``memory_mb`` also bound one call of the user's verifier.
     """
 
     marker: Annotated[str, Field(min_length=1)] = CONFIDENCE_TAG
-    verifier: Literal["math", "code"] = "math"
+    verifier: VerifierName = "math"
+    threshold: Annotated[float, Field(gt=0, le=1)] = 1.0
+    graded: bool = False
+    max_error_rate: Annotated[float, Field(ge=0, le=1)] = 0.05
     sandbox: Annotated[str, Field(min_length=1)] = "auto"
     test_seconds: Annotated[float, Field(gt=0)] = CodeLimits.test_seconds
     program_seconds: Annotated[float, Field(gt=0)] = CodeLimits.program_seconds

@@ -16,6 +16,7 @@ from types import MappingProxyType
 
 from megatron_dcpo.data.datasets import Record, load_records, split_usable_rows, untested_note
 from megatron_dcpo.data.files import Row, read_rows
+from megatron_dcpo.data.gym import HELD_OUT_SEED, gym_path, is_gym, parse_gym
 from megatron_dcpo.data.livecodebench import contest_date
 from megatron_dcpo.errors import UserError
 
@@ -50,6 +51,11 @@ class LoadedBenchmark:
     source: str
     records: tuple[Record, ...]
     warnings: tuple[str, ...]
+
+    @property
+    def is_gym(self) -> bool:
+        """Return whether the problems are Reasoning Gym's, which has scorers of its own."""
+        return is_gym(self.source)
 
 
 # Recomputed keys and restored statements of the public AMC 2024 copy (a text extraction): see ``notes`` of the entry.
@@ -209,26 +215,34 @@ def find_benchmark(name: str) -> Benchmark:
 
 
 def load_benchmark(
-    spec: str, data_dir: str | Path | None = None, corrections: bool = False, untested: bool = False
+    spec: str,
+    data_dir: str | Path | None = None,
+    corrections: bool = False,
+    untested: bool = False,
+    keep_columns: bool = False,
 ) -> LoadedBenchmark:
-    """Return a registered benchmark by name, or ``NAME=PATH``. ``corrections`` repairs documented defects of the data;
-    ``untested`` keeps programming problems whose tests assert nothing.
+    """Return a registered benchmark by name, ``NAME=PATH``, or ``reasoning_gym:TASK``.
+
+    ``corrections`` repairs documented defects of the data; ``untested`` and ``keep_columns`` as in :func:`load_records`.
 
     A name may be followed by another window of contest dates: ``lcbv5:2024-10-01..2025-02-01``, the last day left out.
     """
+    if is_gym(spec):
+        spec = f"{parse_gym(spec).name}={spec}"
     name, has_path, path = spec.partition("=")
     name, _, dates = name.strip().partition(":")
     if has_path:
         if not re.fullmatch(r"[\w.-]+", name) or dates or not path:
             raise UserError(f"bad benchmark {spec!r}; write NAME=PATH, NAME of letters, digits and . _ -")
-        return LoadedBenchmark(name, path, tuple(load_records(path, task=name, untested=untested)), ())
+        path = gym_path(path, {}, None, HELD_OUT_SEED) if is_gym(path) else path
+        return LoadedBenchmark(name, path, tuple(load_records(path, name, untested, keep_columns)), ())
     entry = find_benchmark(name)
     if dates:
         entry = replace(entry, window=_parse_window(spec, dates, entry), count=0)
     sources = _find_sources(entry, data_dir)
     rows = _rows_of(entry, sources, corrections)
     try:
-        records, left_out, _ = split_usable_rows(rows, entry.name, True, sources[0], untested)
+        records, left_out, _ = split_usable_rows(rows, entry.name, True, sources[0], untested, keep_columns)
     except UserError as error:
         if sources != [entry.hub]:
             raise
@@ -276,11 +290,18 @@ def parse_specs(text: str) -> list[str]:
     specs = [part.strip() for part in text.split(",") if part.strip()]
     if not specs:
         raise UserError(f"no benchmark named; known: {', '.join(BENCHMARKS)}")
-    names = [spec.partition("=")[0] if "=" in spec else find_benchmark(spec.partition(":")[0]).name for spec in specs]
+    names = [name_of(spec) for spec in specs]
     repeated = {name for name in names if names.count(name) > 1}
     if repeated:
         raise UserError(f"benchmark named twice: {', '.join(sorted(repeated))}")
     return specs
+
+
+def name_of(spec: str) -> str:
+    """Return the name of a benchmark as :func:`load_benchmark` gives it. Reads no data."""
+    if is_gym(spec):
+        return parse_gym(spec).name
+    return spec.partition("=")[0].strip() if "=" in spec else find_benchmark(spec.partition(":")[0]).name
 
 
 def _find_sources(entry: Benchmark, data_dir: str | Path | None) -> list[str]:

@@ -25,6 +25,7 @@ import numpy as np
 from megatron_dcpo.data import prompts
 from megatron_dcpo.data.code_problems import OtherLanguage, Untested, code_problem, pack_tests, tests_key
 from megatron_dcpo.data.files import Row, read_rows
+from megatron_dcpo.data.gym import gym_rows, is_gym, parse_gym
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.types import CONFIDENCE_TAG, Prompt
 
@@ -42,7 +43,7 @@ class Record:
     """One problem of a data set. ``index`` is its row in the file, counted before anything was dropped.
 
     A programming problem has packed ``tests``, and ``answer`` is their key (``code_problems.tests_key``). ``kind``: what the
-    row says of its problem in one of ``KIND_COLUMNS``.
+    row says of its problem in one of ``KIND_COLUMNS``. ``row``: :func:`columns`, where they are asked for.
     """
 
     task: str
@@ -51,6 +52,7 @@ class Record:
     answer: str
     tests: bytes | None = None
     kind: str | None = None
+    row: Row | None = None
 
     @property
     def problem(self) -> str:
@@ -74,15 +76,17 @@ def load_prompts(
     task: str | None = None,
     marker: str = CONFIDENCE_TAG,
     untested: bool = False,
+    keep_columns: bool = False,
 ) -> list[Prompt]:
     """Return the prompts of a data set: rendered, tokenized, each with an id of its own (equal problems stay separate
     groups).
 
-    ``path_or_name``: a file, a directory with one data file, or a hub name ``owner/name[:config][@split]``.
+    ``path_or_name``: a file, a directory with one data file, a hub name ``owner/name[:config][@split]``, or
+    ``reasoning_gym:TASK``.
     Prompts of more than ``max_prompt_length`` tokens are dropped, ``limit`` keeps the first ones that are left
     (``None`` or 0: all). ``marker`` is what the ``paper`` template asks the confidence line to begin with.
     """
-    records = load_records(path_or_name, task=task, untested=untested)
+    records = load_records(path_or_name, task, untested, keep_columns)
     return render_prompts(records, tokenizer, template, max_prompt_length, limit, marker, source=str(path_or_name))
 
 
@@ -105,7 +109,7 @@ def render_prompts(
         if max_prompt_length is not None and len(ids) > max_prompt_length:
             too_long += 1
             continue
-        kept.append(Prompt(record.prompt_id, messages, tuple(ids), record.answer, record.task, record.tests))
+        kept.append(_prompt(record, messages, tuple(ids)))
     if too_long:
         logger.warning("%s: dropped %d prompts longer than %d tokens", source, too_long, max_prompt_length)
     if records and not kept:
@@ -118,28 +122,32 @@ def message_prompts(
 ) -> list[Prompt]:
     """Return the same prompts for a server, which has its own tokenizer and chat template: messages, no token ids."""
     return [
-        Prompt(
-            record.prompt_id,
-            prompts.ask(record.messages, template, marker, record.tests is not None),
-            (),
-            record.answer,
-            record.task,
-            record.tests,
-        )
+        _prompt(record, prompts.ask(record.messages, template, marker, record.tests is not None), ())
         for record in records[: limit or None]
     ]
 
 
-def draw_prompts(prompts: Sequence[Prompt], first: int, count: int, *, seed: int, shuffle: bool) -> list[Prompt]:
-    """Return ``count`` prompts from the ``first`` (0-based) on: epoch after epoch, each in its own order when ``shuffle``.
+def _prompt(record: Record, messages: tuple[dict[str, str], ...], token_ids: tuple[int, ...]) -> Prompt:
+    return Prompt(record.prompt_id, messages, token_ids, record.answer, record.task, record.tests, record.row)
+
+
+def draw_prompts(
+    prompts: Sequence[Prompt], first: int, count: int, *, seed: int, shuffle: bool, ranks: np.ndarray | None = None
+) -> list[Prompt]:
+    """Return ``count`` prompts from the ``first`` (0-based) on: epoch after epoch, each in its own order when ``shuffle``;
+    sorted by ``ranks`` where there are any, then only equal ones are shuffled.
 
     A function of seed and position alone, so that resuming needs no generator. The epoch is appended to ``prompt_id``, so
     that a prompt met twice in one step forms two groups.
     """
     chosen = []
+    order, ordered = np.arange(0), -1
     for position in range(first, first + count):
         epoch, index = divmod(position, len(prompts))
-        prompt = prompts[int(_order(len(prompts), epoch, seed)[index]) if shuffle else index]
+        if epoch != ordered:
+            order, ordered = _order(len(prompts), epoch, seed) if shuffle else np.arange(len(prompts)), epoch
+            order = order if ranks is None else order[np.argsort(ranks[order], kind="stable")]
+        prompt = prompts[int(order[index])]
         chosen.append(replace(prompt, prompt_id=f"{prompt.prompt_id}@{epoch}"))
     return chosen
 
@@ -152,7 +160,7 @@ def fingerprint(prompts: Sequence[Prompt]) -> str:
     return digest.hexdigest()[:16]
 
 
-@functools.lru_cache(maxsize=2)
+@functools.lru_cache(maxsize=16)  # of the sources of a mixture
 def _order(n: int, epoch: int, seed: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(n)
 
@@ -160,11 +168,18 @@ def _order(n: int, epoch: int, seed: int) -> np.ndarray:
 # ------------------------------------------------------------------------------------------------ records
 
 
-def load_records(path_or_name: str | Path, task: str | None = None, untested: bool = False) -> list[Record]:
+def load_records(
+    path_or_name: str | Path, task: str | None = None, untested: bool = False, keep_columns: bool = False
+) -> list[Record]:
     """Return all problems with an answer. ``task`` names them, by default the row's ``data_source`` or the file's name.
-    ``untested`` keeps programming problems whose tests assert nothing."""
-    name, rows = task or _task_name(path_or_name), enumerate(read_rows(path_or_name))
-    records, left_out, dropped = split_usable_rows(rows, name, task is not None, str(path_or_name), untested)
+    ``untested`` keeps programming problems whose tests assert nothing, ``keep_columns`` the :func:`columns` of each row
+    for a user's verifier, which may do without an answer."""
+    gym = is_gym(path_or_name)
+    keep_columns = keep_columns or gym
+    rows = enumerate(gym_rows(str(path_or_name)) if gym else read_rows(path_or_name))
+    name = task or task_name(path_or_name)
+    options = name, task is not None, str(path_or_name), untested, keep_columns
+    records, left_out, dropped = split_usable_rows(rows, *options)
     for what, count in dropped.items():
         logger.warning("%s: dropped %d rows %s", path_or_name, count, what)
     if left_out:
@@ -175,7 +190,7 @@ def load_records(path_or_name: str | Path, task: str | None = None, untested: bo
 
 
 def split_usable_rows(
-    rows: Iterable[tuple[int, Row]], task: str, forced: bool, source: str, untested: bool
+    rows: Iterable[tuple[int, Row]], task: str, forced: bool, source: str, untested: bool, keep_columns: bool = False
 ) -> tuple[list[Record], list[str], Counter[str]]:
     """Return the problems among the numbered ``rows``, the names of those whose tests assert nothing, and how many were
     dropped for which other reason."""
@@ -184,7 +199,7 @@ def split_usable_rows(
     dropped: Counter[str] = Counter()
     for index, row in rows:
         try:
-            record = to_record(row, index, task, forced, source, untested)
+            record = to_record(row, index, task, forced, source, untested, keep_columns)
         except OtherLanguage:
             dropped["with tests for other languages than Python"] += 1
         except Untested as name:
@@ -204,9 +219,15 @@ def untested_note(names: Sequence[str]) -> str:
 
 
 def to_record(
-    row: Row, index: int, task: str, forced: bool = True, source: str = "row", untested: bool = False
+    row: Row,
+    index: int,
+    task: str,
+    forced: bool = True,
+    source: str = "row",
+    untested: bool = False,
+    keep_columns: bool = False,
 ) -> Record | None:
-    """Return one row as a problem with its answer; ``None`` when the answer is null or empty.
+    """Return one row as a problem with its answer; ``None`` when the answer is null or empty, unless its columns are kept.
 
     Raises :class:`UserError` for unreadable rows, ``OtherLanguage`` for programs that are not to be Python's, and, unless
     ``untested`` ones are wanted, ``Untested`` for tests that assert nothing.
@@ -216,22 +237,33 @@ def to_record(
     code = code_problem(row, where, untested)
     if code is not None:
         packed = pack_tests(code.tests)
-        return Record(name, index, _as_messages(code.statement, where), tests_key(packed), packed, _kind(row))
+        messages, key = _as_messages(code.statement, where), tests_key(packed)
+        kept = columns(row, name, messages, key) if keep_columns else None
+        return Record(name, index, messages, key, packed, _kind(row), kept)
     problem = _first_column(row, PROBLEM_COLUMNS)
     reward_model = row.get("reward_model")
     has_ground_truth = isinstance(reward_model, Mapping) and "ground_truth" in reward_model
     answer_column = _first_column(row, ANSWER_COLUMNS)
-    if problem is None or (answer_column is None and not has_ground_truth):
+    if problem is None or (answer_column is None and not has_ground_truth and not keep_columns):
         missing = "problem" if problem is None else "answer"
         expected = PROBLEM_COLUMNS if problem is None else (*ANSWER_COLUMNS, "reward_model.ground_truth")
         raise UserError(
             f"{where} has no {missing} column; found {', '.join(map(str, row)) or 'nothing'}; "
             f"expected one of {', '.join(expected)}"
         )
-    raw = reward_model["ground_truth"] if has_ground_truth else row[str(answer_column)]  # type: ignore[index]
+    raw = reward_model["ground_truth"] if has_ground_truth else row.get(answer_column)  # type: ignore[index, arg-type]
     answer = final_answer(raw, integer="aime" in name.lower() or "aime_number" in row)
     messages = _as_messages(row[problem], where)
+    if keep_columns:
+        kept = columns(row, name, messages, answer if isinstance(raw, str) else raw)
+        return Record(name, index, messages, answer, kind=_kind(row), row=kept)
     return Record(name, index, messages, answer, kind=_kind(row)) if answer else None
+
+
+def columns(row: Row, name: str, messages: tuple[dict[str, str], ...], answer: Any) -> Row:
+    """Return all columns of a row, and under fixed names the ``problem`` as text and its ``answer``: a text as
+    :func:`final_answer`, anything else as it is. ``data_source``: the row's, else the ``name`` of the data."""
+    return {"data_source": name, **row, "problem": prompts.bare_problem(messages[-1]["content"]), "answer": answer}
 
 
 def _kind(row: Row) -> str | None:
@@ -275,9 +307,11 @@ def _as_messages(problem: Any, where: str) -> tuple[dict[str, str], ...]:
     raise UserError(f"{where}: the problem is neither text nor a list of messages that ends with the user's")
 
 
-def _task_name(path_or_name: str | Path) -> str:
+def task_name(path_or_name: str | Path) -> str:
     """Return a task's name: ``.../math500/test.jsonl`` -> math500; ``.../aime24.parquet`` -> aime24;
-    ``owner/name@test`` -> name."""
+    ``owner/name@test`` -> name; ``reasoning_gym:chain_sum`` -> chain_sum."""
+    if is_gym(path_or_name):
+        return parse_gym(str(path_or_name)).name
     path = Path(str(path_or_name).partition("@")[0].partition(":")[0])
     stem = path.name.removesuffix(".gz")
     stem = stem.rsplit(".", 1)[0] if stem.endswith((".json", ".jsonl", ".parquet")) else stem

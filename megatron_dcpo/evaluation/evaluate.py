@@ -30,7 +30,7 @@ from megatron_dcpo.evaluation.samples import (
     write_samples,
 )
 from megatron_dcpo.evaluation.scoring import bins_from_json
-from megatron_dcpo.judging.judge import JUDGES, judge_many, with_text
+from megatron_dcpo.judging.judge import JUDGES, Judge, judge_many, with_text
 from megatron_dcpo.judging.math.pool import equivalent_many
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.types import Judgement, Prompt, Response
@@ -48,7 +48,6 @@ class Request:
 
 
 Complete = Callable[[Sequence[Request]], Iterable[Sequence[Response]]]  # with their text, in any order, a few at a time
-Judge = Callable[[Sequence[Response], Mapping[str, Prompt]], Sequence[Judgement]]  # the prompts by their id
 Equivalent = Callable[[str, str], bool]
 
 
@@ -128,7 +127,8 @@ def rejudge(
     samples: Sequence[Sample], judge: Judge = judge_many, equivalent: Equivalent = equivalent_math
 ) -> list[Sample]:
     """Return the same responses judged anew, for instance by a better verifier."""
-    prompts = {str(i): Prompt(str(i), (), (), sample.ground_truth, "") for i, sample in enumerate(samples)}
+    rows = [s.row or {"problem": s.problem, "answer": s.ground_truth} for s in samples]
+    prompts = {str(i): Prompt(str(i), (), (), s.ground_truth, "", row=rows[i]) for i, s in enumerate(samples)}
     none = np.empty(0)
     responses = [
         Response(str(i), s.repeat, none, none, "stop" if s.finish_reason == "stop" else "length", 0, text=s.response)
@@ -198,6 +198,7 @@ def _verdict(judgement: Judgement) -> dict[str, Any]:
         "confidence": judgement.confidence,
         "status": judgement.status,
         "category": judgement.category,
+        "logged": None if judgement.logged is None else dict(judgement.logged),
     }
 
 
@@ -222,5 +223,6 @@ def _sample(
         reasoning_logprob=min(0.0, sum(logprobs[: judgement.boundary])) if judgement.boundary is not None else None,
         reasoning_tokens=judgement.boundary,
         kind=record.kind,
+        row=None if record.row is None else dict(record.row),
         **_verdict(judgement),
     )

@@ -10,19 +10,20 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from megatron_dcpo.config import Config, ValidationConfig
+from megatron_dcpo.config import Config, JudgingConfig, SourceConfig, ValidationConfig
 from megatron_dcpo.data import LoadedBenchmark, load_benchmark, render_prompts
-from megatron_dcpo.data.benchmarks import find_benchmark, parse_specs
+from megatron_dcpo.data.benchmarks import name_of, parse_specs
+from megatron_dcpo.data.datasets import task_name
+from megatron_dcpo.data.gym import VERIFIER, is_gym
 from megatron_dcpo.errors import UserError, did_you_mean
 from megatron_dcpo.evaluation.evaluate import Equivalent, Judge, equivalent_math, evaluate_benchmark
 from megatron_dcpo.evaluation.programs import same_program
 from megatron_dcpo.evaluation.samples import Sample
 from megatron_dcpo.evaluation.scoring import BETTER, headline, score_samples
-from megatron_dcpo.judging.answers import FENCED
 from megatron_dcpo.judging.judge import judge_many, with_text
-from megatron_dcpo.judging.programs import PackedTests, ProgramVerifier
+from megatron_dcpo.judging.programs import PackedTests
 from megatron_dcpo.judging.token_bytes import TokenBytes
-from megatron_dcpo.sandbox.local import CodeLimits
+from megatron_dcpo.judging.verifiers import FindVerifier, is_users, verifiers
 from megatron_dcpo.types import Prompt, Response
 
 logger = logging.getLogger(__name__)
@@ -39,29 +40,55 @@ class Problems:
 
 
 def load_problems(
-    benchmarks: str, marker: str, limits: CodeLimits, sandbox: str, *options: Any, **more: Any
+    benchmarks: str, judging: JudgingConfig, *options: Any, own: Mapping[str, str] | None = None, **more: Any
 ) -> list[Problems]:
     """Load the ``benchmarks`` of a list of names and files; ``options`` are those of ``load_benchmark``.
 
+    Programs are judged by their tests, problems of Reasoning Gym by its scorers; everything else by the verifier that
+    ``own`` has under the benchmark's name, or else by a user's verifier of ``judging``, or else as mathematics.
+
     Raises :class:`UserError` for everything that can be wrong with the data, or with running programs here.
     """
-    loaded = [load_benchmark(spec, *options, **more) for spec in parse_specs(benchmarks)]
+    otherwise = judging.verifier if is_users(judging.verifier) else "math"
+    named = {name_of(spec): spec for spec in parse_specs(benchmarks)}
+    wanted = {name: (own or {}).get(name, otherwise) for name in named}
+    loaded = [
+        load_benchmark(spec, *options, **more | {"keep_columns": is_users(wanted[name])})
+        for name, spec in named.items()
+    ]
     for warning in (text for benchmark in loaded for text in benchmark.warnings):
         logger.warning(warning)
     tests_of = [{r.answer: r.tests for r in b.records if r.tests is not None} for b in loaded]
     tests = dict(ChainMap(*tests_of))
-    programs = ProgramVerifier(tests, limits, sandbox) if tests else None
-    return [
-        Problems(b, own, judge_of(marker, programs if own else None), same_program if own else equivalent_math)
-        for b, own in zip(loaded, tests_of, strict=True)
-    ]
+    find = verifiers(judging, tests)
+    problems = []
+    for benchmark, its_tests in zip(loaded, tests_of, strict=True):
+        name = "code" if its_tests else VERIFIER if benchmark.is_gym else wanted[benchmark.name]
+        same = same_program if its_tests else equivalent_math
+        problems.append(Problems(benchmark, its_tests, judge_of(judging, find, name), same))
+    return problems
 
 
-def judge_of(marker: str, programs: ProgramVerifier | None) -> Judge:
-    """Return the judge of programs where there is a verifier of programs, else of mathematics."""
-    if programs is None:
-        return partial(judge_many, marker=marker)
-    return partial(judge_many, marker=marker, verifier=programs, form=FENCED)
+def verifier_of(source: SourceConfig, judging: JudgingConfig) -> str:
+    """Return the name of the verifier of a source of problems: its own, Reasoning Gym's, or ``judging.verifier``."""
+    return source.verifier or (VERIFIER if is_gym(source.path) else judging.verifier)
+
+
+def named_sources(config: Config) -> dict[str, SourceConfig]:
+    """Return the sources of ``data.path`` by their names. Raises :class:`UserError` for two of one name."""
+    named: dict[str, SourceConfig] = {}
+    for source in config.data.sources:
+        name = source.name or task_name(source.path)
+        if name in named:
+            raise UserError(f"data.path: two sources are called {name}; give one of them another name")
+        named[name] = source
+    return named
+
+
+def judge_of(judging: JudgingConfig, find: FindVerifier, name: str) -> Judge:
+    """Return the judge of the verifier ``name``."""
+    verifier, form = find(name)
+    return partial(judge_many, marker=judging.marker, verifier=verifier, form=form)
 
 
 # ------------------------------------------------------------------------------------------------ of a run
@@ -130,16 +157,16 @@ def load_held_out(config: Config, tokenizer: Any, tokens: TokenBytes) -> HeldOut
     if not options.interval:
         return None
     check_validation(config)
-    problems = load_problems(
-        benchmark_list(options), judging.marker, judging.limits, judging.sandbox, untested=config.data.untested
-    )
+    sources = {} if isinstance(config.data.path, str) else named_sources(config)
+    own = {name: verifier_of(source, judging) for name, source in sources.items()}
+    problems = load_problems(benchmark_list(options), judging, own=own, untested=config.data.untested)
     prompts: dict[str, Prompt] = {}
     for one in problems:
         name = one.benchmark.name
         rendered = render_prompts(
             one.benchmark.records,
             tokenizer,
-            config.data.template,
+            (sources[name].template if name in sources else None) or config.data.template,
             limit=options.limit or None,
             marker=judging.marker,
             source=name,
@@ -156,7 +183,7 @@ def benchmark_list(options: ValidationConfig) -> str:
 def benchmark_names(options: ValidationConfig) -> list[str]:
     """Return the names of the benchmarks of a run, as its metrics have them."""
     specs = parse_specs(benchmark_list(options))
-    return [s.partition("=")[0].strip() if "=" in s else find_benchmark(s.partition(":")[0]).name for s in specs]
+    return [name_of(spec) for spec in specs]
 
 
 def check_validation(config: Config) -> None:

@@ -10,11 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_dcpo.config import ValidationConfig
+from pydantic import ValidationError
+
+from megatron_dcpo.config import JudgingConfig, ValidationConfig
 from megatron_dcpo.data import LoadedBenchmark, render_prompts
 from megatron_dcpo.data.datasets import message_prompts
+from megatron_dcpo.data.gym import VERIFIER
 from megatron_dcpo.data.prompts import find_template
-from megatron_dcpo.errors import UserError
+from megatron_dcpo.errors import UserError, validation_message
 from megatron_dcpo.evaluation.evaluate import (
     Complete,
     Progress,
@@ -29,8 +32,10 @@ from megatron_dcpo.evaluation.posthoc import TOP_LOGPROBS, Posthoc
 from megatron_dcpo.evaluation.programs import is_code, read_tests, same_program, write_tests
 from megatron_dcpo.evaluation.samples import Sample, SampleLog, read_samples
 from megatron_dcpo.evaluation.scoring import parse_kinds, score_samples
-from megatron_dcpo.judging.programs import PackedTests, ProgramVerifier
+from megatron_dcpo.judging.programs import PackedTests
 from megatron_dcpo.judging.token_bytes import token_bytes
+from megatron_dcpo.judging.users import check_error_rate
+from megatron_dcpo.judging.verifiers import is_users, verifiers
 from megatron_dcpo.rollout import SamplingConfig, VllmOptions, choose_engine
 from megatron_dcpo.rollout.openai_client import Endpoint, served_model
 from megatron_dcpo.runtime.device import capabilities
@@ -73,6 +78,8 @@ class EvaluationConfig:
     features: bool = False
     posthoc: str | None = None
     marker: str | None = None
+    verifier: str = JudgingConfig.verifier
+    threshold: float = JudgingConfig.threshold
     template: str = _saved("paper")
     limit: int | None = None
     data_dir: str | None = None
@@ -107,6 +114,18 @@ class EvaluationConfig:
         return TOP_LOGPROBS if self.features or "token_entropy" in parse_kinds(self.confidence) else 0
 
     @property
+    def judging(self) -> JudgingConfig:
+        """Return how responses are judged. Raises :class:`UserError`."""
+        limits, own = self.limits, {"marker": self.marker or CONFIDENCE_TAG, "verifier": self.verifier}
+        values: dict[str, Any] = own | {"threshold": self.threshold, "sandbox": self.sandbox}
+        for name in ("test_seconds", "program_seconds", "memory_mb"):
+            values[name] = getattr(limits, name)
+        try:
+            return JudgingConfig(**values)
+        except ValidationError as error:
+            raise UserError(f"--{validation_message(error)}") from None
+
+    @property
     def sampling(self) -> SamplingConfig:
         return SamplingConfig(
             n=self.repeats,
@@ -125,6 +144,7 @@ class EvaluationConfig:
         saved |= {"top_logprobs": self.top_logprobs, "model": model}
         # not in the settings of evaluations that know no other
         saved |= {} if self.marker == CONFIDENCE_TAG else {"marker": self.marker}
+        saved |= {"verifier": self.verifier, "threshold": self.threshold} if is_users(self.verifier) else {}
         return saved | ({"tokenizer": self.tokenizer} if self.tokenizer else {})
 
 
@@ -161,6 +181,8 @@ def run_evaluation(config: EvaluationConfig, progress: Progress | None = None) -
     if config.marker != CONFIDENCE_TAG:
         evaluation["marker"] = config.marker
     write_evaluation(config.out, evaluation, samples)
+    if config.rejudge or not config.samples:
+        check_error_rate(samples, config.judging.max_error_rate, f"{len(samples)} written to {config.out}")
     return evaluation
 
 
@@ -189,14 +211,18 @@ def _old_samples(config: EvaluationConfig) -> list[Sample]:
 
 
 def _judge_again(samples: list[Sample], tests: PackedTests, config: EvaluationConfig) -> list[Sample]:
-    """Judge mathematics and programs again, each by their judge, in the order given."""
-    programs = ProgramVerifier(tests, config.limits, config.sandbox) if tests else None
+    """Judge programs and everything else again, each by their judge, in the order given."""
+    find, otherwise = verifiers(config.judging, tests), config.verifier if is_users(config.verifier) else "math"
+    names = [
+        "code" if is_code(sample) else VERIFIER if "reasoning_gym" in (sample.row or {}) else otherwise
+        for sample in samples
+    ]
     judged: dict[int, Sample] = {}
-    for code in (False, True):
-        places = [place for place, sample in enumerate(samples) if is_code(sample) is code]
+    for name in ("code", VERIFIER, otherwise):
+        places = [place for place, own in enumerate(names) if own == name]
         if places:
-            judge = judge_of(config.marker or CONFIDENCE_TAG, programs if code else None)
-            equivalent = same_program if code else equivalent_math
+            judge = judge_of(config.judging, find, name)
+            equivalent = same_program if name == "code" else equivalent_math
             judged |= dict(zip(places, rejudge([samples[p] for p in places], judge, equivalent), strict=True))
     return [judged[place] for place in range(len(samples))]
 
@@ -212,7 +238,7 @@ def _new_samples(config: EvaluationConfig, progress: Progress | None, ranks: int
     find_template(config.template)
     # Everything that can be wrong with the data, or with running programs here, is known before the model is loaded.
     options = config.data_dir, config.corrections, config.untested
-    loaded = load_problems(config.benchmarks, config.marker or CONFIDENCE_TAG, config.limits, config.sandbox, *options)
+    loaded = load_problems(config.benchmarks, config.judging, *options)
     tests = {key: packed for problems in loaded for key, packed in problems.tests.items()}
     benchmarks = [problems.benchmark for problems in loaded]
     if ranks > 1:

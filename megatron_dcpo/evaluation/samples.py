@@ -37,6 +37,7 @@ class Sample:
     ``consistency_confidence`` is the share of the problem's repeats whose answer is equivalent to this one; ``None``
     without an answer. ``features``: what post-hoc predictors read (``posthoc.features``), where asked for. For programs
     ``answer`` is the program, ``ground_truth`` the key of its tests and ``category`` how it ended.
+    ``row``: the columns that a user's verifier reads, ``logged`` what it gave.
     """
 
     benchmark: str
@@ -61,11 +62,14 @@ class Sample:
     reasoning_logprob: float | None = None
     reasoning_tokens: int | None = None
     kind: str | None = None
+    row: dict[str, Any] | None = None
+    logged: dict[str, Any] | None = None
 
 
 # left out of the file where there is none
 _OPTIONAL = frozenset(
     {"mean_entropy", "features", "posthoc_confidence", "category", "reasoning_logprob", "reasoning_tokens", "kind"}
+    | {"row", "logged"}
 )
 
 
@@ -152,7 +156,7 @@ def _fits(value: Any, hint: Any) -> bool:
         return any(get_origin(kind) is list and all(_fits(item, get_args(kind)[0]) for item in value) for kind in kinds)
     if isinstance(value, int | float) and not isinstance(value, bool) and float in kinds:
         return abs(value) < 1e300
-    return type(value) in kinds
+    return type(value) in [get_origin(kind) or kind for kind in kinds]
 
 
 def mean_entropy(top_logprobs: np.ndarray | None) -> float | None:

@@ -7,27 +7,40 @@ brace-matched ``\boxed{...}``, found in one pass; a program is the last complete
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_dcpo.types import CONFIDENCE_TAG
 
 
 class AnswerForm(NamedTuple):
-    """``opener`` begins an answer; ``find_marker(content, marker)`` is the offset of the marker that opens the
-    confidence block, None when there is none; ``extract(reasoning)`` is the answer, None when there is none."""
+    """``opener`` begins an answer ("": any text does); ``find_marker(content, marker)`` is the offset of the marker that
+    opens the confidence block, None when there is none; ``extract(reasoning)`` is the answer, None when there is none."""
 
     opener: str
     find_marker: Callable[[bytes, bytes], int | None]
     extract: Callable[[str], str | None]
 
 
+class Attempt(NamedTuple):
+    """What a verifier decides: the answer that was read, its ground truth, and for a user's verifier the whole reasoning
+    block and the row of the data."""
+
+    answer: str | None
+    truth: str
+    reasoning: str = ""
+    row: Mapping[str, Any] | None = None
+
+
 class Outcome(NamedTuple):
-    """Whether an answer is right. ``category``: how its program ended (``sandbox.tests.CATEGORIES``)."""
+    """Whether an answer is right. ``category``: how its program ended (``sandbox.tests.CATEGORIES``), or
+    ``verifier_error``. Of a user's verifier: what it has ``logged``; its ``score`` in [0, 1] where that is the reward."""
 
     correct: bool
     category: str | None = None
+    score: float | None = None
+    logged: Mapping[str, Any] | None = None
 
 
 def find_marker_after_box(content: bytes, marker: bytes) -> int | None:
@@ -147,4 +160,5 @@ def _without(line: bytes, indentation: bytes) -> bytes:
 
 
 BOXED = AnswerForm("\\boxed", find_marker_after_box, extract_boxed)
+FREE = AnswerForm("", find_marker_after_box, extract_boxed)  # of a user's verifier: whatever is reasoning is an answer
 FENCED = AnswerForm("```", find_marker_after_program, extract_fenced)

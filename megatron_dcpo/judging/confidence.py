@@ -39,7 +39,7 @@ def parse_confidence(
         text: the response without its EOS; bytes that are not UTF-8 may have been decoded with ``errors="replace"``.
         finished: the model ended the response itself. An unfinished one is ``truncated`` whatever it holds: its
             number may be cut (``0.8`` of ``0.83``).
-        opener: what an answer begins with; one behind the marker is ``before_box``.
+        opener: what an answer begins with; one behind the marker is ``before_box``. "": nothing is.
 
     The kinds are tried in the order truncated, missing, multiple, before_box, unparsable, trailing_text,
     out_of_range; the first that applies is the status. A negative number is out of range, even ``-0``.
@@ -51,7 +51,7 @@ def parse_confidence(
         return ParsedConfidence(None, "missing")
     if marker in tail:
         return ParsedConfidence(None, "multiple")
-    if opener in tail:
+    if opener and opener in tail:
         return ParsedConfidence(None, "before_box")
     number = _LINE.match(tail)
     if number is None:

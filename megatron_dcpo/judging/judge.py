@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
-from megatron_dcpo.judging.answers import BOXED, AnswerForm, Outcome
+from megatron_dcpo.judging.answers import BOXED, AnswerForm, Attempt, Outcome
 from megatron_dcpo.judging.blocks import Split, ends_of_tokens, split_blocks, split_text
 from megatron_dcpo.judging.confidence import parse_confidence
 from megatron_dcpo.judging.math.pool import verify_answers
@@ -20,8 +21,8 @@ from megatron_dcpo.types import CONFIDENCE_TAG, Judgement, Prompt, Response
 # this process: sandboxes that die with their parent die with the thread that began them.
 JUDGES = ThreadPoolExecutor(max_workers=32, thread_name_prefix="judge")
 
-# (answer or None, ground truth) pairs -> their outcomes, in order
-Verifier = Callable[[Sequence[tuple[str | None, str]]], Sequence[Outcome]]
+Verifier = Callable[[Sequence[Attempt]], Sequence[Outcome]]  # the outcomes in order
+Judge = Callable[[Sequence[Response], Mapping[str, Prompt]], Sequence[Judgement]]  # the prompts by their id
 
 
 def judge_many(
@@ -41,11 +42,12 @@ def judge_many(
     that closes with an EOS is finished whatever the engine reports.
     """
     splits = [_split(response, tokens, eos_ids, marker, form) for response in responses]
-    answers = [form.extract(split.reasoning.decode(errors="replace")) for split in splits]
-    truths = [prompts[response.prompt_id].ground_truth for response in responses]
-    outcomes = verifier(list(zip(answers, truths, strict=True)))
+    attempts = []
+    for response, split in zip(responses, splits, strict=True):
+        prompt, reasoning = prompts[response.prompt_id], split.reasoning.decode(errors="replace")
+        attempts.append(Attempt(form.extract(reasoning), prompt.ground_truth, reasoning, prompt.row))
     judgements = []
-    for response, split, answer, outcome in zip(responses, splits, answers, outcomes, strict=True):
+    for response, split, attempt, outcome in zip(responses, splits, attempts, verifier(attempts), strict=True):
         finished = split.ended or response.finish_reason == "stop"
         text = split.content.decode(errors="replace")
         parsed = parse_confidence(text, marker=marker, finished=finished, opener=form.opener)
@@ -60,11 +62,29 @@ def judge_many(
                 stated=parsed.stated,
                 answered=form.opener.encode() in split.reasoning,
                 marker_end=split.marker_end,
-                answer=answer,
+                answer=attempt.answer,
                 category=outcome.category,
+                score=outcome.score,
+                logged=outcome.logged,
             )
         )
     return judgements
+
+
+def judge_by_task(
+    responses: Sequence[Response],
+    prompts: Mapping[str, Prompt],
+    judges: Mapping[str, Callable[..., Any]],
+    **options: Any,
+) -> list[Judgement]:
+    """Judge responses to problems of several sources, each by the judge of its task, with ``options``; in order."""
+    own: dict[str, list[int]] = {}
+    for place, response in enumerate(responses):
+        own.setdefault(prompts[response.prompt_id].task, []).append(place)
+    judged: dict[int, Judgement] = {}
+    for task, places in own.items():
+        judged |= zip(places, judges[task]([responses[place] for place in places], prompts, **options), strict=True)
+    return [judged[place] for place in range(len(responses))]
 
 
 def with_text(response: Response, tokens: TokenBytes, eos_ids: Collection[int]) -> Response:

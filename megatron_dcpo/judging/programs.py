@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from megatron_dcpo.data.code_problems import unpack_tests
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.judging.answers import Outcome
+from megatron_dcpo.judging.answers import Attempt, Outcome
 from megatron_dcpo.runtime import cores_per_rank
 from megatron_dcpo.sandbox.judge import CodeLimits, CodePool
 
@@ -35,10 +35,10 @@ class ProgramVerifier:
         self.pool = CodePool(limits=limits, sandbox=sandbox, workers=workers or cores_per_rank())
         atexit.register(self.pool.close)
 
-    def __call__(self, pairs: Sequence[tuple[str | None, str]]) -> list[Outcome]:
-        """Return the outcome of each (program or None, key of its tests)."""
-        for _, key in pairs:
-            if key not in self.tests:
-                raise UserError(f"no tests for {key!r}: the data of a code run must be programming problems")
-        verdicts = [self.pool.submit(program, self._unpacked(key), where=key) for program, key in pairs]
+    def __call__(self, attempts: Sequence[Attempt]) -> list[Outcome]:
+        """Return the outcome of each program (``answer``) by the tests whose key is its ground truth."""
+        for attempt in attempts:
+            if attempt.truth not in self.tests:
+                raise UserError(f"no tests for {attempt.truth!r}: the data of a code run must be programming problems")
+        verdicts = [self.pool.submit(a.answer, self._unpacked(a.truth), where=a.truth) for a in attempts]
         return [Outcome(verdict.correct == 1, verdict.category) for verdict in (v.result() for v in verdicts)]

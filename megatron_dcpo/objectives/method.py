@@ -104,7 +104,7 @@ class Method:
         judgements = [sample.judgement for sample in samples]
         for rows in groups.values():
             _check_group([judgements[row] for row in rows])
-        R = np.array([j.correct for j in judgements], np.float64)
+        R = np.array([j.R for j in judgements], np.float64)
         c = np.array([_confidence(j, self.options) for j in judgements], np.float64)
         logprob = np.array([self._mean_logprob(sample) for sample in samples], np.float64)
         scores = np.full((len(SCORES), len(samples)), np.nan)

@@ -90,7 +90,7 @@ def loss_batch(samples: Sequence[TrainingSample], columns: Mapping[str, torch.Te
         targets=nothing,
         sequence_ids=torch.arange(len(samples)).repeat_interleave(torch.tensor(lengths, dtype=torch.int64)),
         samples=tuple(samples),
-        R=torch.tensor([s.judgement.correct for s in samples], dtype=torch.float64),
+        R=torch.tensor([s.judgement.R for s in samples], dtype=torch.float64),
         columns={
             "advantages": _flat(s.advantages for s in samples),
             "block_ids": _flat((s.block_ids for s in samples), np.int64),

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_dcpo.checkpoints.manifest import iteration_dir, latest_iteration
 from megatron_dcpo.checkpoints.saver import Saver, remove_leftovers
@@ -137,6 +137,14 @@ class Checkpointer:
         raise UserError(
             f"step {done} of {self.directory}: {text} (training.on_warning=stop; saved, --resume auto continues)"
         )
+
+    def save_and_end(self, why: UserError, done: int) -> NoReturn:
+        """Checkpoint after the ``done`` steps and raise ``why`` as a :class:`UserError` that says how to go on."""
+        if done:
+            self.save_now(done)
+        self.saver.wait()
+        saved = f"saved after step {done}; --resume auto continues {self.directory}" if done else "nothing to save yet"
+        raise UserError(f"{why}; {saved}") from None
 
     @contextmanager
     def completing(self) -> Iterator[None]:

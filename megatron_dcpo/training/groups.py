@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,7 @@ _FIELDS = ("token_ids", "logprobs", "finish_reason", "weights_version", "step", 
 def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return torch.tensor(value)
-    return value.item() if isinstance(value, np.generic) else value
+    return value.item() if isinstance(value, np.generic) else dict(value) if isinstance(value, Mapping) else value
 
 
 def restored_groups(saved: Sequence[Any], draw: Draw, size: int) -> list[PromptGroup]:

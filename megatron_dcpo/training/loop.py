@@ -6,6 +6,7 @@ import logging
 from contextlib import AbstractContextManager, nullcontext
 
 from megatron_dcpo.config import Config
+from megatron_dcpo.judging.users import VerifierFailed
 from megatron_dcpo.runtime import distributed
 from megatron_dcpo.runtime.device import profile
 from megatron_dcpo.runtime.run_lock import lock_run_dir
@@ -53,6 +54,8 @@ def train_step(run: Run, step: int) -> None:
     except RolloutAbandoned:  # by a signal
         run.checkpointer.stop_if_asked(done=step - 1)
         raise
+    except VerifierFailed as failed:
+        run.checkpointer.save_and_end(failed, done=step - 1)
     with run.timers("train"), run.checkpointer.completing():
         run.engine.sleep()
         run.offload.reload()

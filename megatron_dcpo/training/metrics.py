@@ -15,7 +15,7 @@ from megatron_dcpo.runtime.device import peak_tflops
 from megatron_dcpo.runtime.watchdog import Timers
 from megatron_dcpo.training.mismatch import mismatch_metrics
 from megatron_dcpo.training.updater import UpdateStatistics
-from megatron_dcpo.types import BLOCKS, MALFORMED, TrainingSample
+from megatron_dcpo.types import BLOCKS, MALFORMED, VERIFIER_ERROR, Judgement, TrainingSample
 
 COSINES = ("grad_cosine/reasoning_confidence", "grad_cosine_fisher/reasoning_confidence")
 LOSS_METRICS = {"clipped": "loss/clip_fraction", "ratio": "loss/ratio", "entropy": "entropy", "kl": "loss/kl"}
@@ -39,6 +39,7 @@ def step_metrics(samples: Sequence[TrainingSample], statistics: UpdateStatistics
         "format/violation_rate": summary["violation_rate"],
         **{f"format/{kind}": summary["violations"][kind] for kind in MALFORMED},
         "format/no_answer": float(np.mean([not j.answered for j in judgements])),
+        **verifier_metrics(judgements),
         "calibration/ece": summary["ece"],
         "calibration/pce": summary["pce"],
         "calibration/brier": summary["brier"],
@@ -58,6 +59,31 @@ def step_metrics(samples: Sequence[TrainingSample], statistics: UpdateStatistics
         **{f"time/{phase}": value for phase, value in seconds.items()},
         **{f"memory/{name}": value for name, value in timers.memory.items()},
     }
+
+
+def source_metrics(samples: Sequence[TrainingSample], names: Sequence[str]) -> dict[str, float]:
+    """Return accuracy and ECE of each source of a mixture; NaN where a step has none of it."""
+    found: dict[str, float] = {}
+    for name in names:
+        own = [sample.judgement for sample in samples if sample.prompt.task == name]
+        summary = summarize([j.confidence for j in own], [j.correct for j in own]) if own else {}
+        found[f"reward/accuracy/{name}"] = summary.get("accuracy", math.nan)
+        found[f"calibration/ece/{name}"] = summary.get("ece", math.nan)
+    return found
+
+
+def verifier_metrics(judgements: Sequence[Judgement]) -> dict[str, float]:
+    """Return of the responses that users' verifiers judged, where there are any, the share of errors, and the means of the
+    numbers that they gave, ``verifier/score`` first of all."""
+    own = [j for j in judgements if j.logged is not None]
+    if not own:
+        return {}
+    numbers: dict[str, list[float]] = {}
+    for name, value in (item for j in own for item in (j.logged or {}).items()):
+        if isinstance(value, bool | int | float):
+            numbers.setdefault(f"verifier/{name}", []).append(float(value))
+    errors = float(np.mean([j.category == VERIFIER_ERROR for j in own]))
+    return {"format/verifier_error": errors, **{name: float(np.mean(values)) for name, values in numbers.items()}}
 
 
 def loss_metrics(sums: dict[str, float]) -> dict[str, float]:

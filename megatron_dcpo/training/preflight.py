@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dcpo.config import Config
+from megatron_dcpo.data.gym import is_gym
 from megatron_dcpo.data.prompts import find_template
 from megatron_dcpo.errors import UserError, check_world_size
-from megatron_dcpo.evaluation.heldout import benchmark_names, check_validation
+from megatron_dcpo.evaluation.heldout import benchmark_names, check_validation, named_sources
+from megatron_dcpo.judging.verifiers import check_verifier
 from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.weights.architecture import Architecture, read_architecture
 from megatron_dcpo.weights.layout import Layout
@@ -48,9 +50,12 @@ def check_wandb(config: Config) -> None:
 
 
 def check_pass_through(config: Config) -> None:
-    """Check the names of what is handed on to Megatron and vLLM, where they are installed, and the prompt template. Raises
-    :class:`UserError`."""
+    """Check the names of what is handed on to Megatron and vLLM, where they are installed, the prompt template and the
+    verifier. Raises :class:`UserError`."""
     find_template(config.data.template)
+    for source in named_sources(config).values():
+        find_template(source.template or config.data.template)
+        check_verifier(source.verifier or config.judging.verifier)
     if config.parallel.megatron:
         from megatron_dcpo.policy.megatron_options import check_megatron_options
 
@@ -97,7 +102,8 @@ def describe(config: Config) -> dict[str, Any]:
         raise UserError(f"model directory {config.model.path} does not exist; pass a Hugging Face checkpoint directory")
     else:
         model = f"{config.model.path} (not here)"
-    data = config.data.path if Path(config.data.path).exists() else f"{config.data.path} (not here)"
+    paths = [source.path for source in config.data.sources]
+    data = ", ".join(path if Path(path).exists() or is_gym(path) else f"{path} (not here)" for path in paths)
     return {
         "objective": f"{config.objective.name}, preset {config.objective.preset}",
         "objective options": str(method.options),

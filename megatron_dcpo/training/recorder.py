@@ -20,6 +20,7 @@ from megatron_dcpo.calibration import json_ready
 from megatron_dcpo.checkpoints.saver import Saver, last_complete
 from megatron_dcpo.config import Config, as_dict
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.evaluation.heldout import named_sources
 from megatron_dcpo.planning.plan import Machine, make_plan
 from megatron_dcpo.policy.model import Policy
 from megatron_dcpo.runtime.device import capabilities
@@ -27,7 +28,7 @@ from megatron_dcpo.runtime.distributed import Topology, broadcast_object
 from megatron_dcpo.runtime.files import write_atomically
 from megatron_dcpo.runtime.text import parse_json
 from megatron_dcpo.runtime.watchdog import Timers
-from megatron_dcpo.training.metrics import step_metrics, utilization
+from megatron_dcpo.training.metrics import source_metrics, step_metrics, utilization
 from megatron_dcpo.training.mismatch import MISMATCH_EDGES, mismatch_histogram, routing_mismatch
 from megatron_dcpo.training.preflight import check_wandb
 from megatron_dcpo.training.provenance import record_start
@@ -60,6 +61,7 @@ class Recorder:
         self.timers, self.saver = timers, saver
         self.writes, self.processes = topology.rank == 0, topology.world_size
         self.metrics_path, self.mismatch_path = directory / "metrics.jsonl", directory / "mismatch.jsonl"
+        self.sources = list(named_sources(config)) if len(config.data.sources) > 1 else []
         self.planned = planned_memory(config, topology.world_size) if self.writes else {}
         self.warned: list[str] = []  # after the last step
         self.tensorboard: Any = None
@@ -116,6 +118,7 @@ class Recorder:
             timers, sums = self.timers, statistics["sums"]
             metrics = {"step": step, **step_metrics(samples, statistics, timers), **measured}
             metrics |= utilization(self.policy, samples, timers) | self.planned
+            metrics |= source_metrics(samples, self.sources)
             metrics |= routing_mismatch(self.policy.arch, self.config.model.params_dtype, sums)
             try:
                 overlapped = timers.seconds.get("judge_busy", 0.0)
@@ -211,6 +214,7 @@ class Recorder:
                     "confidence": judgement.confidence,
                     "status": judgement.status,
                     "finish_reason": response.finish_reason,
+                    **({} if judgement.logged is None else {"logged": judgement.logged}),
                 }
                 file.write(json.dumps(json_ready(record), ensure_ascii=False) + "\n")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,13 +15,9 @@ from typing import Any
 from megatron_dcpo.checkpoints.saver import Saver
 from megatron_dcpo.checkpoints.state import Optimizer
 from megatron_dcpo.config import Config
-from megatron_dcpo.data import load_prompts
-from megatron_dcpo.data.datasets import draw_prompts, fingerprint
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.heldout import HeldOut, load_held_out
-from megatron_dcpo.judging.answers import BOXED, FENCED, AnswerForm
-from megatron_dcpo.judging.judge import JUDGES, Verifier, judge_many
-from megatron_dcpo.judging.math.pool import verify_answers
+from megatron_dcpo.judging.judge import JUDGES
 from megatron_dcpo.judging.token_bytes import token_bytes
 from megatron_dcpo.objectives import build_method
 from megatron_dcpo.policy.adapter import Adapter, AdapterOptimizer
@@ -39,11 +35,11 @@ from megatron_dcpo.training.checkpointer import Checkpointer
 from megatron_dcpo.training.preflight import check_model, check_processes, check_wandb
 from megatron_dcpo.training.recorder import Recorder
 from megatron_dcpo.training.sampler import Sampler
+from megatron_dcpo.training.sources import build_draw, build_judge, fingerprint_of, load_sources
 from megatron_dcpo.training.updater import Reference, Updater
 from megatron_dcpo.training.validation import Validator
 from megatron_dcpo.training.warnings import too_few_problems
 from megatron_dcpo.training.weight_sync import WeightSync
-from megatron_dcpo.types import Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -80,23 +76,16 @@ def build(config: Config) -> Iterator[Run]:
     check_wandb(config)
     tokenizer = load_tokenizer(config.model.path)
     vocabulary = token_bytes(tokenizer)
-    prompts = load_prompts(
-        config.data.path,
-        tokenizer,
-        config.data.template,
-        config.data.max_prompt_length,
-        config.data.limit or None,
-        marker=config.judging.marker,
-        untested=config.data.untested,
-    )
+    sources = load_sources(config, tokenizer)
     held_out = load_held_out(config, tokenizer, vocabulary)
-    verifier, form = build_verifier(config, prompts)
+    judge = build_judge(config, sources, tokens=vocabulary)
     parallel, directory = config.parallel, Path(config.run_dir)
     topology = distributed.initialize(
         *parallel.sizes, seed=config.seed, timeout_minutes=parallel.distributed_timeout_minutes
     )
-    if topology.rank == 0 and (text := too_few_problems(len(prompts), config.data.prompts_per_step)):
-        logger.warning("%s: %s", config.data.path, text)
+    problems = sum(len(source.prompts) for source in sources)
+    if topology.rank == 0 and (text := too_few_problems(problems, config.data.prompts_per_step)):
+        logger.warning("%s: %s", ", ".join(source.path for source in sources), text)
     watch = Watchdog(directory / "heartbeat", topology.rank, topology.world_size).start()
     timers = Timers(watch)
     policy = build_policy(config.model, parallel, topology, training=not config.frozen)
@@ -107,19 +96,17 @@ def build(config: Config) -> Iterator[Run]:
     offload = Offload(policy, optimizer.megatron, config.training.offload_optimizer_during_rollout)
     offload.offload()
     engine = build_engine(config, topology, held_out)
-    judge = partial(judge_many, tokens=vocabulary, eos_ids=engine.eos_token_ids, marker=config.judging.marker)
-    judge = partial(judge, verifier=verifier, form=form)
     saver = build_saver(config, topology)
     weight_sync = WeightSync(policy, optimizer, engine, topology, watch, config.rollout.bucket_bytes)
-    draw = partial(draw_prompts, prompts, seed=config.seed, shuffle=config.data.shuffle)
-    parts = draw, engine, judge, JUDGES, method, weight_sync.recover, topology, timers
-    sampler = Sampler(*parts, config.rollout, config.data.prompts_per_step, config.seed)
+    judge, draw = partial(judge, eos_ids=engine.eos_token_ids), build_draw(config, sources)
+    parts = draw, engine, judge, JUDGES, method, weight_sync.recover, topology, timers, config.rollout
+    sampler = Sampler(*parts, config.data.prompts_per_step, config.seed, config.judging.max_error_rate)
     probe = None
     if isinstance(optimizer, PolicyOptimizer):
         probe = partial(probe_block_gradients, policy, optimizer.megatron)
     updater = Updater(policy, optimizer, method, reference, probe, parallel, config.rollout, config.training)
     data = {"prompts_per_step": config.data.prompts_per_step, "shuffle": config.data.shuffle}
-    identity = {"seed": config.seed, "data": {**data, "fingerprint": fingerprint(prompts)}}
+    identity = {"seed": config.seed, "data": {**data, "fingerprint": fingerprint_of(sources)}}
     checkpointer = Checkpointer(
         directory, saver, policy, optimizer, offload, engine, sampler, updater, config.training, identity
     )
@@ -206,22 +193,3 @@ def build_engine(config: Config, topology: Topology, held_out: HeldOut | None = 
             arguments=vllm,
         ),
     )
-
-
-def build_verifier(config: Config, prompts: Sequence[Prompt]) -> tuple[Verifier, AnswerForm]:
-    """Return what decides R, and how answers are marked. Raises :class:`UserError` when the data is for another verifier, or
-    when programs cannot be run safely here."""
-    tests = {prompt.ground_truth: prompt.tests for prompt in prompts if prompt.tests is not None}
-    with_tests = sum(prompt.tests is not None for prompt in prompts)
-    if config.judging.verifier == "math":
-        if with_tests:
-            raise UserError(f"{config.data.path}: {with_tests} programming problems; set judging.verifier=code")
-        return verify_answers, BOXED
-    if with_tests < len(prompts):
-        raise UserError(
-            f"{config.data.path}: {len(prompts) - with_tests} of {len(prompts)} problems have no tests; "
-            "judging.verifier=code needs programming problems"
-        )
-    from megatron_dcpo.judging.programs import ProgramVerifier
-
-    return ProgramVerifier(tests, config.judging.limits, config.judging.sandbox), FENCED

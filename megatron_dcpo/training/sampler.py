@@ -22,6 +22,7 @@ import numpy as np
 
 from megatron_dcpo.config import RolloutConfig
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.judging.users import check_error_rate
 from megatron_dcpo.objectives.method import Method
 from megatron_dcpo.rollout.engine import Engine, EngineError, PartialRollout, Samples, SamplingConfig, SlotSteps
 from megatron_dcpo.runtime import signals
@@ -81,10 +82,12 @@ class Sampler:
         rollout: RolloutConfig,
         prompts_per_step: int,
         seed: int,
+        max_error_rate: float = 1.0,
     ) -> None:
         self.draw, self.engine, self.judge, self.executor = draw, engine, judge, executor
         self.method, self.recover, self.topology, self.timers = method, recover, topology, timers
         self.rollout, self.prompts_per_step, self.seed = rollout, prompts_per_step, seed
+        self.max_error_rate = max_error_rate
         self.extra_prompts = 0
         self.carried: list[PromptGroup] = []
         self.metrics: dict[str, float] = {}
@@ -96,7 +99,8 @@ class Sampler:
         rounds; what is missing after the last one is filled up with such groups, in the order in which they were drawn.
         The next step goes on behind the last group taken. With ``rollout.max_staleness`` a round ends when as many
         groups are finished as are missing; the others, and what is finished in excess, are carried to the next step,
-        which draws as many fewer. Raises :class:`RolloutAbandoned` on all ranks when a signal cut the rollout short.
+        which draws as many fewer. Raises :class:`RolloutAbandoned` on all ranks when a signal cut the rollout short, and
+        :class:`VerifierFailed` when a user's verifier did not judge enough; both leave the state as it was.
         """
         wanted, slots = self.prompts_per_step, copy.copy(self.engine.slot_steps)
         first = at = (step - 1) * wanted + self.extra_prompts
@@ -115,6 +119,8 @@ class Sampler:
             pool = [group for group in pool if group.unfinished]
             if len(trainable) >= wanted:
                 break
+        judged = [sample.judgement for group in (*trainable, *untrainable) for sample in _samples(group)]
+        check_error_rate(judged, self.max_error_rate, f"step {step}")
         by_position = attrgetter("position")
         trainable.sort(key=by_position)
         chosen = trainable[:wanted]

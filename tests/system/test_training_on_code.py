@@ -16,6 +16,7 @@ import pytest
 from megatron_dcpo.config import load_config
 from megatron_dcpo.data.code_problems import pack_tests
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.judging.answers import Attempt
 from megatron_dcpo.judging.programs import ProgramVerifier
 from megatron_dcpo.sandbox.local import CodeLimits
 from megatron_dcpo.training.run import build
@@ -100,9 +101,9 @@ def test_a_killed_sandbox_is_replaced_and_its_program_judged_again() -> None:
     quick, wrong = slow.replace("1.5", "0"), slow.replace("'ok'", "'no'")
     before = set(below(os.getpid()))
     judge = ProgramVerifier(packed, CodeLimits(), workers=2)
-    assert [v.correct for v in judge([(quick, "tests:a")] * 2)] == [True, True]
+    assert [v.correct for v in judge([Attempt(quick, "tests:a")] * 2)] == [True, True]
     found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(judge([(slow, "tests:a"), (wrong, "tests:a")])))
+    thread = threading.Thread(target=lambda: found.append(judge([Attempt(slow, "tests:a"), Attempt(wrong, "tests:a")])))
     thread.start()
     time.sleep(0.7)
     for pid in set(below(os.getpid())) - before:
@@ -110,8 +111,8 @@ def test_a_killed_sandbox_is_replaced_and_its_program_judged_again() -> None:
             os.kill(pid, signal.SIGKILL)
     thread.join(60)
     assert [v.category for v in found[0]] == ["passed", "wrong"]
-    assert [v.correct for v in judge([(quick, "tests:a"), (wrong, "tests:a")])] == [True, False]
+    assert [v.correct for v in judge([Attempt(quick, "tests:a"), Attempt(wrong, "tests:a")])] == [True, False]
     with pytest.raises(UserError, match="no tests for 'tests:b'"):
-        judge([(quick, "tests:b")])
+        judge([Attempt(quick, "tests:b")])
     judge.pool.close()
     assert set(below(os.getpid())) - before == set(), "nothing is left running"

@@ -1,293 +1,38 @@
-"""Is an answer of mathematics right? Decided in processes with hard time limits: a hanging sympy cannot stop a run.
-
-Most pairs need no algebra and are decided here at once (``quick_verdict``). The others are cached by (answer, key) and
-judged by workers, which are started when the first such pair comes, one more for every ``PAIRS_PER_WORKER`` that wait.
-One thread serves the workers while there is a pair to judge; callers in any thread wait for their own pairs only.
-A worker that overruns its wall time or dies is replaced; its pair is wrong. Memory is bounded: ``worker.MEMORY_BYTES``
-for each worker, and for the verdicts kept here ``CACHE_SIZE`` pairs of ``CACHE_CHARACTERS`` characters together.
-
-The workers are plain subprocesses: they inherit no torch threads, no gloo sockets and no lock of the trainer, and need
-no ``__main__`` guard in a user's script.
-"""
+"""Is an answer of mathematics right? Most pairs need no algebra (``quick_verdict``); the others go to worker processes."""
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import json
-import os
-import selectors
-import socket
-import subprocess
-import sys
-import threading
-import time
-from collections import OrderedDict, deque
-from collections.abc import Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
-from megatron_dcpo.judging.answers import Outcome
+from megatron_dcpo.judging.answers import Attempt, Outcome
 from megatron_dcpo.judging.math.equivalence import quick_verdict
-from megatron_dcpo.runtime import cores_per_rank
+from megatron_dcpo.judging.pool import PoolWork, WorkerPool
 
 CPU_SECONDS = 1.5
 WALL_SECONDS = 6.0
-PAIRS_PER_WORKER = 32
-CACHE_SIZE = 200_000
-CACHE_CHARACTERS = 20_000_000  # a model that writes long answers must not fill the trainer's memory
-_START_SECONDS = 120.0  # imports on a machine that is busy; no pair is waiting in the worker yet
-_GRACE_SECONDS = 1.0  # the worker ends itself at the wall time; the parent only has to notice
-
-Pair = tuple[str, str]
+MEMORY_BYTES = 1 << 30
 
 
-@dataclass
-class Worker:
-    """A process, the pair it is at (None: idle, or not ready yet), and until when it may be."""
-
-    process: subprocess.Popen[bytes]
-    deadline: float
-    ready: bool = False
-    pair: Pair | None = None
-    received: bytearray = field(default_factory=bytearray)
-
-
-@dataclass
-class PoolStatistics:
-    """What happened to the pairs since the pool was made."""
-
-    quick: int = 0
-    cached: int = 0
-    judged: int = 0
-    late: int = 0
-    replaced: int = 0
-
-
-class VerifierPool:
-    """``verify(pairs)``: one bool per (answer, key). Thread-safe; a forked child makes its own workers."""
+class VerifierPool(WorkerPool):
+    """``verify(pairs)``: one bool per (answer, key). What is late, raises or ends its process is wrong."""
 
     def __init__(
         self, workers: int | None = None, cpu_seconds: float = CPU_SECONDS, wall_seconds: float = WALL_SECONDS
     ) -> None:
-        self.max_workers = workers or cores_per_rank()
-        self.cpu_seconds, self.wall_seconds = cpu_seconds, wall_seconds
-        self._reset()
-
-    def _reset(self) -> None:
-        """Begin an empty pool of this process."""
-        self.statistics = PoolStatistics()
-        self._workers: list[Worker] = []
-        self._cache: OrderedDict[Pair, bool] = OrderedDict()
-        self._cached_characters = 0
-        self._died_on: set[Pair] = set()
-        self._waiting: deque[Pair] = deque()
-        self._asked: dict[Pair, Future[bool]] = {}  # the pairs that wait and those that workers are at
-        self._thread: threading.Thread | None = None
-        self._ears, self._bell = socket.socketpair()  # new pairs wake the thread
-        self._bell.setblocking(False)
-        self._closed = False
-        self._lock = threading.Lock()
-        self._owner = os.getpid()
-
-    def verify(self, pairs: Sequence[Pair]) -> list[bool]:
-        """Return the verdicts in the order of ``pairs``. Never raises on their content."""
-        if self._owner != os.getpid():  # the workers, the thread and the lock are the parent's
-            self._reset()
-        quick = {pair: quick_verdict(*pair) for pair in dict.fromkeys(pairs)}
-        with self._lock:
-            verdicts = {pair: self._ask(pair) if verdict is None else verdict for pair, verdict in quick.items()}
-            self.statistics.quick += sum(verdict is not None for verdict in quick.values())
-            if self._waiting:
-                self._wake()
-        found = {pair: one.result() if isinstance(one, Future) else one for pair, one in verdicts.items()}
-        return [found[pair] for pair in pairs]
-
-    def close(self) -> None:
-        """End the workers; pairs that still wait are cancelled. The pool can be used again afterwards."""
-        if self._owner != os.getpid():
-            self._reset()
-            return
-        with self._lock:
-            self._closed = True
-            if thread := self._thread:
-                self._wake()
-        if thread is not None:
-            thread.join()
-        for worker in self._workers:
-            _end(worker)
-        self._workers = []
-        self._forget(None)
-
-    def _ask(self, pair: Pair) -> bool | Future[bool]:
-        """Return the verdict of a pair that needs algebra, now or later."""
-        if pair in self._cache:
-            self.statistics.cached += 1
-            self._cache.move_to_end(pair)
-            return self._cache[pair]
-        if pair not in self._asked:
-            self._asked[pair] = Future()
-            self._waiting.append(pair)
-        return self._asked[pair]
-
-    def _wake(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="verifier", daemon=True)
-            self._thread.start()
-        with contextlib.suppress(BlockingIOError):  # it has not heard the ones before yet
-            self._bell.send(b"!")
-
-    def _serve(self) -> None:
-        """Run the thread, which lives while there is something to judge. An error of the installation goes to all who
-        wait."""
-        try:
-            self._judge()
-        except BaseException as error:
-            self._forget(error)
-
-    def _forget(self, error: BaseException | None) -> None:
-        with self._lock:
-            left, self._asked, self._waiting, self._thread, self._closed = self._asked, {}, deque(), None, False
-        for future in left.values():
-            if error is None:
-                future.cancel()
-            else:
-                future.set_exception(error)
-
-    def _anything_left(self) -> bool:
-        with self._lock:
-            if not self._closed and (self._waiting or any(worker.pair for worker in self._workers)):
-                return True
-            self._thread = None  # the next pair gets a thread of its own
-            return False
-
-    def _judge(self) -> None:
-        self._workers = [worker for worker in self._workers if self._alive(worker)]
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._ears, selectors.EVENT_READ)
-            for worker in self._workers:
-                selector.register(worker.process.stdout, selectors.EVENT_READ, worker)  # type: ignore[arg-type]
-            while self._anything_left():
-                self._fill(selector)
-                soonest = min(worker.deadline for worker in self._workers)
-                for event, _ in selector.select(max(0.0, soonest - time.monotonic())):
-                    if event.data is None:
-                        self._ears.recv(4096)
-                    else:
-                        self._on_readable(event.data, selector)
-                for worker in [w for w in self._workers if w.deadline < time.monotonic()]:
-                    self._retire(worker, selector)
-
-    def _fill(self, selector: selectors.BaseSelector) -> None:
-        """Give every idle worker a pair; start workers while there is much to do."""
-        waiting = self._waiting
-        for worker in list(self._workers):
-            if worker.ready and worker.pair is None and waiting:
-                self._send(worker, waiting.popleft())
-        busy = sum(1 for worker in self._workers if worker.pair is None)  # about to be ready
-        target = min(self.max_workers, len(self._workers) + max(0, -(-len(waiting) // PAIRS_PER_WORKER) - busy))
-        while waiting and len(self._workers) < max(1, target):
-            worker = self._start()
-            self._workers.append(worker)
-            selector.register(worker.process.stdout, selectors.EVENT_READ, worker)  # type: ignore[arg-type]
-
-    def _start(self) -> Worker:
-        limits = ["--cpu", str(self.cpu_seconds), "--wall", str(self.wall_seconds), "--parent", str(os.getpid())]
-        root = str(Path(__file__).resolve().parents[3])  # the package, wherever the trainer was started
-        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-        process = subprocess.Popen(
-            [sys.executable, "-m", "megatron_dcpo.judging.math.worker", *limits],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        )
-        return Worker(process, time.monotonic() + _START_SECONDS)
-
-    def _send(self, worker: Worker, pair: Pair) -> None:
-        worker.pair = pair
-        worker.deadline = time.monotonic() + self.wall_seconds + _GRACE_SECONDS
-        assert worker.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # its stdout is closed as well, and read as the end of the worker
-            worker.process.stdin.write(json.dumps(pair).encode() + b"\n")  # ASCII: lone surrogates survive escaped
-            worker.process.stdin.flush()
-
-    def _on_readable(self, worker: Worker, selector: selectors.BaseSelector) -> None:
-        chunk = os.read(worker.process.stdout.fileno(), 4096)  # type: ignore[union-attr]
-        if not chunk:
-            self._retire(worker, selector)
-            return
-        worker.received += chunk
-        while (end := worker.received.find(b"\n")) >= 0:
-            word, _, last = bytes(worker.received[:end]).partition(b" ")
-            del worker.received[: end + 1]
-            worker.deadline = float("inf")
-            if word == b"ready":
-                worker.ready = True
-            elif worker.pair is not None:
-                self.statistics.late += word == b"late"
-                pair, worker.pair = worker.pair, None
-                if last:  # it has used up its memory
-                    self._retire(worker, selector)
-                self._record(pair, word == b"yes")
-                if last:
-                    return
-
-    def _retire(self, worker: Worker, selector: selectors.BaseSelector) -> None:
-        """Give up a worker that is late or gone. Its pair is wrong, at the latest when a second worker dies on it; one
-        that never became ready is an error of the installation."""
-        selector.unregister(worker.process.stdout)  # type: ignore[arg-type]
-        self._workers.remove(worker)
-        _end(worker)
-        if not worker.ready:
-            raise RuntimeError(
-                f"a verifier process did not start (exit status {worker.process.returncode}); try: "
-                f"{sys.executable} -c 'import megatron_dcpo.judging.math.worker, math_verify'"
-            )
-        self.statistics.replaced += 1
-        if worker.pair is None:
-            return
-        in_time = time.monotonic() < worker.deadline - _GRACE_SECONDS
-        if in_time and worker.pair not in self._died_on:  # it may have been killed from outside
-            self._died_on.add(worker.pair)
-            self._waiting.appendleft(worker.pair)
-            return
-        self.statistics.late += not in_time
-        self._record(worker.pair, False)
-
-    def _record(self, pair: Pair, verdict: bool) -> None:
-        self.statistics.judged += 1
-        self._died_on.discard(pair)
-        with self._lock:
-            self._cache[pair] = verdict
-            self._cached_characters += sum(map(len, pair))
-            while len(self._cache) > CACHE_SIZE or self._cached_characters > CACHE_CHARACTERS:
-                oldest, _ = self._cache.popitem(last=False)
-                self._cached_characters -= sum(map(len, oldest))
-            asked = self._asked.pop(pair)
-        asked.set_result(verdict)
-
-    def _alive(self, worker: Worker) -> bool:
-        """Return the workers that live. Some may have been killed meanwhile, by the kernel for instance; those of a
-        thread that failed still owe an answer that nobody waits for."""
-        if worker.process.poll() is None and worker.pair is None:
-            return True
-        _end(worker)
-        return False
+        load = "megatron_dcpo.judging.math.pool:load"
+        limits = cpu_seconds, wall_seconds, MEMORY_BYTES
+        super().__init__(PoolWork(load, lambda why: False, *limits, quick=lambda pair: quick_verdict(*pair)), workers)
 
 
-def _end(worker: Worker) -> None:
-    worker.process.kill()
-    for stream in (worker.process.stdin, worker.process.stdout):
-        if stream is not None:
-            with contextlib.suppress(BrokenPipeError):
-                stream.close()
-    worker.process.wait()
+def load() -> Callable[[str, str], bool]:
+    """Return what a worker calls for each pair, its grammar loaded: the first pair should not pay for it."""
+    from megatron_dcpo.judging.math.equivalence import equivalent
+
+    equivalent(r"\frac{x+1}{2}", r"0.5x+0.5")
+    return equivalent
 
 
 _POOL = VerifierPool()
-atexit.register(_POOL.close)
 
 
 def shared_pool() -> VerifierPool:
@@ -295,13 +40,15 @@ def shared_pool() -> VerifierPool:
     return _POOL
 
 
-def verify_answers(pairs: Sequence[tuple[str | None, str]]) -> list[Outcome]:
-    """Return the outcome of each (answer or None, key), side by side. No answer is a wrong one.
+def verify_answers(attempts: Sequence[Attempt]) -> list[Outcome]:
+    """Return the outcome of each answer against its key, side by side. No answer is a wrong one.
 
     Nothing raises: what cannot be parsed, or not in time, is wrong.
     """
-    verdicts = iter(equivalent_many([(answer, key) for answer, key in pairs if answer is not None]))
-    return [Outcome(answer is not None and next(verdicts)) for answer, _ in pairs]
+    answers = [attempt.answer for attempt in attempts]
+    pairs = [(a.answer, a.truth) for a in attempts if a.answer is not None]
+    verdicts = iter(equivalent_many(pairs))
+    return [Outcome(answer is not None and next(verdicts)) for answer in answers]
 
 
 def equivalent_many(pairs: Sequence[tuple[str, str]]) -> list[bool]:

@@ -55,7 +55,7 @@ def test_the_ids_are_those_of_the_training(path, tokenizer_of, tmp_path, monkeyp
     config = load_config(path)
     directory, tokenizer = tokenizer_of(config)
     file = tmp_path / "toy.jsonl"
-    file.write_text("\n".join(map(json.dumps, ROWS[config.judging.verifier])))
+    file.write_text("\n".join(map(json.dumps, ROWS.get(config.judging.verifier, ROWS["math"]))))
     trained = load_prompts(file, tokenizer, config.data.template, marker=config.judging.marker)
 
     options = as_trained(str(path), server=True)
@@ -68,7 +68,7 @@ def test_the_ids_are_those_of_the_training(path, tokenizer_of, tmp_path, monkeyp
     assert endpoint.sampling.max_tokens == config.rollout.max_response_length
     sent = [endpoint._body(prompt, 0)["prompt"] for prompt in render(load_benchmark(f"toy={file}"))]
     assert sent == [list(prompt.token_ids) for prompt in trained]
-    assert len(sent) == len(ROWS[config.judging.verifier])
+    assert len(sent) == len(ROWS.get(config.judging.verifier, ROWS["math"]))
     if "qwen" in config.run_dir:
         text = tokenizer.decode(sent[0])
         assert text.endswith(THINKING_OFF)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.judging.answers import Outcome, last_box
+from megatron_dcpo.judging.answers import Attempt, Outcome, last_box
 from megatron_dcpo.judging.blocks import split_blocks
 from megatron_dcpo.judging.token_bytes import TokenBytes, token_bytes
 from megatron_dcpo.types import MALFORMED, Prompt, Response
@@ -219,8 +219,8 @@ def fuzzed(rng: Any) -> bytes:
     return text[: int(rng.integers(0, len(text) + 1))] if rng.random() < 0.3 else text
 
 
-def same_text(pairs: Sequence[tuple[str | None, str]]) -> list[Outcome]:
-    return [Outcome(answer == truth) for answer, truth in pairs]
+def same_text(attempts: Sequence[Attempt]) -> list[Outcome]:
+    return [Outcome(a.answer == a.truth) for a in attempts]
 
 
 def test_fuzzed_outputs_are_all_classified() -> None:
@@ -254,7 +254,7 @@ def test_fuzzed_outputs_are_all_classified() -> None:
             prompt,
             tokens,
             {eos},
-            verifier=lambda pairs: [Outcome(answer == truth) for answer, truth in pairs],
+            verifier=lambda attempts: [Outcome(a.answer == a.truth) for a in attempts],
         )
         assert judged.status == "ok" or judged.status in MALFORMED
         assert (judged.status == "ok") == (judged.confidence is not None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_dcpo.judging.answers import FENCED, Outcome
+from megatron_dcpo.judging.answers import FENCED, Attempt, Outcome
 from megatron_dcpo.judging.blocks import split_blocks
 from megatron_dcpo.judging.confidence import parse_confidence
 from megatron_dcpo.judging.judge import judge_many
@@ -48,11 +48,11 @@ def test_only_what_stands_before_the_confidence_is_judged() -> None:
     """A program behind the confidence line does not count."""
     import numpy as np
 
-    seen: list[tuple[str | None, str]] = []
+    seen: list[Attempt] = []
 
-    def verifier(pairs):  # type: ignore[no-untyped-def]
-        seen.extend(pairs)
-        return [Outcome(True)] * len(pairs)
+    def verifier(attempts):  # type: ignore[no-untyped-def]
+        seen.extend(attempts)
+        return [Outcome(True)] * len(attempts)
 
     table = TokenBytes(tuple(bytes([b]) for b in range(256)))
     text = b"```python\ngood\n```\n<conf> 0.5\n```python\nbad\n```"
@@ -61,4 +61,4 @@ def test_only_what_stands_before_the_confidence_is_judged() -> None:
     prompt = Prompt("p", (), (), "tests:0", "t", b"")
     judgement = judge_many([response], {"p": prompt}, table, {0}, verifier=verifier, form=FENCED)[0]
     assert judgement.status == "before_box"
-    assert seen == [("good", "tests:0")]
+    assert [(a.answer, a.truth) for a in seen] == [("good", "tests:0")]

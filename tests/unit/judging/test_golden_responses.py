@@ -71,7 +71,7 @@ def test_a_text_with_its_tokens_ends_has_the_ids_blocks() -> None:
         options = {"form": FENCED} if row["kind"] == "program" else {}
         ids, truth = response(row, "p"), {"p": Prompt("p", (), (), row["truth"], row["kind"])}
         text = with_text(ids, TOKENS, {EOS})
-        verifier = lambda pairs: [Outcome(False, None)] * len(pairs)  # noqa: E731
+        verifier = lambda attempts: [Outcome(False, None)] * len(attempts)  # noqa: E731
         (by_ids,) = judge_many([ids], truth, TOKENS, {EOS}, verifier=verifier, **options)
         (by_text,) = judge_many([text], truth, verifier=verifier, **options)
         if text.token_ends is not None:

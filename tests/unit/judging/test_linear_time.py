@@ -26,7 +26,7 @@ from megatron_dcpo.evaluation.programs import normal_form
 from megatron_dcpo.evaluation.report import EvaluatedRun, render_report
 from megatron_dcpo.evaluation.samples import Sample, sample_line
 from megatron_dcpo.judging import answers
-from megatron_dcpo.judging.answers import BOXED, FENCED, Outcome, extract_boxed, extract_program
+from megatron_dcpo.judging.answers import BOXED, FENCED, Attempt, Outcome, extract_boxed, extract_program
 from megatron_dcpo.judging.blocks import split_text
 from megatron_dcpo.judging.confidence import parse_confidence
 from megatron_dcpo.judging.judge import with_text
@@ -60,8 +60,8 @@ def response(text: str) -> Response:
     return Response("p", 0, ids, np.zeros(len(ids)), "stop", 0)
 
 
-def by_equality(pairs: Sequence[tuple[str | None, str]]) -> list[Outcome]:
-    return [Outcome(answer == key) for answer, key in pairs]
+def by_equality(attempts: Sequence[Attempt]) -> list[Outcome]:
+    return [Outcome(a.answer == a.truth) for a in attempts]
 
 
 def sample(text: str) -> Sample:

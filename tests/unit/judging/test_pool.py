@@ -15,9 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dcpo.judging.math import pool as pool_module
-from megatron_dcpo.judging.math import worker
-from megatron_dcpo.judging.math.pool import VerifierPool
+from megatron_dcpo.judging import pool as pool_module
+from megatron_dcpo.judging.math.pool import MEMORY_BYTES, VerifierPool
 
 pytestmark = pytest.mark.slow
 HANGING = ["9^{9^{9^{9}}}", "100000000!", r"\sum_{k=1}^{10000000} \frac{1}{k^2+k+1}"]
@@ -133,7 +132,7 @@ def test_workers_end_with_their_parent(how: signal.Signals) -> None:
 
 
 def test_workers_import_no_torch() -> None:
-    script = "import sys, megatron_dcpo.judging.math.worker, megatron_dcpo.judging.math.equivalence as e"
+    script = "import sys, megatron_dcpo.judging.worker, megatron_dcpo.judging.math.equivalence as e"
     script += "; e.equivalent('x+1','1+x')"
     script += "; assert 'math_verify' in sys.modules and 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True)
@@ -148,14 +147,14 @@ def test_memory_of_a_worker_is_bounded(answer: str) -> None:
     try:
         assert pool.verify([("x+1", "1+x"), (answer, "5x+1"), ("x+2", "2+x")]) == [True, False, True]
         status = dict(line.split(":", 1) for line in status_of(pool))
-        assert int(status["VmPeak"].split()[0]) << 10 <= worker.MEMORY_BYTES
+        assert int(status["VmPeak"].split()[0]) << 10 <= MEMORY_BYTES
     finally:
         pool.close()
 
 
 def test_a_worker_that_has_used_up_its_memory_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """It judges its pair, says that it was the last one, and ends; no other pair pays for it."""
-    full = "from megatron_dcpo.judging.math import worker as w; w._resident_bytes = lambda: w.MEMORY_BYTES; w.main()"
+    full = "from megatron_dcpo.judging import worker as w; w._memory_in_use = lambda: (0, 1 << 30); w.main()"
     start = subprocess.Popen
     monkeypatch.setattr(
         pool_module.subprocess,

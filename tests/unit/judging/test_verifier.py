@@ -6,13 +6,13 @@ import threading
 
 import pytest
 
-from megatron_dcpo.judging.answers import extract_boxed
+from megatron_dcpo.judging.answers import Attempt, extract_boxed
 from megatron_dcpo.judging.math.pool import verify_answers
 
 
 def verify_many(pairs: list[tuple[str, str]]) -> list[bool]:
     """The judge's way from (text before the confidence, key) to right or wrong."""
-    return [outcome.correct for outcome in verify_answers([(extract_boxed(text), key) for text, key in pairs])]
+    return [outcome.correct for outcome in verify_answers([Attempt(extract_boxed(text), key) for text, key in pairs])]
 
 
 def verify_math(text: str, key: str) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from megatron_dcpo.objectives.method import SCORES
 from megatron_dcpo.types import BLOCK_CONFIDENCE, BLOCK_REASONING, Judgement
 from tests.helpers.objective_cases import objective, samples_of
 
@@ -54,3 +56,14 @@ def test_truncated_responses_that_are_masked_train_nothing() -> None:
     group = samples_of([Judgement("p", R, None, "truncated", boundary=5, length=5) for R in (0.0, 1.0)])
     assert objective(name="grpo", mask_truncated=False).trains(group)
     assert not objective(name="grpo", mask_truncated=True).trains(group)
+
+
+def test_a_graded_score_is_the_reward_and_the_target() -> None:
+    """t = lam mean(R) + (1 - lam) R of the scores, whatever the threshold makes of them."""
+    pairs = (0.25, 0.9), (0.75, 0.1)
+    graded = [replace(j, correct=float(j.correct > 0.5), score=j.correct) for j in judgements(*pairs)]
+    scores = objective(name="dcpo", lam=0.5).group_scores(samples_of(graded))
+    rows = dict(zip(SCORES, scores, strict=True))
+    assert rows["R"].tolist() == [0.25, 0.75]
+    assert rows["target"].tolist() == [0.375, 0.625]
+    np.testing.assert_allclose(rows["R_c"], [-0.525, -0.525])

@@ -1,0 +1,73 @@
+"""A user's verifier behind an address: responses are posted in batches as JSON (docs/bring_your_own.md#a-reward-server).
+
+request  {"items": [{"response": ..., "answer": ..., "problem": ..., "columns": {...}}, ...]}
+reply    {"results": [...]}, one per item: a bool, a number in [0, 1], a mapping with such a score, or {"error": why}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_dcpo.config import JudgingConfig
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.judging.answers import Attempt, Outcome
+from megatron_dcpo.judging.users import OPTION, outcome_of, warn_once
+from megatron_dcpo.runtime.http_json import HttpError, JsonClient
+
+KEY = "DCPO_VERIFIER_KEY"  # environment variable of the key that is sent as a bearer token
+BATCH = 64
+ATTEMPTS = 4
+MAX_REPLY_BYTES = 8 << 20
+
+
+class EndpointVerifier:
+    """The verifier (``judge.Verifier``) at ``url``. What it does not answer within ``judging.program_seconds`` and
+    ``ATTEMPTS`` tries is an error of each response. Raises :class:`UserError` where nothing answers at once."""
+
+    def __init__(self, url: str, options: JudgingConfig) -> None:
+        self.options, self.warn = options, warn_once(url)
+        try:
+            self.client = JsonClient(
+                url,
+                os.environ.get(KEY) or None,
+                timeout=options.program_seconds,
+                attempts=ATTEMPTS,
+                longest_pause=8.0,
+                max_reply_bytes=MAX_REPLY_BYTES,
+            )
+            self._post([])
+        except HttpError as error:
+            raise UserError(f"{OPTION}={url}: {error}; start the server, or correct the address") from None
+
+    def __call__(self, attempts: Sequence[Attempt]) -> list[Outcome]:
+        """Return the outcome of each reasoning block."""
+        results: list[Any] = []
+        for first in range(0, len(attempts), BATCH):
+            batch = attempts[first : first + BATCH]
+            try:
+                results += self._post(batch)
+            except HttpError as error:
+                results += [{"error": str(error)}] * len(batch)
+        return [outcome_of(result, self.options, self.warn) for result in results]
+
+    def _post(self, batch: Sequence[Attempt]) -> list[Any]:
+        items = []
+        for attempt in batch:
+            own = {"problem": "", "answer": attempt.truth, **(attempt.row or {})}
+            named = {"response": attempt.reasoning, "answer": own.pop("answer"), "problem": own.pop("problem")}
+            items.append({**named, "columns": own})
+        body = json.loads(json.dumps({"items": items}, default=str))
+        reply = self.client.call("", body, problem=lambda reply: _problem(reply, len(items)))
+        results: list[Any] = reply["results"]
+        return results
+
+
+def _problem(reply: Any, count: int) -> str:
+    results = reply.get("results") if isinstance(reply, dict) else None
+    if isinstance(results, list) and len(results) == count:
+        return ""
+    found = f"{len(results)} results" if isinstance(results, list) else f"{reply!r:.60}"
+    return f"expected a JSON object with {count} results, got {found}"

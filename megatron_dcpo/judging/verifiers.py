@@ -1,0 +1,48 @@
+"""Which verifier a name stands for, and how the answers that it judges are marked."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from megatron_dcpo.config import JudgingConfig
+from megatron_dcpo.config.sections import BUILT_IN
+from megatron_dcpo.data.gym import VERIFIER
+from megatron_dcpo.judging.answers import BOXED, FENCED, FREE, AnswerForm
+from megatron_dcpo.judging.endpoint import EndpointVerifier
+from megatron_dcpo.judging.judge import Verifier
+from megatron_dcpo.judging.math.pool import verify_answers
+from megatron_dcpo.judging.programs import PackedTests, ProgramVerifier
+from megatron_dcpo.judging.users import FunctionVerifier, load_function
+
+FindVerifier = Callable[[str], tuple[Verifier, AnswerForm]]
+
+
+def is_users(name: str) -> bool:
+    """Return whether a verifier is the user's own, which reads the columns of the row."""
+    return name not in BUILT_IN
+
+
+def check_verifier(name: str) -> None:
+    """Raise :class:`UserError` where the user's function is not there, or has another signature. Asks no server."""
+    if is_users(name) and "://" not in name:
+        load_function(name)
+
+
+def verifiers(options: JudgingConfig, tests: PackedTests) -> FindVerifier:
+    """Return what gives the verifier of a name, each built once; ``tests``: of programs, by their key.
+
+    It raises :class:`UserError` where there is none, or where programs cannot be run safely here.
+    """
+
+    @functools.cache
+    def find(name: str) -> tuple[Verifier, AnswerForm]:
+        if name == "math":
+            return verify_answers, BOXED
+        if name == "code":
+            return ProgramVerifier(tests, options.limits, options.sandbox), FENCED
+        if "://" in name:
+            return EndpointVerifier(name, options), FREE
+        return FunctionVerifier(name, options), BOXED if name == VERIFIER else FREE
+
+    return find

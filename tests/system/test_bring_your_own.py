@@ -1,0 +1,76 @@
+"""docs/bring_your_own.md as a user follows it: the files of each section are written, its commands run, outside the
+checkout."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.helpers.paths import QUICKSTART, REPOSITORY
+from tests.helpers.quickstart import metrics
+
+PAGE = (REPOSITORY / "docs" / "bring_your_own.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"<!-- test: (.+?) -->\n```\w+\n(.*?)```", PAGE, re.DOTALL)
+
+
+def test_every_example_of_the_page_runs(tmp_path: Path) -> None:
+    (tmp_path / "policy").symlink_to(QUICKSTART / "policy")
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    dcpo = f'set -e; dcpo() {{ {sys.executable} -m megatron_dcpo "$@"; }}\n'
+    shown = ""
+    for what, block in BLOCKS:
+        if what.startswith("file "):
+            (tmp_path / what.removeprefix("file ")).write_text(block)
+            continue
+        done = subprocess.run(
+            ["bash", "-c", dcpo + block], cwd=tmp_path, capture_output=True, text=True, timeout=600, env=environment
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        shown += done.stdout
+    runs = tmp_path / "runs"
+    graded = metrics(runs / "verifier")[0]
+    assert graded["reward/accuracy"] <= graded["verifier/score"]
+    assert graded["verifier/distance"] >= 0
+    evaluated = json.loads((runs / "evaluated" / "evaluation.json").read_text())
+    assert evaluated["benchmarks"]["mine"]["n"] == 16
+    assert "2 predictions, 1 correct, 0 not judged (verifier_error)" in shown
+    mixed = metrics(runs / "mixture")[-1]
+    assert {f"reward/accuracy/{name}" for name in ("sums", "numbers", "chain_sum")} <= mixed.keys()
+    assert {"evaluation/sums/accuracy", "evaluation/chain_sum/accuracy"} <= mixed.keys()
+    assert json.loads((runs / "legs" / "evaluation.json").read_text())["benchmarks"]["leg_counting"]["problems"] == 5
+    first = json.loads((runs / "curriculum" / "samples" / "step_000001.jsonl").read_text().splitlines()[0])
+    assert first["problem"] in ("1+2=", "2+5=")
+
+
+def test_the_page_has_the_sections_that_others_link_to() -> None:
+    assert {"A verifier", "A reward server", "Data"} <= set(re.findall(r"^## (.+)$", PAGE, re.MULTILINE))
+
+
+def test_the_examples_reward_server_trains(tmp_path: Path) -> None:
+    server = subprocess.Popen(
+        [sys.executable, "examples/reward_server/server.py", "0"], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert server.stdout is not None
+        url = server.stdout.readline().split()[-1]
+        small = ("training.steps=1", "data.prompts_per_step=4", "rollout.group_size=4", f"run_dir={tmp_path / 'run'}")
+        command = [sys.executable, "-m", "megatron_dcpo", "train", "--config", "examples/reward_server/dcpo.yaml"]
+        done = subprocess.run(
+            [*command, f"judging.verifier={url}", *small],
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            timeout=600,
+            env=os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+    finally:
+        server.kill()
+        server.wait()
+    row = metrics(tmp_path / "run")[0]
+    assert row["format/verifier_error"] == 0
+    assert row["verifier/score"] == row["reward/accuracy"]

@@ -1,0 +1,167 @@
+"""A user's verifier: three signatures, every kind of result, and whatever a function may do to the run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_dcpo.config import JudgingConfig
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.judging.answers import FREE, Attempt, Outcome
+from megatron_dcpo.judging.judge import judge_many
+from megatron_dcpo.judging.users import FunctionVerifier, VerifierFailed, check_error_rate, load_function
+from megatron_dcpo.training.metrics import verifier_metrics
+from megatron_dcpo.types import VERIFIER_ERROR, Judgement, Prompt, Response
+
+pytestmark = pytest.mark.slow
+FUNCTIONS = """
+import asyncio, os, sys, time
+import numpy as np
+
+RESULTS = {
+    "true": True, "one": 1, "half": 0.5, "numpy": np.float32(0.25), "mapping": {"score": 0.5, "steps": 3, "why": "x" * 900},
+    "nan": float("nan"), "none": None, "two": 2, "text": "yes", "list": [1.0, 0.0], "no score": {"right": 1},
+}
+
+
+def verify(response, answer, *, problem, **columns):
+    print("noise on stdout")
+    if response == "hang":
+        time.sleep(60)
+    if response == "spin":
+        while True:
+            pass
+    if response == "raise":
+        raise ValueError("bad\\nluck")
+    if response == "fork":
+        os.fork()
+    if response == "memory":
+        bytearray(3 << 30)
+    if response == "leave":
+        sys.exit(3)
+    if response == "die":
+        os._exit(3)
+    if response == "read":
+        sys.stdin.read()
+    seen = [response, answer, problem, columns]
+    return RESULTS.get(response, seen == ["own", ["a", 1], "P", {"data_source": "t", "level": 2}])
+
+
+async def waits(response, answer):
+    await asyncio.sleep(0.01)
+    return response == answer
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": float((data_source, solution_str, ground_truth, extra_info) == ("t", "s", "s", {"k": 1}))}
+
+
+def reward(prompts, completions, level, **columns):
+    return [float(p + c == "Ps" and n == 2) for p, c, n in zip(prompts, completions, level, strict=True)]
+
+
+def reward_of_chats(completions, **columns):
+    return [float(chat[0]["content"] == "s") for chat in completions]
+
+
+def unknown(x, y):
+    return True
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("own") / "my_reward.py"
+    path.write_text(FUNCTIONS)
+    return path
+
+
+def verifier_of(file: Path, name: str, **options: Any) -> FunctionVerifier:
+    return FunctionVerifier(f"{file}:{name}", JudgingConfig(test_seconds=2.0, **options))
+
+
+@pytest.fixture(scope="module")
+def verify(file: Path) -> Iterator[FunctionVerifier]:
+    made = verifier_of(file, "verify")
+    yield made
+    made.pool.close()
+
+
+def one(verifier: FunctionVerifier, text: str, truth: str = "", **row: Any) -> Outcome:
+    return verifier([Attempt(None, truth, text, row)])[0]
+
+
+def test_results(verify: FunctionVerifier, file: Path) -> None:
+    """Without a threshold only a score of 1 is right; a graded one is the reward."""
+    texts = ["true", "one", "half", "numpy", "mapping"]
+    outcomes = verify([Attempt(None, "", text, {}) for text in texts])
+    assert [o.correct for o in outcomes] == [True, True, False, False, False]
+    assert [o.logged["score"] for o in outcomes] == [1, 1, 0.5, 0.25, 0.5]  # type: ignore[index]
+    assert outcomes[-1].logged == {"score": 0.5, "steps": 3, "why": "x" * 200}
+    assert {o.score for o in outcomes} == {None}
+    graded = verifier_of(file, "verify", graded=True, threshold=0.5)
+    assert one(graded, "half")[:3] == (True, None, 0.5)
+    assert one(graded, "numpy")[:3] == (False, None, 0.25)
+    assert one(graded, "none")[:3] == (False, VERIFIER_ERROR, 0.0)
+
+
+@pytest.mark.parametrize(
+    "text", ["nan", "none", "two", "text", "list", "no score", "raise", "leave", "die", "memory", "hang", "spin"]
+)
+def test_what_a_function_does_wrong_is_an_error_and_the_next_one_is_judged(verify: FunctionVerifier, text: str) -> None:
+    assert one(verify, text) == Outcome(False, VERIFIER_ERROR, None, {})
+    assert one(verify, "true").correct
+
+
+@pytest.mark.parametrize("text", ["fork", "read"])
+def test_what_does_no_harm(verify: FunctionVerifier, text: str) -> None:
+    """A fork comes back twice, one of them is ended; standard input is empty."""
+    assert one(verify, text).category is None
+    assert [one(verify, text).correct for text in ("true", "half", "true")] == [True, False, True]
+
+
+def test_signatures(file: Path, verify: FunctionVerifier) -> None:
+    row = {"data_source": "t", "level": 2}
+    assert one(verify, "own", "ignored", **row, problem="P", answer=["a", 1]).correct
+    assert one(verifier_of(file, "waits"), "s", answer="s").correct
+    verl = verifier_of(file, "compute_score")
+    assert one(verl, "s", answer="s", data_source="t", extra_info={"k": 1}).correct
+    assert one(verifier_of(file, "reward"), "s", problem="P", level=2).correct
+    assert one(verifier_of(file, "reward_of_chats"), "s", prompt=[{"role": "user", "content": "P"}]).correct
+    with pytest.raises(UserError, match=r"unknown: expected verify\(response, answer, .* got \(x, y\)"):
+        load_function(f"{file}:unknown")
+
+
+def test_one_warning_with_the_line(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    verifier = verifier_of(file, "verify")
+    with caplog.at_level(logging.WARNING):
+        assert [one(verifier, text).category for text in ("raise", "nan")] == [VERIFIER_ERROR] * 2
+    (said,) = caplog.messages
+    assert f"ValueError: bad luck ({file}, line 19, in verify)" in said
+
+
+def test_it_sees_the_reasoning_block_only(file: Path) -> None:
+    """Whatever is written behind the marker cannot change R; without a box the response has an answer."""
+    response = Response("p", 0, (), [], "stop", 0, text="true<conf> 0.9 half")  # type: ignore[arg-type]
+    prompt = Prompt("p", (), (), "", "t", row={})
+    judged = judge_many([response], {"p": prompt}, verifier=verifier_of(file, "verify"), form=FREE)[0]
+    assert (judged.correct, judged.status, judged.answered, judged.R) == (1.0, "trailing_text", True, 1.0)
+
+
+def judgement(category: str | None, logged: dict[str, Any] | None) -> Judgement:
+    return Judgement("p", 0.0, None, "missing", 0, 0, category=category, logged=logged)
+
+
+def test_the_rate_of_errors_is_that_of_what_the_users_verifier_judged() -> None:
+    math, fine, wrong = judgement(None, None), judgement(None, {"score": 0.5, "n": 2}), judgement(VERIFIER_ERROR, {})
+    check_error_rate([math] * 100 + [fine] * 3 + [wrong], 0.25, "step 1")
+    with pytest.raises(VerifierFailed, match=r"1 of 4 responses \(step 1\) could not be judged, more than .*=0.2;"):
+        check_error_rate([math] * 100 + [fine] * 3 + [wrong], 0.2, "step 1")
+    assert verifier_metrics([math, fine, wrong]) == {
+        "format/verifier_error": 0.5, "verifier/score": 0.5, "verifier/n": 2.0
+    }  # fmt: skip
+    assert verifier_metrics([math]) == {}
