@@ -70,7 +70,16 @@ def add_parser(subparsers: Any) -> None:
         "--untested", action="store_true", help="keep programming problems whose tests assert nothing (3 of MBPP+)"
     )
     parser.add_argument("--rejudge", action="store_true", help="with --samples: judge the responses anew as well")
-    sampling = parser.add_argument_group("sampling (defaults: the paper's evaluation)")
+    _add_sampling_arguments(parser.add_argument_group("sampling (defaults: the paper's evaluation)"))
+    add_judging_arguments(parser.add_argument_group("judging"))
+    _add_server_arguments(parser.add_argument_group("endpoint"))
+    parser.add_argument("--resamples", type=int, help="bootstrap resamples for 95%% intervals (default 1000, 0: none)")
+    parser.add_argument("--json", action="store_true", default=False, help="print evaluation.json instead of a table")
+    parser.argument_default = None  # of the arguments that every verb has
+    parser.set_defaults(run=run)
+
+
+def _add_sampling_arguments(sampling: Any) -> None:
     sampling.add_argument("--temperature", type=float, help="default 0.7")
     sampling.add_argument("--top-p", type=float, help="default 0.8")
     sampling.add_argument("--top-k", type=int, help="0: off (default 20)")
@@ -89,12 +98,6 @@ def add_parser(subparsers: Any) -> None:
         choices=["auto", "vllm", "transformers"],
         help="what samples --model; auto (default): vLLM on a GPU where it is installed and can run the model",
     )
-    add_judging_arguments(parser.add_argument_group("judging"))
-    _add_server_arguments(parser.add_argument_group("endpoint"))
-    parser.add_argument("--resamples", type=int, help="bootstrap resamples for 95%% intervals (default 1000, 0: none)")
-    parser.add_argument("--json", action="store_true", default=False, help="print evaluation.json instead of a table")
-    parser.argument_default = None  # of the arguments that every verb has
-    parser.set_defaults(run=run)
 
 
 def _add_server_arguments(server: Any) -> None:
