@@ -45,6 +45,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--benchmarks", metavar="A,B", help="names (math500, aime24, ...) or NAME=PATH of a data file")
     parser.add_argument("--out", metavar="RUN", required=True, help="directory to write to")
+    parser.add_argument("--fresh", action="store_true", help="drop the samples of an earlier evaluation in --out")
     parser.add_argument("--repeats", type=positive_int, help="responses per problem (default 4)")
     parser.add_argument(
         "--confidence", help=f"kinds, comma separated (default verbal,token,consistency): {', '.join(KINDS)}"
@@ -115,7 +116,6 @@ def _add_server_arguments(server: Any) -> None:
     server.add_argument("--timeout", type=float, metavar="S", help="seconds to wait for one sample (default 600)")
     server.add_argument("--attempts", type=positive_int, help="tries per sample, with growing pauses (default 8)")
     server.add_argument("--extra-body", type=_json_object, metavar="JSON", help="added to every request")
-    server.add_argument("--fresh", action="store_true", help="drop the samples of an earlier run in --out")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -30,7 +30,7 @@ from megatron_dcpo.evaluation.evaluate import (
 from megatron_dcpo.evaluation.heldout import judge_of, load_problems
 from megatron_dcpo.evaluation.posthoc import TOP_LOGPROBS, Posthoc
 from megatron_dcpo.evaluation.programs import is_code, read_tests, same_program, write_tests
-from megatron_dcpo.evaluation.samples import Sample, SampleLog, read_samples
+from megatron_dcpo.evaluation.samples import SETTINGS, Sample, SampleLog, check_samples, read_samples
 from megatron_dcpo.evaluation.scoring import parse_kinds, score_samples
 from megatron_dcpo.judging.programs import PackedTests
 from megatron_dcpo.judging.token_bytes import token_bytes
@@ -201,6 +201,9 @@ def _old_samples(config: EvaluationConfig) -> list[Sample]:
     samples = read_samples(config.samples)
     if not samples:
         raise UserError(f"{config.samples}: no samples in it")
+    sampled = Path(config.out, SETTINGS).is_file() and not config.fresh
+    if sampled and Path(config.out).resolve() != Path(config.samples).resolve().parent:
+        raise UserError(f"--out {config.out} holds the samples of another evaluation; name another one, or --fresh")
     keys = {sample.ground_truth for sample in samples if is_code(sample)}
     tests_file = Path(config.samples).with_name(TESTS_FILE)
     tests = read_tests(tests_file, keys) if keys and (config.rejudge or tests_file.exists()) else {}
@@ -246,11 +249,15 @@ def _new_samples(config: EvaluationConfig, progress: Progress | None, ranks: int
 
         distributed.initialize(timeout_minutes=_LONGEST_MINUTES)
     rank = int(os.environ.get("RANK", "0"))
+    wanted = {(b.name, record.prompt_id) for b in benchmarks for record in b.records[: config.limit]}
+    weights = {"weights": _weights(Path(config.model))} if config.model else {}
+    if config.model and rank == 0 and not config.fresh:  # before it is loaded
+        check_samples(Path(config.out), config.settings(config.model) | weights, wanted, config.repeats)
     model, render, complete = _server(config) if config.endpoint else _local_model(config, benchmarks)
+    if config.endpoint and not config.fresh:
+        check_samples(Path(config.out), config.settings(model), wanted, config.repeats)
     samples: list[Sample] = []
-    # A model directory may hold other weights under the same name: only a server's samples are taken up again.
-    fresh = config.fresh or not config.endpoint
-    with SampleLog(config.out, config.settings(model), fresh) if rank == 0 else nullcontext() as log:
+    with SampleLog(config.out, config.settings(model) | weights, config.fresh) if rank == 0 else nullcontext() as log:
         if tests and rank == 0:
             write_tests(tests, Path(config.out) / TESTS_FILE)
         for problems in loaded:
@@ -272,6 +279,12 @@ def _new_samples(config: EvaluationConfig, progress: Progress | None, ranks: int
         samples.sort(key=lambda s: (place[s.benchmark], order[s.benchmark, s.prompt_id], s.repeat))  # as of one process
         distributed.destroy()
     return samples, model
+
+
+def _weights(model: Path) -> dict[str, list[int]]:
+    """Return size and time (ns) of a model's files: a directory may hold other weights under the same name later."""
+    files = sorted(path for path in model.glob("*") if path.suffix in (".safetensors", ".bin", ".json"))
+    return {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in files}
 
 
 def _server(config: EvaluationConfig) -> tuple[str, Render, Complete]:

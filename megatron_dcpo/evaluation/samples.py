@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import TracebackType
@@ -175,6 +175,9 @@ def geometric_mean_probability(logprobs: Sequence[float]) -> float | None:
     return min(1.0, math.exp(math.fsum(logprobs) / len(logprobs))) if len(logprobs) else None
 
 
+FILE, SETTINGS = "samples.jsonl", "settings.json"
+
+
 class SampleLog:
     """``samples.jsonl`` of a run directory, appended to line by line, with ``settings.json`` beside it.
 
@@ -185,7 +188,7 @@ class SampleLog:
     def __init__(self, directory: str | Path, settings: Mapping[str, Any], fresh: bool = False) -> None:
         root = Path(directory)
         root.mkdir(parents=True, exist_ok=True)
-        self.path, settings_path = root / "samples.jsonl", root / "settings.json"
+        self.path, settings_path = root / FILE, root / SETTINGS
         if fresh:
             self.path.unlink(missing_ok=True)
             settings_path.unlink(missing_ok=True)
@@ -211,6 +214,22 @@ class SampleLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
+
+
+def check_samples(
+    directory: Path, settings: Mapping[str, Any], wanted: Collection[tuple[str, str]], repeats: int
+) -> None:
+    """Raise :class:`UserError` where ``directory`` has samples of other settings, or such as this evaluation, of the
+    (benchmark, prompt id) in ``wanted``, does not ask for and would drop."""
+    if not (directory / FILE).exists():
+        return
+    _check_settings(directory / SETTINGS, settings)
+    before = read_samples(directory / FILE, allow_truncated=True)
+    if dropped := sum((s.benchmark, s.prompt_id) not in wanted or s.repeat >= repeats for s in before):
+        raise UserError(
+            f"{directory} holds {len(before)} samples, {dropped} of which this evaluation does not ask for; give another "
+            "--out, or --fresh to drop them"
+        )
 
 
 def _check_settings(path: Path, settings: Mapping[str, Any]) -> None:
