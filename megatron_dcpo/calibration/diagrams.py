@@ -78,6 +78,9 @@ TRAINING_CURVES = (
     Curve("Response length (tokens)", ("length/mean",)),
     Curve("Violation rate", ("format/violation_rate",), percent=True),
     Curve("Brier score", ("calibration/brier",)),
+    Curve("Policy loss", ("loss/policy",)),
+    Curve("Entropy, nats a token", ("entropy",)),
+    Curve("KL: reference, engine and trainer (dashed)", ("loss/kl", "engine/kl"), log=True),
 )
 
 

@@ -36,10 +36,11 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from megatron_dcpo.calibration.summary import json_ready
     from megatron_dcpo.evaluation import published, report  # matplotlib is slow to import; other verbs do not need it
+    from megatron_dcpo.evaluation.runs import find_runs
 
     if args.serve:
         return serve(args.runs, args.port)
-    runs = report.find_runs(args.runs)
+    runs = find_runs(args.runs)
     against = published.load_published(args.against) if args.against else []
     try:
         page = report.write_report(runs, args.out or Path(args.runs[0]) / "report.html", args.title, against)

@@ -7,6 +7,7 @@ Megatron's names, method options the paper's. Unknown keys are errors that name 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -52,6 +53,7 @@ __all__ = [
     "TrainingConfig",
     "ValidationConfig",
     "as_dict",
+    "flat",
     "load_config",
     "to_yaml",
     "validate",
@@ -123,6 +125,15 @@ def to_yaml(config: Config) -> str:
 def as_dict(config: Config) -> dict[str, Any]:
     """Return the configuration as plain dictionaries, the objective's options resolved, without what is not set."""
     return without_none(dataclasses.asdict(config)) | {"objective": objectives.written(config.objective)}
+
+
+def flat(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted name, value) of everything set in nested mappings."""
+    if isinstance(values, Mapping):
+        for key, value in values.items():
+            yield from flat(value, f"{prefix}.{key}" if prefix else str(key))
+    elif values is not None:
+        yield prefix, values
 
 
 def without_none(values: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,8 @@ from megatron_dcpo.calibration import diagrams
 from megatron_dcpo.data import LoadedBenchmark
 from megatron_dcpo.data.datasets import Record
 from megatron_dcpo.evaluation.posthoc import features
-from megatron_dcpo.evaluation.report import EvaluatedRun, read_run, summary_of, write_report
+from megatron_dcpo.evaluation.report import summary_of, write_report
+from megatron_dcpo.evaluation.runs import EvaluatedRun, read_run
 from megatron_dcpo.evaluation.samples import (
     Sample,
     SampleLog,

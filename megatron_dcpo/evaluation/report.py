@@ -12,7 +12,6 @@ import math
 import re
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,12 +21,12 @@ from markupsafe import Markup
 from megatron_dcpo.calibration import diagrams
 from megatron_dcpo.calibration.metrics import Bins
 from megatron_dcpo.calibration.summary import json_ready
-from megatron_dcpo.data.files import read_json_lines
-from megatron_dcpo.errors import UserError
-from megatron_dcpo.evaluation import published
+from megatron_dcpo.evaluation import facts, published
 from megatron_dcpo.evaluation.published import Published
+from megatron_dcpo.evaluation.runs import EvaluatedRun
 from megatron_dcpo.evaluation.scoring import BETTER, CONFIDENCE_KINDS, HEADLINE, bins_from_json, headline
-from megatron_dcpo.runtime.text import encodable, read_json_object
+from megatron_dcpo.runtime.run_records import read_warnings
+from megatron_dcpo.runtime.text import encodable
 from megatron_dcpo.types import CONFIDENCE_TAG
 
 LABELS = {
@@ -44,88 +43,6 @@ LABELS = {
 _PERCENT = {"accuracy", "mean_confidence", "violation_rate"}
 _NOTED = ("accuracy", "ece", "pce", "auroc")
 _SAMPLES_SHOWN = 6
-
-
-@dataclass(frozen=True)
-class EvaluatedRun:
-    """The files of one run. ``evaluation``: evaluation.json; ``metrics``: rows; ``samples``: judged responses."""
-
-    name: str
-    path: Path
-    evaluation: Mapping[str, Any] | None
-    metrics: Sequence[Mapping[str, Any]]
-    samples: Sequence[Mapping[str, Any]]
-
-
-# ------------------------------------------------------------------------------------------------ finding runs
-
-
-def find_runs(paths: Sequence[str | Path]) -> list[EvaluatedRun]:
-    """Return the runs at or below ``paths``, in the order given, subdirectories by name.
-
-    A training run without an evaluation of its own takes the one evaluation below it, if there is exactly one.
-    """
-    runs: list[EvaluatedRun] = []
-    for given in paths:
-        root = Path(given)
-        if not root.is_dir():
-            raise UserError(f"{root}: no such run directory")
-        directories = (root, *sorted(d for d in root.rglob("*") if d.is_dir()))
-        below = [d for d in directories if (d / "evaluation.json").exists() or (d / "metrics.jsonl").exists()]
-        if not below:
-            raise UserError(f"{root}: neither evaluation.json nor metrics.jsonl in it or below")
-        adopted = _adopted(below)
-        runs += [
-            read_run(
-                directory,
-                adopted.get(directory),
-                root.resolve().name if directory == root else str(directory.relative_to(root)),
-            )
-            for directory in below
-            if directory not in adopted.values()
-        ]
-    return _distinct(runs)
-
-
-def read_run(path: Path, evaluation_path: Path | None = None, name: str | None = None) -> EvaluatedRun:
-    """Read a run; its evaluation may lie in a directory of its own."""
-    evaluated = evaluation_path or path
-    evaluation_file, metrics_file = evaluated / "evaluation.json", path / "metrics.jsonl"
-    evaluation = _read_json(evaluation_file) if evaluation_file.exists() else None
-    rows = [row for _, row in read_json_lines(metrics_file, allow_truncated=True)] if metrics_file.exists() else []
-    files = [evaluated / "samples.jsonl", *sorted((path / "samples").glob("*.jsonl"))[-1:]]
-    samples = next(
-        ([row for _, row in read_json_lines(file, allow_truncated=True)] for file in files if file.exists()), []
-    )
-    return EvaluatedRun(name or path.name, path, evaluation, rows, samples)
-
-
-def _adopted(directories: Sequence[Path]) -> dict[Path, Path]:
-    """Return training directory -> the only evaluation directory below it."""
-    adopted = {}
-    for parent in directories:
-        if (parent / "evaluation.json").exists():
-            continue
-        children = [child for child in directories if parent in child.parents]
-        if len(children) == 1 and not (children[0] / "metrics.jsonl").exists():
-            adopted[parent] = children[0]
-    return adopted
-
-
-def _distinct(runs: Sequence[EvaluatedRun]) -> list[EvaluatedRun]:
-    """Return the runs under distinct names: those that occur twice get their parent directory in front."""
-    names = [run.name for run in runs]
-    return [
-        replace(run, name=f"{run.path.resolve().parent.name}/{run.name}") if names.count(run.name) > 1 else run
-        for run in runs
-    ]
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    value = read_json_object(path)
-    if not all(isinstance(value.get(part), dict) for part in ("overall", "benchmarks")):
-        raise UserError(f"{path}: not an evaluation (no 'overall' and 'benchmarks'); write it with dcpo evaluate")
-    return value
 
 
 # ------------------------------------------------------------------------------------------------ the numbers
@@ -181,17 +98,18 @@ def render_report(
     environment.filters["breakable"] = lambda name: re.split(r"(?<=[_/-])", name)
     environment.filters["four_digits"] = lambda value: "–" if value is None else f"{value:.4g}"
     kinds, benchmarks = kinds_of(runs), benchmarks_of(runs)
-    trained = {run.name: run.metrics for run in runs if run.metrics}
+    trained, paths = {run.name: run.metrics for run in runs if run.metrics}, {run.name: run.path for run in runs}
     colors = (diagrams.PALETTE[i % len(diagrams.PALETTE)] for i in range(len(trained)))
     return environment.get_template("report.html.j2").render(
         title=title,
         runs=[run.name for run in runs],
         labels=[LABELS[key] for key in HEADLINE],
-        tables=_tables(runs, kinds, benchmarks),
-        trained_only=[run.name for run in runs if run.evaluation is None],
+        tables=_tables(runs),
         first_kind=kinds[0] if kinds else "verbal",
-        benchmarks=benchmarks,
-        benchmarks_differ=len({frozenset(run.evaluation["benchmarks"]) for run in runs if run.evaluation}) > 1,
+        origins=[facts.origin(run.name, run.path, len(run.metrics)) for run in runs],
+        configured=facts.configured(paths),
+        differences=facts.differences(paths),
+        warnings={run.name: found for run in runs if (found := read_warnings(run.path))},
         published=published.compare({run.name: run.evaluation for run in runs}, against),
         panels=_panels(runs, kinds, benchmarks),
         coverage=_coverage(runs, kinds),
@@ -223,16 +141,26 @@ def _svg(figure: Any, name: str) -> Markup:
     return Markup(diagrams.inline_svg(figure, name))
 
 
-def _tables(runs: Sequence[EvaluatedRun], kinds: Sequence[str], benchmarks: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the headline table, then one per benchmark and kind of confidence when there are several."""
-    first = kinds[0] if kinds else "verbal"
-    tables = [{"name": "", "rows": _cells({run.name: summary_of(run, first) for run in runs})}]
-    for benchmark in [None, *benchmarks] if len(benchmarks) > 1 else [None]:
-        for kind in kinds:
-            rows = {run.name: summary_of(run, kind, benchmark) for run in runs if _has(run, kind, benchmark)}
-            if rows and (benchmark is not None or kind != first):
-                place = benchmark or ("All benchmarks" if len(benchmarks) > 1 else benchmarks[0])
-                tables.append({"name": f"{place}, {kind} confidence", "rows": _cells(rows)})
+def _tables(runs: Sequence[EvaluatedRun]) -> list[dict[str, Any]]:
+    """Return the tables of results: runs evaluated alike together, a headline and one per benchmark and kind of confidence
+    where there are several; at last those that were only trained."""
+    tables: list[dict[str, Any]] = []
+    for alike in dict.fromkeys(run.alike for run in runs if run.evaluation is not None):
+        group = [run for run in runs if run.alike == alike]
+        kinds, benchmarks = kinds_of(group), benchmarks_of(group)
+        first = kinds[0] if kinds else "verbal"
+        title = "; ".join(filter(None, (", ".join(benchmarks), alike[-1])))
+        tables.append({"name": title, "open": True, "rows": _cells(group, first, None)})
+        for benchmark in [None, *benchmarks] if len(benchmarks) > 1 else [None]:
+            for kind in kinds:
+                having = [run for run in group if _has(run, kind, benchmark)]
+                if having and (benchmark is not None or kind != first):
+                    place = benchmark or ("All benchmarks" if len(benchmarks) > 1 else benchmarks[0])
+                    name = f"{place}, {kind} confidence"
+                    tables.append({"name": name, "open": False, "rows": _cells(having, kind, benchmark)})
+    if trained := [run for run in runs if run.evaluation is None]:
+        title = "Not evaluated: last training step, as training samples"
+        tables.append({"name": title, "open": True, "rows": _cells(trained, "verbal", None)})
     return tables
 
 
@@ -243,30 +171,57 @@ def _has(run: EvaluatedRun, kind: str, benchmark: str | None) -> bool:
     return scores is not None and kind in scores
 
 
-def _cells(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Return, per run, the text of each headline value, and whether it is the best one of its column."""
-    best = {key: _best(key, [row.get(key) for row in rows.values()]) for key in HEADLINE}
+def _cells(runs: Sequence[EvaluatedRun], kind: str, benchmark: str | None) -> dict[str, list[dict[str, Any]]]:
+    """Return, per run, the text of each headline value with the half width of its 95 % interval, and whether it is the best
+    of its column: better than every other one by more than their intervals."""
+    rows = {run.name: summary_of(run, kind, benchmark) for run in runs}
+    intervals = {run.name: intervals_of(run, kind, benchmark) for run in runs}
+    best = {key: separable_best(key, rows, intervals) for key in HEADLINE}
     return {
         name: [
-            {"text": format_value(key, row.get(key)), "best": best[key] is not None and row.get(key) == best[key]}
+            {"text": format_value(key, row.get(key), intervals[name].get(key)), "best": best[key] == name}
             for key in HEADLINE
         ]
         for name, row in rows.items()
     }
 
 
-def _best(key: str, values: Sequence[Any]) -> float | None:
-    defined = [value for value in values if _is_number(value)]
-    return BETTER[key](defined) if key in BETTER and len(defined) > 1 else None
+Ends = tuple[float, float]  # of a 95 % interval
 
 
-def format_value(key: str, value: Any) -> str:
-    """Return a table cell: percentages with one decimal, errors with three, a dash for undefined."""
+def intervals_of(run: EvaluatedRun, kind: str, benchmark: str | None) -> dict[str, Ends]:
+    """Return the 95 % intervals of an evaluation's headline values, where it has them."""
+    if run.evaluation is None:
+        return {}
+    scores = run.evaluation["benchmarks"][benchmark] if benchmark else run.evaluation["overall"]
+    found = scores.get("ci95") or {}
+    both = {**found.get(kind, {}), "accuracy": found.get("accuracy")}
+    return {key: tuple(ends) for key, ends in both.items() if ends and all(map(_is_number, ends))}
+
+
+def separable_best(
+    key: str, rows: Mapping[str, Mapping[str, Any]], intervals: Mapping[str, Mapping[str, Ends]]
+) -> str | None:
+    """Return the run whose value is better than every other one's with intervals that do not overlap; None without one."""
+    if key not in BETTER or len(rows) < 2 or any(key not in of_run for of_run in intervals.values()):
+        return None
+    best = BETTER[key](rows[name][key] for name in rows)
+    (name, *equal) = [name for name in rows if rows[name][key] == best]
+    low, high = intervals[name][key]
+    others = [intervals[other][key] for other in rows if other != name]
+    apart = all(high < other[0] or low > other[1] for other in others)
+    return name if apart and not equal else None
+
+
+def format_value(key: str, value: Any, ends: Ends | None = None) -> str:
+    """Return a table cell: percentages with one decimal, errors with three, a dash for undefined; ``ends`` as ± half their
+    distance."""
     if not _is_number(value):
         return "–"
+    half = 0.0 if ends is None else (ends[1] - ends[0]) / 2
     if key in _PERCENT:
-        return f"{100 * value:.1f}%"
-    return f"{value:,.0f}" if key == "n" else f"{value:.3f}"
+        return f"{100 * value:.1f}%" + (f" ± {100 * half:.1f}" if ends else "")
+    return f"{value:,.0f}" if key == "n" else f"{value:.3f}" + (f" ± {half:.3f}" if ends else "")
 
 
 def _is_number(value: Any) -> bool:

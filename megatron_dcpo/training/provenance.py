@@ -14,7 +14,7 @@ import platform
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,20 +23,19 @@ from omegaconf import OmegaConf
 
 from megatron_dcpo import __version__
 from megatron_dcpo.checkpoints.manifest import latest_iteration
-from megatron_dcpo.config import Config, to_yaml
+from megatron_dcpo.config import Config, flat, to_yaml
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.device import device_name
 from megatron_dcpo.runtime.distributed import broadcast_object
 from megatron_dcpo.runtime.files import write_atomically
-from megatron_dcpo.runtime.text import read_json_object
+from megatron_dcpo.runtime.run_records import CONFIG, RUN, WARNINGS, read_launches
 
 logger = logging.getLogger(__name__)
 
-CONFIG, RUN = "config.yaml", "run.json"
 LIBRARIES = ("torch", "megatron-core", "transformers", "vllm", "transformer-engine", "numpy")
 # What a training leaves in its directory.
 WRITTEN = (
-    *(CONFIG, RUN, "config.until-*.yaml", "metrics.jsonl", "mismatch.jsonl", "warnings.jsonl", "samples", "evaluation"),
+    *(CONFIG, RUN, "config.until-*.yaml", "metrics.jsonl", "mismatch.jsonl", WARNINGS, "samples", "evaluation"),
     *("tensorboard", "wandb", "profile", "policy", "adapter", "checkpoints", "report.html"),
 )
 # Options that make another run of it: the checkpoint's state belongs to one value.
@@ -108,7 +107,7 @@ def check_resume(directory: Path, config: Config) -> None:
     """Say what differs from the configuration that the run in ``directory`` had last. Raises :class:`UserError` for what
     cannot change: the method, the model, its tokenizer."""
     now = digests(Path(config.model.path))
-    before = (launches(directory) or [{}])[-1].get("model", {})
+    before = (read_launches(directory) or [{}])[-1].get("model", {})
     for key, what in (("config_sha256", "another model"), ("tokenizer_sha256", "another tokenizer")):
         if before.get(key, now.get(key)) != now.get(key):
             raise UserError(
@@ -141,24 +140,6 @@ def differences(directory: Path, config: Config) -> Iterator[tuple[str, Any, Any
             yield name, old.get(name), new.get(name)
 
 
-def flat(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted name, value) of everything set in nested mappings."""
-    if isinstance(values, Mapping):
-        for key, value in values.items():
-            yield from flat(value, f"{prefix}.{key}" if prefix else str(key))
-    elif values is not None:
-        yield prefix, values
-
-
-def launches(directory: Path) -> list[dict[str, Any]]:
-    """Return the entries of ``run.json``; none where it is not there, or damaged."""
-    try:
-        found = read_json_object(directory / RUN).get("launches")
-    except (OSError, UserError):
-        return []
-    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
-
-
 def record_start(directory: Path, config: Config, processes: int, done: int) -> None:
     """Write ``config.yaml``, with a dated copy of the one it replaces where that differs, and add to ``run.json``."""
     entry, path = launch(config, processes, done), directory / CONFIG
@@ -166,7 +147,7 @@ def record_start(directory: Path, config: Config, processes: int, done: int) -> 
         stamp = entry["time"].replace(":", "").removesuffix("+0000")
         path.replace(directory / f"config.until-{stamp}.yaml")
     write_atomically(path, to_yaml(config))
-    write_atomically(directory / RUN, json.dumps({"launches": [*launches(directory), entry]}, indent=1) + "\n")
+    write_atomically(directory / RUN, json.dumps({"launches": [*read_launches(directory), entry]}, indent=1) + "\n")
 
 
 def move_aside(directory: Path) -> Path | None:

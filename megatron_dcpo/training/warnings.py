@@ -13,8 +13,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from megatron_dcpo.runtime.run_records import WARNINGS, read_warnings
+
 Rows = Sequence[Mapping[str, Any]]
-FILE = "warnings.jsonl"
 STEPS = 5  # in a row, unless a watcher says otherwise
 
 
@@ -108,7 +109,7 @@ class Warnings:
     """The watchers of one run: each warns once, across resumes too, and what it says stands in ``warnings.jsonl``."""
 
     def __init__(self, directory: Path, rows: Rows) -> None:
-        self.path, self.rows = directory / FILE, list(rows)
+        self.path, self.rows = directory / WARNINGS, list(rows)
         self.said = {warning["watcher"] for warning in read_warnings(directory)}
 
     def after(self, row: Mapping[str, Any]) -> list[str]:
@@ -120,17 +121,6 @@ class Warnings:
             for name, text in new.items():
                 file.write(json.dumps({"step": row["step"], "watcher": name, "text": text}) + "\n")
         return list(new.values())
-
-
-def read_warnings(directory: Path) -> list[dict[str, Any]]:
-    """Return the warnings of a run: ``step``, ``watcher``, ``text``; a line that a kill cut off is left out."""
-    path, found = directory / FILE, []
-    for line in path.read_text().splitlines() if path.is_file() else ():
-        try:
-            found.append({key: json.loads(line)[key] for key in ("step", "watcher", "text")})
-        except (ValueError, KeyError, TypeError):
-            continue
-    return found
 
 
 def too_few_problems(problems: int, per_step: int) -> str | None:

@@ -14,6 +14,7 @@ from megatron_dcpo.cli import main
 from megatron_dcpo.cli import report as cli
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation import published, report
+from megatron_dcpo.evaluation.runs import find_runs
 from megatron_dcpo.evaluation.samples import Sample
 from tests.helpers.evaluated import evaluated, make_samples, trained
 
@@ -44,7 +45,7 @@ def test_report_is_self_contained_and_holds_the_numbers(tmp_path: Path) -> None:
     first = evaluated(tmp_path / "base")
     second = evaluated(tmp_path / "dcpo", seed=5)
     trained(tmp_path / "dcpo")
-    page = report.render_report(report.find_runs([tmp_path / "base", tmp_path / "dcpo"]))
+    page = report.render_report(find_runs([tmp_path / "base", tmp_path / "dcpo"]))
     outside = Outside()
     outside.feed(page)
     assert outside.loads == []
@@ -63,16 +64,68 @@ def test_report_is_self_contained_and_holds_the_numbers(tmp_path: Path) -> None:
     ids = re.findall(r'\bid="([^"]+)"', page)
     assert len(ids) == len(set(ids))
     embedded = json.loads(re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', page)[0])
-    assert embedded["dcpo"] == report.summary_of(report.find_runs([tmp_path / "dcpo"])[0])
+    assert embedded["dcpo"] == report.summary_of(find_runs([tmp_path / "dcpo"])[0])
 
 
 def test_runs_on_different_benchmarks_are_said_to_be_so(tmp_path: Path) -> None:
     evaluated(tmp_path / "a", samples=make_samples(8, benchmark="one"))
     evaluated(tmp_path / "b", samples=make_samples(8, benchmark="one") + make_samples(8, benchmark="two"))
-    page = report.render_report(report.find_runs([tmp_path]))
-    assert "evaluated on different benchmarks" in page
+    page = report.render_report(find_runs([tmp_path]))
+    assert "<h3>one</h3>" in page
+    assert "<h3>one, two</h3>" in page
     assert "<summary>two, verbal confidence</summary>" in page
     assert "<tbody></tbody>" not in page.replace("\n", "")
+
+
+def test_intervals_stand_beside_the_values() -> None:
+    assert report.format_value("accuracy", 0.65, (0.61, 0.69)) == "65.0% ± 4.0"
+    assert report.format_value("ece", 0.1, (0.08, 0.13)) == "0.100 ± 0.025"
+
+
+def test_only_what_is_separable_is_bold() -> None:
+    rows = {"a": {"ece": 0.05}, "b": {"ece": 0.10}, "c": {"ece": 0.30}}
+    narrow = {"a": {"ece": (0.04, 0.06)}, "b": {"ece": (0.09, 0.11)}, "c": {"ece": (0.25, 0.35)}}
+    assert report.separable_best("ece", rows, narrow) == "a"
+    assert report.separable_best("ece", rows, narrow | {"b": {"ece": (0.055, 0.15)}}) is None
+    assert report.separable_best("ece", rows, narrow | {"c": {}}) is None
+    assert report.separable_best("ece", rows | {"b": {"ece": 0.05}}, narrow) is None
+    assert report.separable_best("n", rows, narrow) is None
+
+
+def test_other_sampling_stands_in_a_table_of_its_own(tmp_path: Path) -> None:
+    for name, temperature in (("a", 0.7), ("b", 1.0)):
+        evaluated(tmp_path / name)
+        settings = {"temperature": temperature, "top_p": 1.0, "template": "raw"}
+        (tmp_path / name / "settings.json").write_text(json.dumps(settings))
+    page = report.render_report(find_runs([tmp_path]))
+    for temperature in ("0.7", "1.0"):
+        assert f"temperature {temperature}, top-p 1.0, template raw, " in page
+
+
+def test_a_run_says_where_it_comes_from_and_what_it_was_warned_of(tmp_path: Path) -> None:
+    for name, lam in (("one", 0.5), ("two", 1.0)):
+        trained(tmp_path / name)
+        (tmp_path / name / "config.yaml").write_text(
+            f"run_dir: {name}\nseed: 3\nmodel: {{path: m}}\nobjective: {{name: dcpo, lam: {lam}}}\n"
+        )
+        launch = {
+            "time": "2026-11-25T04:05:06+00:00",
+            "version": "0.2.0",
+            "commit": "0123456789abcdef",
+            "device": "cpu",
+        }
+        (tmp_path / name / "run.json").write_text(json.dumps({"launches": [launch | {"uncommitted_changes": True}]}))
+    warning = {"step": 5, "watcher": "exploding", "text": "lower <optimizer.lr>"}
+    (tmp_path / "two" / "warnings.jsonl").write_text(json.dumps(warning) + "\n")
+    page = report.render_report(find_runs([tmp_path]))
+    for shown in (
+        "0.2.0 0123456789ab+",
+        "2026<wbr>",
+        "Options that differ (1)",
+        "objective.lam",
+        "&lt;optimizer.lr&gt;",
+    ):
+        assert shown in page.replace("-<wbr>", "<wbr>") or shown in page, shown
 
 
 def test_responses_are_escaped_and_their_blocks_coloured(tmp_path: Path) -> None:
@@ -81,7 +134,7 @@ def test_responses_are_escaped_and_their_blocks_coloured(tmp_path: Path) -> None
                False, 0.9, "ok", 0.5, -1.0, 9, "stop")
     ]  # fmt: skip
     evaluated(tmp_path / "<run>", samples=nasty)
-    page = report.render_report(report.find_runs([tmp_path / "<run>"]))
+    page = report.render_report(find_runs([tmp_path / "<run>"]))
     assert "<script>x" not in page
     assert "<mark>&lt;conf&gt; Confidence: 0.9</mark>" in page
     assert "&lt;b&gt;1 &amp; 2&lt;/b&gt;" in page
@@ -95,7 +148,7 @@ def test_runs_are_found_in_subdirectories_and_evaluations_join_their_training(tm
     evaluated(tmp_path / "dcpo" / "eval-100")
     evaluated(tmp_path / "dcpo" / "eval-200", seed=1)
     evaluated(tmp_path / "base")
-    runs = {run.name: run for run in report.find_runs([tmp_path])}
+    runs = {run.name: run for run in find_runs([tmp_path])}
     assert set(runs) == {"base", "dcpo", "dcpo/eval-100", "dcpo/eval-200", "grpo"}
     assert runs["grpo"].evaluation is not None
     assert len(runs["grpo"].metrics) == 12
@@ -106,7 +159,7 @@ def test_runs_are_found_in_subdirectories_and_evaluations_join_their_training(tm
 def test_equal_names_are_told_apart(tmp_path: Path) -> None:
     evaluated(tmp_path / "a" / "run")
     evaluated(tmp_path / "b" / "run")
-    names = [run.name for run in report.find_runs([tmp_path / "a" / "run", tmp_path / "b" / "run"])]
+    names = [run.name for run in find_runs([tmp_path / "a" / "run", tmp_path / "b" / "run"])]
     assert names == ["a/run", "b/run"]
 
 
@@ -116,8 +169,8 @@ def test_a_training_run_alone(tmp_path: Path) -> None:
     row = {"prompt_id": "p", "problem": "1+1?", "reasoning": "so \\boxed{2}", "confidence_block": "<conf> sure"}
     row |= {"correct": 1.0, "confidence": None, "status": "unparsable"}
     (tmp_path / "run" / "samples" / "step_000010.jsonl").write_text(json.dumps(row) + "\n")
-    page = report.render_report(report.find_runs([tmp_path / "run"]))
-    assert "last training step shown: run" in page
+    page = report.render_report(find_runs([tmp_path / "run"]))
+    assert "Not evaluated: last training step" in page
     assert "61.0%</td>" in page
     assert "unparsable" in page
     assert "<mark>&lt;conf&gt; sure</mark>" in page
@@ -127,24 +180,24 @@ def test_a_line_cut_off_by_a_kill_is_left_out(tmp_path: Path) -> None:
     trained(tmp_path / "run")
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 12, "rew')
-    assert len(report.find_runs([tmp_path / "run"])[0].metrics) == 12
+    assert len(find_runs([tmp_path / "run"])[0].metrics) == 12
 
 
 def test_wrong_directories_are_user_errors(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such run directory"):
-        report.find_runs([tmp_path / "none"])
+        find_runs([tmp_path / "none"])
     with pytest.raises(UserError, match=r"neither evaluation\.json nor metrics\.jsonl"):
-        report.find_runs([tmp_path])
+        find_runs([tmp_path])
     (tmp_path / "evaluation.json").write_text("{")
     with pytest.raises(UserError, match=r"evaluation\.json:1: not valid JSON"):
-        report.find_runs([tmp_path])
+        find_runs([tmp_path])
     (tmp_path / "evaluation.json").write_text("{}")
     with pytest.raises(UserError, match="not an evaluation"):
-        report.find_runs([tmp_path])
+        find_runs([tmp_path])
     (tmp_path / "evaluation.json").unlink()
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": \n{"step": 3}\n')
     with pytest.raises(UserError, match=r"metrics\.jsonl:2: not valid JSON"):
-        report.find_runs([tmp_path])
+        find_runs([tmp_path])
 
 
 @pytest.mark.slow
@@ -214,7 +267,7 @@ def test_another_table_and_bad_ones(tmp_path: Path) -> None:
 def test_run_names_that_begin_with_a_digit_or_are_no_words(tmp_path: Path) -> None:
     for name in ("1", "0_base", "a\\1 b", "λ=0.5"):
         evaluated(tmp_path / name)
-        page = report.render_report(report.find_runs([tmp_path / name]))
+        page = report.render_report(find_runs([tmp_path / name]))
         outside = Outside()
         outside.feed(page)
         assert outside.stack == []

@@ -13,6 +13,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +24,8 @@ from megatron_dcpo.data.datasets import final_answer
 from megatron_dcpo.data.prompts import bare_problem, box_instruction
 from megatron_dcpo.errors import one_line
 from megatron_dcpo.evaluation.programs import normal_form
-from megatron_dcpo.evaluation.report import EvaluatedRun, render_report
+from megatron_dcpo.evaluation.report import render_report
+from megatron_dcpo.evaluation.runs import EvaluatedRun
 from megatron_dcpo.evaluation.samples import Sample, sample_line
 from megatron_dcpo.judging import answers
 from megatron_dcpo.judging.answers import BOXED, FENCED, Attempt, Outcome, extract_boxed, extract_program
@@ -70,7 +72,7 @@ def sample(text: str) -> Sample:
 
 def report(text: str) -> str:
     row: dict[str, Any] = {"prompt_id": "p", "problem": text, "response": text, "ground_truth": text, "status": text}
-    return render_report([EvaluatedRun("run", None, None, [], [row])])  # type: ignore[arg-type]
+    return render_report([EvaluatedRun("run", Path("nowhere"), None, [], [row])])
 
 
 class Case(NamedTuple):

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatron_dcpo.training.warnings import WATCHERS, Warnings, read_warnings, too_few_problems
+from megatron_dcpo.runtime.run_records import read_warnings
+from megatron_dcpo.training.warnings import WATCHERS, Warnings, too_few_problems
 
 
 def healthy(step: int) -> dict[str, Any]:
