@@ -34,14 +34,27 @@ class Capabilities:
     expert_hidden_multiple: int = 1
 
 
-# As torch, cuBLAS, cuDNN and NCCL report an error of the context; torch.AcceleratorError is a RuntimeError that says so.
+class DeviceLost(RuntimeError):
+    """What this process holds on the device, or needs there, cannot be had back before it ends."""
+
+
+# As torch, vLLM's allocator, Transformer Engine, cuBLAS, cuDNN and NCCL report what a new process may be spared, in lower
+# case; torch.AcceleratorError is a RuntimeError that says so. Not an argument that is wrong, which would come again.
 _DEVICE_FAILURES = (
-    "CUDA error",
-    "unhandled cuda error",
-    "CUBLAS_STATUS_EXECUTION_FAILED",
-    "CUDNN_STATUS_EXECUTION_FAILED",
-    "CUDNN_STATUS_MAPPING_ERROR",
+    "cuda error",
+    "cuda driver error",
+    "cuda failure",
+    *(f"cublas_status_{what}" for what in ("execution_failed", "internal_error", "mapping_error")),
+    "the gpu program failed to execute",  # cublasGetStatusString of the same three
+    "an internal operation failed",
+    "an access to gpu memory space failed",
+    *(f"cudnn_status_{what}" for what in ("execution_failed", "internal_error", "mapping_error")),
+    *(f"nccl{what}" for what in ("unhandledcudaerror", "systemerror", "internalerror", "remoteerror")),
+    "unhandled system error",  # ncclGetErrorString of the same four; the first is above
+    "internal error - please report this issue to the nccl developers",
+    "remote process exited or there was a network error",
 )
+_NO_MEMORY = ("out of memory", "status_alloc_failed", "the resource allocation failed")
 
 _CPU = Capabilities(False, True, False, False, (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512), 32)
 _GPU = Capabilities(True, False, True, True, None)
@@ -139,16 +152,21 @@ def empty_cache() -> None:
 
 
 def device_failed(error: BaseException | None) -> bool:
-    """Return whether ``error``, or what caused it, is a failure of the device itself (an illegal address, a lost card)
-    and not memory that ran out: nothing in this process can use the device any more, neither the policy nor an
-    engine."""
-    while error is not None:
-        text = str(error)
-        if isinstance(error, torch.OutOfMemoryError) or "out of memory" in text:
-            return False
-        if isinstance(error, RuntimeError) and any(sign in text for sign in _DEVICE_FAILURES):
-            return True
+    """Return whether ``error``, or what caused it, is a failure of the device itself (an illegal address, a lost card) or
+    of the way to the others, and not memory that ran out: nothing in this process can use the device any more, neither
+    the policy nor an engine."""
+    causes = []
+    while error is not None and error not in causes:
+        causes.append(error)
         error = error.__cause__ or error.__context__
+    if any(isinstance(cause, DeviceLost) for cause in causes):
+        return True
+    for cause in causes:
+        text = str(cause).lower()
+        if isinstance(cause, torch.OutOfMemoryError) or any(sign in text for sign in _NO_MEMORY):
+            return False
+        if isinstance(cause, RuntimeError) and any(sign in text for sign in _DEVICE_FAILURES):
+            return True
     return False
 
 
