@@ -44,7 +44,9 @@ def run(args: argparse.Namespace) -> int:
     from torch.distributed.run import run as torchrun
 
     from megatron_dcpo.runtime import signals
+    from megatron_dcpo.runtime.files import allow_open_files
 
+    allow_open_files()
     if not any(option.startswith(("--nnodes", "--rdzv", "--master", "--standalone")) for option in options):
         options = ["--standalone", *options]
     os.environ[signals.LAUNCHER_PID] = str(os.getpid())
