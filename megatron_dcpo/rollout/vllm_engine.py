@@ -45,6 +45,7 @@ from megatron_dcpo.runtime.device import (
     capabilities,
     device_failed,
     empty_cache,
+    fp32_head,
     host_memory_available,
     total_memory,
 )
@@ -306,6 +307,8 @@ class VllmEngine(Engine):
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if cache := cache_bytes(self.arch, options, host_memory_available(), ranks):
             arguments["kv_cache_memory_bytes"] = cache
+        if fp32_head(options.head_dtype):
+            arguments["hf_overrides"] = {"head_dtype": "float32"} | dict(arguments.get("hf_overrides") or {})
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             arguments["distributed_executor_backend"] = "external_launcher"
         try:

@@ -23,7 +23,7 @@ class Capabilities:
     sleeping engine gives some back. ``cpu_initialization``: Megatron creates parameters on the host.
     ``transformer_engine``: its kernels can run. ``cuda_graphs``: engines may capture them. ``attention_head_sizes``: what
     vLLM's attention has kernels for; None is any. ``expert_hidden_multiple``: of which its kernels of experts want the
-    hidden size to be a multiple.
+    hidden size to be a multiple. ``fp32_products``: a product of bf16 matrices can be had as it is summed up, in fp32.
     """
 
     separate_memory: bool
@@ -32,6 +32,7 @@ class Capabilities:
     cuda_graphs: bool
     attention_head_sizes: tuple[int, ...] | None
     expert_hidden_multiple: int = 1
+    fp32_products: bool = False
 
 
 class DeviceLost(RuntimeError):
@@ -57,12 +58,25 @@ _DEVICE_FAILURES = (
 _NO_MEMORY = ("out of memory", "status_alloc_failed", "the resource allocation failed")
 
 _CPU = Capabilities(False, True, False, False, (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512), 32)
-_GPU = Capabilities(True, False, True, True, None)
+_GPU = Capabilities(True, False, True, True, None, fp32_products=True)
 
 
 def capabilities() -> Capabilities:
     """Return the capabilities of the device that this process computes on."""
     return _GPU if has_cuda() else _CPU
+
+
+def fp32_head(head_dtype: str) -> bool:
+    """Return whether logits are computed in fp32, as ``model.head_dtype`` says: ``fp32``, ``model`` or ``auto``."""
+    return head_dtype == "fp32" or (head_dtype == "auto" and capabilities().fp32_products)
+
+
+def fp32_product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Write ``a @ b`` of two matrices in bf16 to ``out`` in fp32, not rounded to bf16 in between. On the CPU by copies in
+    fp32: for comparisons."""
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=torch.float32, out=out)
+    return torch.mm(a.float(), b.float(), out=out)
 
 
 def current_device() -> torch.device:
