@@ -8,9 +8,10 @@
 ARG BASE=nvidia/cuda:13.0.0-devel-ubuntu24.04
 FROM ${BASE}
 
-# Compilers and Python's headers for the extensions, bubblewrap for programs that models write, InfiniBand for NCCL
+# Compilers and Python's headers for the extensions, bubblewrap for programs that models write, numactl for ranks beside their
+# GPUs (dcpo launch), InfiniBand for NCCL
 RUN apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
-        python3 python3-dev python3-venv g++ git curl bubblewrap libibverbs1 ibverbs-providers librdmacm1 && \
+        python3 python3-dev python3-venv g++ git curl bubblewrap numactl libibverbs1 ibverbs-providers librdmacm1 && \
     rm -rf /var/lib/apt/lists/*
 ENV VIRTUAL_ENV=/opt/venv CUDA_HOME=/usr/local/cuda
 ENV SITE_PACKAGES=${VIRTUAL_ENV}/lib/python3.12/site-packages PATH=${VIRTUAL_ENV}/bin:${PATH}
