@@ -119,8 +119,7 @@ def by_block(name: str, values: Tensor, batch: MicroBatch) -> Stats:
     """Return the sum of ``values`` over each block as ``name/block``, detached; nothing for a part of a micro-batch."""
     if batch.is_part:
         return {}
-    values, blocks = values.detach(), batch.columns["block_ids"]
-    return {f"{name}/{block}": values[blocks == index].sum() for block, index in BLOCKS.items()}
+    return {f"{name}/{block}": values.detach()[rows].sum() for block, rows in batch.block_rows.items()}
 
 
 def masked(values: Tensor, batch: MicroBatch) -> Tensor:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -109,6 +110,12 @@ def synchronize() -> None:
 def pinned(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """Return ``numel`` numbers in the host's memory, from and to which the device copies at full speed."""
     return torch.empty(numel, dtype=dtype, pin_memory=has_cuda())
+
+
+def to_device(values: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return ``values`` of the host as a tensor on the device, which neither has to wait for the other."""
+    tensor = torch.tensor(values, dtype=dtype)
+    return tensor.pin_memory().to(current_device(), non_blocking=True) if has_cuda() else tensor
 
 
 def total_memory() -> int:
