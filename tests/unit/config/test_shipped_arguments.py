@@ -1,4 +1,4 @@
-"""Every shipped configuration gives Megatron and vLLM the arguments that it gave at commit 80ba0e8."""
+"""Every shipped configuration gives Megatron and vLLM the arguments written down here: a change of them is seen."""
 
 from __future__ import annotations
 
