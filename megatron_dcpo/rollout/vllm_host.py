@@ -27,9 +27,9 @@ _BLOCK = 128  # tokens; vLLM's largest block on the CPU
 @dataclass(frozen=True)
 class VllmOptions:
     """``head_dtype``: as ``model.head_dtype``. ``max_model_len`` 0 is left to vLLM. ``responses``: asked for at once, where
-    that is known and less than ``max_num_seqs``: on a CPU the cache is made for as many. ``dummy_weights``: start with random
-    weights, the first update brings the real ones. ``raw_logprobs``: the engine reports log-probs of the raw logits (fixed for its life; see
-    ``engine.SamplingConfig``). ``arguments``: more of vLLM's engine arguments, by their names.
+    that is known and less than ``max_num_seqs``: on a CPU the cache is made for as many. ``dummy_weights``: start with
+    random weights, the first update brings the real ones. ``raw_logprobs``: the engine reports log-probs of the raw logits
+    (fixed for its life; see ``engine.SamplingConfig``). ``arguments``: more of vLLM's engine arguments, by their names.
     """
 
     dtype: str = "bf16"
