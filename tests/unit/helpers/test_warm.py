@@ -51,9 +51,3 @@ def test_ranks_of_a_case(on_a_gpu, tmp_path):
     results = launch.torchrun("device_of_rank", 2, tmp_path / "out", {})
     assert [result["parent"] for result in results] == [os.getpid()] * 2
     assert [result["rank"] for result in results] == ["0", "1"]
-
-
-def test_without_a_gpu_they_are_forks():
-    done = warm.run("tests.distributed.worker", ["/nowhere", "[]"], [dict(os.environ)], 120)
-    assert done.returncode == 0, done.stderr
-    assert warm._server(frozenset()).poll() is None
