@@ -8,9 +8,10 @@
 ARG BASE=nvidia/cuda:13.0.0-devel-ubuntu24.04
 FROM ${BASE}
 
-# Compilers and Python's headers for the extensions, bubblewrap for programs that models write, InfiniBand for NCCL
+# Compilers and Python's headers for the extensions, bubblewrap for programs that models write, numactl for ranks beside their
+# GPUs (dcpo launch), InfiniBand for NCCL
 RUN apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
-        python3 python3-dev python3-venv g++ git curl bubblewrap libibverbs1 ibverbs-providers librdmacm1 && \
+        python3 python3-dev python3-venv g++ git curl bubblewrap numactl libibverbs1 ibverbs-providers librdmacm1 && \
     rm -rf /var/lib/apt/lists/*
 ENV VIRTUAL_ENV=/opt/venv CUDA_HOME=/usr/local/cuda
 ENV SITE_PACKAGES=${VIRTUAL_ENV}/lib/python3.12/site-packages PATH=${VIRTUAL_ENV}/bin:${PATH}
@@ -22,12 +23,14 @@ RUN pip install --no-cache-dir --constraint constraints.txt torch==2.13.0 vllm==
 # Transformer Engine looks in CUDNN_HOME first
 ENV CUDNN_HOME=${SITE_PACKAGES}/nvidia/cudnn CUDNN_PATH=${SITE_PACKAGES}/nvidia/cudnn
 # Compiled here against that torch, with the headers of the wheels; Megatron-core 0.16 is made for Transformer Engine 2.9 to
-# 2.11, which takes flash-attn up to 2.8.3 as a second backend of packed attention (long to compile: MAX_JOBS).
+# 2.11. On A100 that takes flash-attn up to 2.8.3 for packed attention (--build-arg FLASH_ATTN=1, long to compile: MAX_JOBS);
+# from Hopper on it prefers cuDNN's where both could run (get_attention_backend in dot_product_attention/utils.py).
 ARG MAX_JOBS=8
 ENV CPATH=${SITE_PACKAGES}/nvidia/cu13/include:${SITE_PACKAGES}/nvidia/cudnn/include:${SITE_PACKAGES}/nvidia/nccl/include
 RUN pip install --no-cache-dir setuptools wheel pybind11 ninja psutil packaging
 RUN NVTE_FRAMEWORK=pytorch pip install --no-cache-dir --no-build-isolation "transformer-engine[core_cu13,pytorch]==2.11.0"
-RUN FLASH_ATTN_CUDA_ARCHS="80;90" pip install --no-cache-dir --no-build-isolation --no-deps flash-attn==2.8.3
+ARG FLASH_ATTN=
+RUN test -z "${FLASH_ATTN:-}" || FLASH_ATTN_CUDA_ARCHS="80" pip install --no-cache-dir --no-build-isolation --no-deps flash-attn==2.8.3
 COPY . .
 RUN pip install --no-cache-dir --constraint constraints.txt ".[hub]" pytest pytest-timeout pytest-xdist
 # torch's own pin, 9.20.0.48, lacks libcudnn_engines_tensor_ir. Last: whatever needs torch would put the pin back

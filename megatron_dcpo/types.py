@@ -193,6 +193,13 @@ class MicroBatch:
     here: Tensor | None = None
     is_part: bool = False
 
+    @cached_property
+    def block_rows(self) -> dict[str, Tensor]:
+        """Return the places of each block's tokens among the response tokens, found once: each search waits for the
+        device."""
+        blocks = self.columns["block_ids"]
+        return {block: (blocks == index).nonzero()[:, 0] for block, index in BLOCKS.items()}
+
     def part(self, rows: slice | Tensor) -> MicroBatch:
         """Return the response tokens ``rows`` alone."""
         return replace(

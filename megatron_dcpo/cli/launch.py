@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import glob
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -44,12 +46,15 @@ def run(args: argparse.Namespace) -> int:
     from torch.distributed.run import run as torchrun
 
     from megatron_dcpo.runtime import signals
+    from megatron_dcpo.runtime.files import allow_open_files
 
+    allow_open_files()
     if not any(option.startswith(("--nnodes", "--rdzv", "--master", "--standalone")) for option in options):
         options = ["--standalone", *options]
     os.environ[signals.LAUNCHER_PID] = str(os.getpid())
     # torchrun keeps the signals that only mean an end; the three that mean "stop in good order" are passed on.
-    options += ["--nproc-per-node", args.processes]
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron's overlap needs the order of its launches
+    options += ["--nproc-per-node", args.processes, *_numa_binding(options)]
     options = ["--signals-to-handle", "SIGHUP,SIGQUIT", "--shutdown-timeout", str(_GRACE_SECONDS), *options]
     for number in signals.STOP_SIGNALS:
         signal.signal(number, _pass_on)
@@ -93,6 +98,18 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
     if not verb or verb[0].startswith("-"):
         raise UserError("name a verb after --, as in dcpo launch 8 [torchrun options] -- train --config F.yaml")
     return options, verb
+
+
+def _numa_binding(options: list[str]) -> list[str]:
+    """Return torchrun's option that keeps each rank on the CPUs beside its GPU, and so its memory; nothing where that is
+    chosen by the user, or cannot be done here."""
+    from megatron_dcpo.runtime.device import capabilities
+
+    chosen = any(option.startswith(("--numa-binding", "--numa_binding")) for option in options)
+    several = len(glob.glob("/sys/devices/system/node/node[0-9]*")) > 1
+    if chosen or not several or not capabilities().separate_memory or shutil.which("numactl") is None:
+        return []
+    return ["--numa-binding", "node"]
 
 
 def _end_when_alone() -> None:

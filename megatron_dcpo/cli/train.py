@@ -26,8 +26,10 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from megatron_dcpo.runtime import signals
+    from megatron_dcpo.runtime.files import allow_open_files
 
     if not args.dry_run:
+        allow_open_files()
         signals.install_handlers()
         signals.exit_with_launcher()
     overrides = [*args.overrides, *([f"training.resume={args.resume}"] if args.resume else [])]

@@ -44,12 +44,14 @@ class AdapterConfig:
 @dataclass(frozen=True, config=_STRICT)
 class ModelConfig:
     """``path``: a Hugging Face checkpoint directory (Qwen3, Llama-3.x, Qwen2.5). ``adapter``: train these low-rank factors
-    (LoRA), and keep the model's own parameters as they are."""
+    (LoRA), and keep the model's own parameters as they are. ``head_dtype``: what logits are computed in, by trainer and
+    engine: ``fp32``, ``model`` (``params_dtype``), or ``auto``, which is fp32 on a GPU."""
 
     path: str
     adapter: AdapterConfig | None = None
     params_dtype: Literal["fp32", "bf16"] = "bf16"
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
+    head_dtype: Literal["auto", "fp32", "model"] = "auto"
 
 
 @dataclass(frozen=True, config=_STRICT)

@@ -69,7 +69,7 @@ class Method:
     @property
     def loss_is_separable(self) -> bool:
         """Return whether :meth:`loss` may be called on some of a micro-batch's tokens: the loss is a plain sum over them."""
-        return self.separable and self.options.tis_level != "sequence"
+        return self.separable and self.options.tis_level in ("none", "token")
 
     def loss(self, batch: MicroBatch, outputs: TokenOutputs) -> tuple[Tensor, Stats]:
         """Return per-token contributions [n] of a micro-batch, and statistics that add up over micro-batches and ranks."""

@@ -49,7 +49,8 @@ class ObjectiveConfig(BaseModel):
         dual_clip: bound of the loss for negative advantages, in multiples of -A; 0 is off.
         kl_coef, kl_estimator: KL loss against the reference policy, by the gradient it has where the policy sampled: ``k1``
             none, ``k2`` that of KL(policy || reference), ``k3`` of KL(reference || policy). entropy_coef: entropy bonus.
-        tis_level, tis_cap: truncated importance sampling between engine and trainer.
+        tis_level: importance weights between engine and trainer, of a token, a sequence, or its geometric mean. tis_mode:
+            what lies outside [tis_floor, tis_cap] is brought there (``truncate``) or trains nothing (``mask``).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -82,7 +83,9 @@ class ObjectiveConfig(BaseModel):
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     entropy_coef_reasoning: Finite = 0.0
     entropy_coef_confidence: Finite = 0.0
-    tis_level: Literal["none", "token", "sequence"] = "none"
+    tis_level: Literal["none", "token", "sequence", "geometric"] = "none"
+    tis_mode: Literal["truncate", "mask"] = "truncate"
+    tis_floor: NonNegative = 0.0
     tis_cap: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 2.0
 
     @model_validator(mode="before")
@@ -99,6 +102,8 @@ class ObjectiveConfig(BaseModel):
     def _check(self) -> ObjectiveConfig:
         if 0 < self.dual_clip <= 1:
             raise ValueError(f"dual_clip must be 0 (off) or greater than 1, not {self.dual_clip}")
+        if self.tis_floor >= self.tis_cap:
+            raise ValueError(f"tis_floor={self.tis_floor:g} must be below tis_cap={self.tis_cap:g}")
         return self
 
     @property
@@ -142,7 +147,7 @@ COMMON = frozenset(
     {"name", "preset", "fallback", "marker_block", "loss_aggregation", "mask_truncated", "kl_estimator"}
     | _both("weight", "kl_coef", "entropy_coef")
 )
-CLIPPED_LOSS = frozenset(("clip_low", "clip_high", "dual_clip", "tis_level", "tis_cap"))
+CLIPPED_LOSS = frozenset(("clip_low", "clip_high", "dual_clip", "tis_level", "tis_mode", "tis_floor", "tis_cap"))
 CALIBRATION_REWARD = frozenset(("lam", "calibration_loss", "malformed_penalty", "malformed_placement"))
 REASONING_ADVANTAGE = frozenset(("advantage_normalization_reasoning", "ddof", "eps"))
 CONFIDENCE_ADVANTAGE = frozenset(("advantage_normalization_confidence", "ddof", "eps"))

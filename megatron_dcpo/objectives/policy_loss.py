@@ -42,6 +42,8 @@ def clipped_policy_loss(batch: MicroBatch, outputs: TokenOutputs, options: Objec
     stats |= by_block("clipped", binds, batch) | by_block("ratio", rho, batch)
     if options.tis_level != "none":
         stats |= by_block("tis_weight", tis, batch)
+        if options.tis_mode == "mask":
+            stats |= by_block("tis_masked", (tis == 0).to(tis), batch)
     return losses, stats | by_block("loss", losses, batch) | by_block("tokens", rho.new_ones(rho.shape), batch)
 
 
@@ -76,14 +78,23 @@ def kl_estimate(d: Tensor, estimator: str) -> Tensor:
 
 
 def importance_weights(batch: MicroBatch, outputs: TokenOutputs, options: ObjectiveConfig) -> Tensor:
-    """Return min(pi_old / pi_engine, tis_cap) per token, or of the whole sequence on each of its tokens; no gradient."""
+    """Return pi_old / pi_engine of each token, or on each token that of its sequence or its geometric mean, [n], held in
+    [tis_floor, tis_cap], or 0 outside (``mask``); no gradient.
+
+    token, truncate: TIS (Yao et al. 2025); token, mask: IcePop (Ling team 2025); sequence, mask: MIS (Liu et al. 2025).
+    """
     if options.tis_level == "none":
         return outputs.logprobs.new_ones(())
     engine = column(batch, "engine_logprobs", "tis_level").to(outputs.logprobs)
     log_weight = masked(old_logprobs(batch, outputs).to(engine) - engine, batch)
-    if options.tis_level == "sequence":
-        log_weight = sequence_sums(log_weight, batch)[batch.sequence_ids]
-    return log_weight.clamp(max=MAX_LOG_RATIO).exp().clamp(max=options.tis_cap)
+    if options.tis_level != "token":
+        sums = sequence_sums(log_weight, batch)
+        if options.tis_level == "geometric":
+            sums /= sequence_sums(masked(log_weight.new_ones(log_weight.shape), batch), batch).clamp(min=1)
+        log_weight = sums[batch.sequence_ids]
+    weight = log_weight.clamp(max=MAX_LOG_RATIO).exp()
+    held = weight.clamp(options.tis_floor, options.tis_cap)
+    return held if options.tis_mode == "truncate" else weight * (held == weight)
 
 
 def old_logprobs(batch: MicroBatch, outputs: TokenOutputs) -> Tensor:
@@ -108,8 +119,7 @@ def by_block(name: str, values: Tensor, batch: MicroBatch) -> Stats:
     """Return the sum of ``values`` over each block as ``name/block``, detached; nothing for a part of a micro-batch."""
     if batch.is_part:
         return {}
-    values, blocks = values.detach(), batch.columns["block_ids"]
-    return {f"{name}/{block}": values[blocks == index].sum() for block, index in BLOCKS.items()}
+    return {f"{name}/{block}": values.detach()[rows].sum() for block, rows in batch.block_rows.items()}
 
 
 def masked(values: Tensor, batch: MicroBatch) -> Tensor:

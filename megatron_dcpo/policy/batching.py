@@ -11,14 +11,13 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_dcpo.policy.context_parallel import positions_of
-from megatron_dcpo.runtime.device import current_device
+from megatron_dcpo.runtime.device import to_device
 from megatron_dcpo.types import MicroBatch, TrainingSample
 
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
@@ -154,7 +153,7 @@ def _columns(samples: Sequence[TrainingSample]) -> dict[str, Tensor]:
     for name, dtype in PER_TOKEN.items():
         rows = [s.response.logprobs if name == "engine_logprobs" else getattr(s, name) for s in samples]
         if not any(row is None for row in rows):
-            columns[name] = torch.as_tensor(np.concatenate([np.zeros(0), *rows]), dtype=dtype, device=current_device())
+            columns[name] = to_device(np.concatenate([np.zeros(0), *rows]), dtype)
     return columns
 
 
@@ -194,7 +193,7 @@ def _packed(samples: Sequence[TrainingSample], offsets: Sequence[int], total: in
         positions[0, start:stop] = np.arange(stop - start)
     if total > bounds[-1]:
         bounds = [*bounds, total]  # the filling is a sequence of its own, which nothing attends to
-    cu = torch.tensor(bounds, dtype=torch.int32, device=current_device())
+    cu = to_device(bounds, torch.int32)
     longest = max(stop - start for start, stop in itertools.pairwise(bounds))
     params = PackedSeqParams("thd", cu, cu, None, None, longest, longest)
     return _micro_batch(samples, tokens, positions, offsets, params)
@@ -232,15 +231,14 @@ def _micro_batch(
     rows = np.arange(lengths.sum()) + np.repeat(first + lengths - np.cumsum(lengths), lengths)
     owners = np.repeat(np.arange(len(samples)), lengths)
     targets = np.concatenate([np.zeros(0, np.int64), *(sample.response_ids for sample in samples)])
-    on_device: Any = lambda array: torch.tensor(array, device=current_device())  # noqa: E731
     return MicroBatch(
-        tokens=on_device(tokens),
-        position_ids=on_device(positions),
+        tokens=to_device(tokens),
+        position_ids=to_device(positions),
         packed_seq_params=packed,
-        rows=on_device(rows),
-        targets=on_device(targets),
-        sequence_ids=on_device(owners),
+        rows=to_device(rows),
+        targets=to_device(targets),
+        sequence_ids=to_device(owners),
         samples=tuple(samples),
-        R=torch.tensor([sample.R for sample in samples], dtype=torch.float32, device=current_device()),
+        R=to_device([sample.R for sample in samples], torch.float32),
         columns={},
     )

@@ -15,7 +15,7 @@ from megatron_dcpo.config import ModelConfig, ParallelConfig
 from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.policy.layers import block_spec, layer_spec, use_transformer_engine
 from megatron_dcpo.policy.megatron_options import options_of
-from megatron_dcpo.runtime.device import capabilities, current_device
+from megatron_dcpo.runtime.device import capabilities, current_device, fp32_head
 from megatron_dcpo.runtime.distributed import Topology
 from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.weights.architecture import Architecture, read_architecture
@@ -39,7 +39,7 @@ class Policy:
     """The model chunks of this rank (one, or several with virtual pipeline stages), wrapped for training.
 
     ``copies[i]`` maps chunk i to Hugging Face tensors. ``frozen``: it has no gradients, and chunks are not wrapped in
-    DDP.
+    DDP. ``fp32_head``: logits are computed in fp32, whatever the parameters are.
     """
 
     arch: Architecture
@@ -50,6 +50,7 @@ class Policy:
     copies: tuple[tuple[Copy, ...], ...]
     topology: Topology
     frozen: bool
+    fp32_head: bool
 
     @property
     def merged(self) -> tuple[str, ...]:
@@ -195,7 +196,8 @@ def build_policy(model: ModelConfig, parallel: ParallelConfig, topology: Topolog
     if training and parallel.overlap_grad_reduce:  # only the last micro-batch starts the reduction
         hooks = [chunk.no_sync for chunk in wrapped]
         config.no_sync_func = hooks if len(hooks) > 1 else hooks[0]
-    return Policy(arch, layout, config, tuple(wrapped), tuple(gpts), tuple(copies), topology, not training)
+    parts = tuple(wrapped), tuple(gpts), tuple(copies)
+    return Policy(arch, layout, config, *parts, topology, not training, fp32_head(model.head_dtype))
 
 
 def _build_chunk(arch: Architecture, layout: Layout, config: TransformerConfig, at: Coordinates) -> GPTModel:

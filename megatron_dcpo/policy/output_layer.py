@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dcpo.runtime.device import capabilities
+from megatron_dcpo.runtime.device import capabilities, fp32_product
 from megatron_dcpo.types import TokenOutputs
 
 LOGITS_AT_ONCE = 1 << 26  # of a chunk on a GPU; fewer, and the weight's gradient is read and written too often
@@ -38,7 +38,8 @@ PartLoss = Callable[[slice, "TokenOutputs"], Tensor]
 class OutputLayer:
     """This rank's rows of the output layer. ``weight`` [padded_vocab / tp, h]; the first ``width`` rows are tokens, from id
     ``start``; padding never enters the partition function. ``group``: the tensor-parallel ranks, ``None`` for one.
-    ``overlapped``: DDP reduces gradients while the backward pass goes on, and its hook wants to see one."""
+    ``overlapped``: DDP reduces gradients while the backward pass goes on, and its hook wants to see one. ``fp32``: the
+    product with hidden states in bf16 is not rounded to bf16 before it becomes logits."""
 
     weight: Tensor
     start: int
@@ -46,6 +47,7 @@ class OutputLayer:
     temperature: float
     group: dist.ProcessGroup | None
     overlapped: bool
+    fp32: bool
 
     @classmethod
     def of(
@@ -55,10 +57,11 @@ class OutputLayer:
         temperature: float = 1.0,
         group: dist.ProcessGroup | None = None,
         overlapped: bool = False,
+        fp32: bool = False,
     ) -> OutputLayer:
         start = (group.rank() if group is not None else 0) * len(weight)
         width = max(0, min(len(weight), vocab_size - start))
-        return cls(weight, start, width, temperature, group, overlapped)
+        return cls(weight, start, width, temperature, group, overlapped, fp32)
 
     @property
     def tokens(self) -> Tensor:
@@ -202,6 +205,8 @@ def _chunks(layer: OutputLayer, hidden: Tensor, targets: Tensor) -> Iterator[_Ch
         z = buffer[: stop - start]
         if hidden.dtype == z.dtype:
             torch.mm(hidden[start:stop].detach(), tokens.t(), out=z)
+        elif layer.fp32:
+            fp32_product(hidden[start:stop].detach(), tokens.t(), z)
         else:
             z.copy_(hidden[start:stop].detach() @ tokens.t())
         if layer.temperature != 1.0:

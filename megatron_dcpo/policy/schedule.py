@@ -172,4 +172,5 @@ def _output_layer(policy: Policy, batch: MicroBatch, output: Tensor, temperature
     if not policy.config.sequence_parallel:
         hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
     overlapped = policy.config.no_sync_func is not None
-    return OutputLayer.of(policy.output_weight, policy.arch.vocab_size, temperature, group, overlapped), hidden
+    size, fp32 = policy.arch.vocab_size, policy.fp32_head
+    return OutputLayer.of(policy.output_weight, size, temperature, group, overlapped, fp32), hidden

@@ -28,15 +28,15 @@ __all__ = [
 def build_local_engine(choice: str, model_dir: str | Path, options: VllmOptions) -> Engine:
     """Return an engine in this process. ``choice``: ``auto``, ``vllm`` or ``transformers``.
 
-    The transformers engine takes ``dtype`` and ``max_num_seqs`` of the options and samples on one rank. Raises
-    :class:`UserError` when the model or what is chosen cannot be used.
+    The transformers engine takes ``dtype``, ``max_num_seqs`` and ``head_dtype`` of the options and samples on one rank.
+    Raises :class:`UserError` when the model or what is chosen cannot be used.
     """
     if choose_engine(choice, model_dir) == "vllm":
         return VllmEngine(model_dir, options)
     size = options.tensor_model_parallel_size
     if size > 1:
         raise UserError(f"rollout.tensor_model_parallel_size={size} needs vLLM, which cannot be used here")
-    return TransformersEngine.from_pretrained(model_dir, options.dtype, options.max_num_seqs)
+    return TransformersEngine.from_pretrained(model_dir, options.dtype, options.max_num_seqs, options.head_dtype)
 
 
 def load_tokenizer(model_dir: str | Path) -> Any:

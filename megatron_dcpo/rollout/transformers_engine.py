@@ -31,7 +31,7 @@ from megatron_dcpo.rollout.engine import (
     read_eos_token_ids,
     uniforms,
 )
-from megatron_dcpo.runtime.device import current_device
+from megatron_dcpo.runtime.device import current_device, fp32_head, fp32_product
 from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.runtime.signals import RolloutAbandoned, stop_requested
 from megatron_dcpo.types import Response
@@ -81,8 +81,11 @@ class TransformersEngine(Engine):
             self._parameters |= views or {name: parameter}
 
     @classmethod
-    def from_pretrained(cls, model_dir: str | Path, dtype: str = "fp32", max_num_seqs: int = 512) -> TransformersEngine:
-        """Load a Hugging Face checkpoint directory. Raises :class:`UserError` when it is missing or unreadable."""
+    def from_pretrained(
+        cls, model_dir: str | Path, dtype: str = "fp32", max_num_seqs: int = 512, head_dtype: str = "auto"
+    ) -> TransformersEngine:
+        """Load a Hugging Face checkpoint directory. ``head_dtype``: as ``model.head_dtype``. Raises :class:`UserError` when
+        it is missing or unreadable."""
         check_model_dir(model_dir)
         redirect_transformers_logging()
         try:
@@ -95,6 +98,9 @@ class TransformersEngine(Engine):
             )
         except Exception as error:  # transformers raises anything for a damaged directory
             raise UserError(f"cannot load a model from {model_dir}: {one_line(error, 500)}") from None
+        head = model.get_output_embeddings()
+        if fp32_head(head_dtype) and head.weight.dtype != torch.float32:
+            head.forward = partial(_fp32_logits, head)
         return cls(model.to(current_device()), read_eos_token_ids(Path(model_dir)), max_num_seqs)
 
     def update_weights(self, buckets: Iterable[Sequence[WeightSlice]], version: int) -> None:
@@ -182,6 +188,13 @@ class TransformersEngine(Engine):
         cache.batch_select_indices(rows)
         which = torch.tensor(places, device=current_device())
         return _Running(which, logits[rows], cache, mask[rows], position[rows])
+
+
+def _fp32_logits(head: Any, hidden: Tensor) -> Tensor:
+    """Return what the output layer ``head`` makes of ``hidden`` [..., h], fp32 [..., V]."""
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    out = torch.empty(len(rows), len(head.weight), dtype=torch.float32, device=hidden.device)
+    return fp32_product(rows, head.weight.t(), out).view(*hidden.shape[:-1], -1)
 
 
 def prefill(model: Any, sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Any, Tensor, Tensor]:

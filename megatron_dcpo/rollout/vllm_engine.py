@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from megatron_dcpo.errors import UserError, one_line
@@ -40,9 +41,11 @@ from megatron_dcpo.rollout.vllm_host import (
     preserve_process_state,
 )
 from megatron_dcpo.runtime.device import (
+    DeviceLost,
     capabilities,
     device_failed,
     empty_cache,
+    fp32_head,
     host_memory_available,
     total_memory,
 )
@@ -77,7 +80,9 @@ class VllmEngine(Engine):
         self.slot_steps: SlotSteps = SlotSteps()
         self._asleep = False
         self.llm: Any = self._start()
-        atexit.register(self.close)  # before vLLM's own finalizer, which would tear down groups that are not its own
+        atexit.register(
+            self._close_at_exit
+        )  # before vLLM's own finalizer, which would tear down groups that are not its own
 
     # ------------------------------------------------------------------------------------------------- sampling
     def stream(
@@ -108,7 +113,9 @@ class VllmEngine(Engine):
         except ValueError as error:
             raise UserError(f"vLLM refuses a prompt: {one_line(error, 300)}") from None
         except Exception as error:
-            raise _engine_error("vLLM failed in generation", error) from error
+            if device_failed(error):
+                raise
+            raise EngineError(f"vLLM failed in generation: {type(error).__name__}: {error}") from error
         self._check_ranks_agree(b"".join(digests))
 
     def _steps(
@@ -205,16 +212,13 @@ class VllmEngine(Engine):
         """Overwrite the weights through vLLM's weight-transfer API; a sleeping engine gets its weights' memory back
         first, its KV cache last."""
         self._wake("weights")
-        self.llm.start_weight_update()
+        with _restart_may_mend("vLLM could not begin the weight update"):
+            self.llm.start_weight_update()
         for bucket in buckets:
-            try:
+            with _restart_may_mend("vLLM refused a bucket of weights"):
                 self.llm.update_weights({"update_info": {"pieces": bucket, "arch": self.arch}})
-            except Exception as error:
-                raise _engine_error("vLLM refused a bucket of weights", error) from error
-        try:
+        with _restart_may_mend("vLLM could not finish the weight update"):
             self.llm.finish_weight_update(weight_version=str(version))
-        except Exception as error:
-            raise _engine_error("vLLM could not finish the weight update", error) from error
         self._wake("kv_cache")
         self._asleep = False
         self.forget_prompts()  # or they would be continued from the old weights' keys and values
@@ -227,14 +231,16 @@ class VllmEngine(Engine):
     def sleep(self) -> None:
         """Discard weights and KV cache (level 2): new weights are about to come."""
         if self._can_sleep() and not self._asleep:
-            self.llm.sleep(level=2)
+            with _ends_the_process("vLLM could not put its memory to sleep"):
+                self.llm.sleep(level=2)
             self._asleep = True
             ledger.drop(_CACHE)
             ledger.drop(_WEIGHTS)
 
     def _wake(self, tag: str) -> None:
         if self._asleep:
-            self.llm.wake_up(tags=[tag])
+            with _ends_the_process(f"vLLM could not wake up its {tag}"):
+                self.llm.wake_up(tags=[tag])
             self._enter_in_ledger(tag)
 
     def _enter_in_ledger(self, tag: str) -> None:
@@ -250,11 +256,28 @@ class VllmEngine(Engine):
     # ------------------------------------------------------------------------------------------- start and stop
     def restart(self) -> None:
         self.close()
-        self.llm = self._start()
+        with _ends_the_process("vLLM, which had started before, does not start again"):
+            self.llm = self._start()
         self.weights_version = 0
 
     def close(self) -> None:
-        """Drop the engine, keep the process group it would tear down with it."""
+        """Drop the engine, keep the process group it would tear down with it.
+
+        What sleeps is woken up first: vLLM's allocator unmaps whatever is freed, also what ``sleep`` has unmapped, and
+        after that error gives nothing back. Raises :class:`DeviceLost` where the memory for it is not there.
+        """
+        if self.llm is not None and self._asleep:
+            with _ends_the_process("vLLM could not wake up to be closed"):
+                self.llm.wake_up()
+            self._asleep = False
+        self._shut_down()
+
+    def _close_at_exit(self) -> None:
+        with contextlib.suppress(DeviceLost):  # the process ends, and with it whatever sleeps
+            self.close()
+        self._shut_down()
+
+    def _shut_down(self) -> None:
         if self.llm is None:
             return
         import vllm.v1.engine.core as core
@@ -284,6 +307,8 @@ class VllmEngine(Engine):
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if cache := cache_bytes(self.arch, options, host_memory_available(), ranks):
             arguments["kv_cache_memory_bytes"] = cache
+        if fp32_head(options.head_dtype):
+            arguments["hf_overrides"] = {"head_dtype": "float32"} | dict(arguments.get("hf_overrides") or {})
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             arguments["distributed_executor_backend"] = "external_launcher"
         try:
@@ -311,7 +336,7 @@ class VllmEngine(Engine):
                 )
         except ImportError as error:
             raise UserError(f"rollout.engine=vllm: vLLM is installed but cannot be imported ({error})") from None
-        except ValueError as error:  # what it says when the memory does not suffice
+        except (ValueError, torch.OutOfMemoryError) as error:  # what it says when the memory does not suffice
             raise UserError(
                 f"vLLM does not start: {one_line(error, 400)} (rollout.gpu_memory_utilization="
                 f"{options.gpu_memory_utilization:g}, max_num_seqs={options.max_num_seqs}, max_model_len="
@@ -347,6 +372,21 @@ class VllmEngine(Engine):
             path.unlink(missing_ok=True)
 
 
-def _engine_error(what: str, error: Exception) -> Exception:
-    """Return what a restart may mend, or ``error`` itself where the device has failed."""
-    return error if device_failed(error) else EngineError(f"{what}: {type(error).__name__}: {error}")
+@contextlib.contextmanager
+def _restart_may_mend(what: str) -> Iterator[None]:
+    """Raise an error in the block as :class:`EngineError`, but as it is where the device has failed."""
+    try:
+        yield
+    except Exception as error:
+        if device_failed(error):
+            raise
+        raise EngineError(f"{what}: {type(error).__name__}: {error}") from error
+
+
+@contextlib.contextmanager
+def _ends_the_process(what: str) -> Iterator[None]:
+    """Raise an error in the block as :class:`DeviceLost`: a new process has the memory that this one lacks."""
+    try:
+        yield
+    except Exception as error:
+        raise DeviceLost(f"{what}: {type(error).__name__}: {one_line(error, 300)}") from error

@@ -26,13 +26,14 @@ _BLOCK = 128  # tokens; vLLM's largest block on the CPU
 
 @dataclass(frozen=True)
 class VllmOptions:
-    """``max_model_len`` 0 is left to vLLM. ``responses``: asked for at once, where that is known and less than
-    ``max_num_seqs``: on a CPU the cache is made for as many. ``dummy_weights``: start with random weights, the first
-    update brings the real ones. ``raw_logprobs``: the engine reports log-probs of the raw logits (fixed for its life; see
-    ``engine.SamplingConfig``). ``arguments``: more of vLLM's engine arguments, by their names.
+    """``head_dtype``: as ``model.head_dtype``. ``max_model_len`` 0 is left to vLLM. ``responses``: asked for at once, where
+    that is known and less than ``max_num_seqs``: on a CPU the cache is made for as many. ``dummy_weights``: start with
+    random weights, the first update brings the real ones. ``raw_logprobs``: the engine reports log-probs of the raw logits
+    (fixed for its life; see ``engine.SamplingConfig``). ``arguments``: more of vLLM's engine arguments, by their names.
     """
 
     dtype: str = "bf16"
+    head_dtype: str = "auto"
     tensor_model_parallel_size: int = 1
     gpu_memory_utilization: float = 0.6
     max_model_len: int = 0

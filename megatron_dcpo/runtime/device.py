@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,7 +24,7 @@ class Capabilities:
     sleeping engine gives some back. ``cpu_initialization``: Megatron creates parameters on the host.
     ``transformer_engine``: its kernels can run. ``cuda_graphs``: engines may capture them. ``attention_head_sizes``: what
     vLLM's attention has kernels for; None is any. ``expert_hidden_multiple``: of which its kernels of experts want the
-    hidden size to be a multiple.
+    hidden size to be a multiple. ``fp32_products``: a product of bf16 matrices can be had as it is summed up, in fp32.
     """
 
     separate_memory: bool
@@ -32,24 +33,51 @@ class Capabilities:
     cuda_graphs: bool
     attention_head_sizes: tuple[int, ...] | None
     expert_hidden_multiple: int = 1
+    fp32_products: bool = False
 
 
-# As torch, cuBLAS, cuDNN and NCCL report an error of the context; torch.AcceleratorError is a RuntimeError that says so.
+class DeviceLost(RuntimeError):
+    """What this process holds on the device, or needs there, cannot be had back before it ends."""
+
+
+# As torch, vLLM's allocator, Transformer Engine, cuBLAS, cuDNN and NCCL report what a new process may be spared, in lower
+# case; torch.AcceleratorError is a RuntimeError that says so. Not an argument that is wrong, which would come again.
 _DEVICE_FAILURES = (
-    "CUDA error",
-    "unhandled cuda error",
-    "CUBLAS_STATUS_EXECUTION_FAILED",
-    "CUDNN_STATUS_EXECUTION_FAILED",
-    "CUDNN_STATUS_MAPPING_ERROR",
+    "cuda error",
+    "cuda driver error",
+    "cuda failure",
+    *(f"cublas_status_{what}" for what in ("execution_failed", "internal_error", "mapping_error")),
+    "the gpu program failed to execute",  # cublasGetStatusString of the same three
+    "an internal operation failed",
+    "an access to gpu memory space failed",
+    *(f"cudnn_status_{what}" for what in ("execution_failed", "internal_error", "mapping_error")),
+    *(f"nccl{what}" for what in ("unhandledcudaerror", "systemerror", "internalerror", "remoteerror")),
+    "unhandled system error",  # ncclGetErrorString of the same four; the first is above
+    "internal error - please report this issue to the nccl developers",
+    "remote process exited or there was a network error",
 )
+_NO_MEMORY = ("out of memory", "status_alloc_failed", "the resource allocation failed")
 
 _CPU = Capabilities(False, True, False, False, (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512), 32)
-_GPU = Capabilities(True, False, True, True, None)
+_GPU = Capabilities(True, False, True, True, None, fp32_products=True)
 
 
 def capabilities() -> Capabilities:
     """Return the capabilities of the device that this process computes on."""
     return _GPU if has_cuda() else _CPU
+
+
+def fp32_head(head_dtype: str) -> bool:
+    """Return whether logits are computed in fp32, as ``model.head_dtype`` says: ``fp32``, ``model`` or ``auto``."""
+    return head_dtype == "fp32" or (head_dtype == "auto" and capabilities().fp32_products)
+
+
+def fp32_product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Write ``a @ b`` of two matrices in bf16 to ``out`` in fp32, not rounded to bf16 in between. On the CPU by copies in
+    fp32: for comparisons."""
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=torch.float32, out=out)
+    return torch.mm(a.float(), b.float(), out=out)
 
 
 def current_device() -> torch.device:
@@ -82,6 +110,12 @@ def synchronize() -> None:
 def pinned(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """Return ``numel`` numbers in the host's memory, from and to which the device copies at full speed."""
     return torch.empty(numel, dtype=dtype, pin_memory=has_cuda())
+
+
+def to_device(values: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return ``values`` of the host as a tensor on the device, which neither has to wait for the other."""
+    tensor = torch.tensor(values, dtype=dtype)
+    return tensor.pin_memory().to(current_device(), non_blocking=True) if has_cuda() else tensor
 
 
 def total_memory() -> int:
@@ -139,16 +173,21 @@ def empty_cache() -> None:
 
 
 def device_failed(error: BaseException | None) -> bool:
-    """Return whether ``error``, or what caused it, is a failure of the device itself (an illegal address, a lost card)
-    and not memory that ran out: nothing in this process can use the device any more, neither the policy nor an
-    engine."""
-    while error is not None:
-        text = str(error)
-        if isinstance(error, torch.OutOfMemoryError) or "out of memory" in text:
-            return False
-        if isinstance(error, RuntimeError) and any(sign in text for sign in _DEVICE_FAILURES):
-            return True
+    """Return whether ``error``, or what caused it, is a failure of the device itself (an illegal address, a lost card) or
+    of the way to the others, and not memory that ran out: nothing in this process can use the device any more, neither
+    the policy nor an engine."""
+    causes = []
+    while error is not None and error not in causes:
+        causes.append(error)
         error = error.__cause__ or error.__context__
+    if any(isinstance(cause, DeviceLost) for cause in causes):
+        return True
+    for cause in causes:
+        text = str(cause).lower()
+        if isinstance(cause, torch.OutOfMemoryError) or any(sign in text for sign in _NO_MEMORY):
+            return False
+        if isinstance(cause, RuntimeError) and any(sign in text for sign in _DEVICE_FAILURES):
+            return True
     return False
 
 

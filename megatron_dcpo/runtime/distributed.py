@@ -117,9 +117,9 @@ def initialize(
             torch.cuda.set_device(current_device())
         if "RANK" not in os.environ:
             os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-        # bound to its device: NCCL starts at once and knows where barriers run
-        bound = current_device() if has_cuda() else None
-        dist.init_process_group(backend(), timeout=timedelta(minutes=timeout_minutes), device_id=bound)
+        # no device_id: with one every new group, of which Megatron makes several per rank, is an ncclCommSplit of the whole
+        # world. Barriers of this group run over gloo.
+        dist.init_process_group(backend(), timeout=timedelta(minutes=timeout_minutes))
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import resource
 import shutil
 import signal
 import threading
@@ -128,3 +129,11 @@ def check_free_space(out: Path, nbytes: int) -> None:
     free = shutil.disk_usage(parent).free
     if free < nbytes:
         raise UserError(f"cannot write {out}: needs {nbytes / 1e9:.2f} GB, {parent} has {free / 1e9:.2f} GB free")
+
+
+def allow_open_files() -> None:
+    """Raise this process's limit of open files to what it may have, for itself and those it starts: every process group is
+    connected to each of its ranks over gloo, and Slurm passes on the limit of the shell that submitted (often 1,024)."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # a system that knows of no limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -94,7 +94,8 @@ def loss_metrics(sums: dict[str, float]) -> dict[str, float]:
         total = sum(sums.get(f"{name}/{block}", 0.0) for block in tokens) / sum(tokens.values())
         return {"": total} | {f"_{block}": sums.get(f"{name}/{block}", 0.0) / count for block, count in tokens.items()}
 
-    present = [name for name in (*LOSS_METRICS, "tis_weight") if any(f"{name}/{block}" in sums for block in tokens)]
+    known = (*LOSS_METRICS, "tis_weight", "tis_masked")
+    present = [name for name in known if any(f"{name}/{block}" in sums for block in tokens)]
     return {LOSS_METRICS.get(name, name) + suffix: value for name in present for suffix, value in mean(name).items()}
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_dcpo.objectives.policy_loss import old_logprobs
+from megatron_dcpo.runtime.device import to_device
 from megatron_dcpo.types import BLOCKS, MicroBatch, TokenOutputs
 from megatron_dcpo.weights.architecture import Architecture
 
@@ -21,23 +22,22 @@ REDUCED_BY_MAX = frozenset({LARGEST, *(f"{LARGEST}_{block}" for block in BLOCKS)
 def mismatch_statistics(batch: MicroBatch, outputs: TokenOutputs) -> dict[str, Tensor]:
     """Return absolute differences of the log-probs, all and per block, their histogram, and the k3 estimate of the
     divergence."""
-    blocks = batch.columns["block_ids"]
     difference = old_logprobs(batch, outputs) - batch.columns["engine_logprobs"]
     magnitude = difference.abs()
-    bins = torch.bucketize(magnitude, magnitude.new_tensor(MISMATCH_EDGES), right=True)
+    bins = torch.bucketize(magnitude, to_device(MISMATCH_EDGES, magnitude.dtype), right=True)
     statistics = {
-        "engine/tokens": magnitude.new_tensor(float(len(difference))),
+        "engine/tokens": magnitude.new_full((), len(difference)),
         "engine/kl": (torch.expm1(difference) - difference).sum(),
         "engine/abs": magnitude.sum(),
         LARGEST: _largest(magnitude),
     }
-    for block, index in BLOCKS.items():
-        inside = blocks == index
-        counts = torch.bincount(bins[inside], minlength=len(MISMATCH_EDGES) + 1)
+    for block, rows in batch.block_rows.items():
+        own = magnitude[rows]
+        counts = rows.new_zeros(len(MISMATCH_EDGES) + 1).index_add_(0, bins[rows], torch.ones_like(rows))
         statistics |= {f"engine/histogram/{block}/{number}": count for number, count in enumerate(counts)}
-        statistics[f"engine/tokens/{block}"] = inside.sum()
-        statistics[f"engine/abs/{block}"] = magnitude[inside].sum()
-        statistics[f"{LARGEST}_{block}"] = _largest(magnitude[inside])
+        statistics[f"engine/tokens/{block}"] = magnitude.new_full((), len(rows))
+        statistics[f"engine/abs/{block}"] = own.sum()
+        statistics[f"{LARGEST}_{block}"] = _largest(own)
     return statistics
 
 

@@ -182,6 +182,7 @@ def build_engine(config: Config, topology: Topology, held_out: HeldOut | None = 
         config.model.path,
         VllmOptions(
             dtype=ours.get("dtype", config.model.params_dtype),
+            head_dtype=config.model.head_dtype,
             tensor_model_parallel_size=size,
             gpu_memory_utilization=rollout.gpu_memory_utilization,
             max_model_len=ours.get("max_model_len") or longest,

@@ -102,6 +102,9 @@ def _export(
     policy: Shards, plan: ReshardPlan, traffic: Traffic, local: _Local, assembly_buffer: Tensor, recv_buffer: Tensor
 ) -> Generator[list[WeightSlice], None, None]:
     progress = BucketBarrier("reshard", policy.topology.model_group)
+    # NCCL makes a group's communicator at its first call, which has to be one of all its ranks; a message is of some.
+    if refused := progress.acknowledge(0, True):
+        raise SynchronizationError(f"weight synchronization: {refused}")
     for number, bucket in enumerate(plan.buckets, 1):
         where = f"weight synchronization, bucket {number} of {len(plan.buckets)}"
         try:
@@ -221,11 +224,10 @@ def _exchange(
             local.fill(view, op.hf, op.start)
     if len(message.readers) == dist.get_world_size(group) - 1:
         dist.broadcast(flat, group=group, group_src=message.owner)
-    elif sends:
-        for reader in message.readers:
-            dist.send(flat, group=group, group_dst=reader)
-    else:
-        dist.recv(flat, group=group, group_src=message.owner)
+    else:  # as a batch, in the group's own communicator: NCCL would make one more for every pair
+        way, others = (dist.isend, message.readers) if sends else (dist.irecv, (message.owner,))
+        for work in dist.batch_isend_irecv([dist.P2POp(way, flat, group=group, group_peer=rank) for rank in others]):
+            work.wait()
     if sends:
         return 0
     for op, view in zip(message.ops, views, strict=True):

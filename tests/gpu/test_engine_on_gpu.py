@@ -39,8 +39,11 @@ def test_two_trainer_ranks_feed_engines(tiny_models, tmp_path, engine_tp):
     check_parity(tiny_models, tmp_path, 2, engine_tp)
 
 
-def test_a_closed_engine_leaves_nothing(tiny_models, tmp_path):
+@pytest.mark.parametrize("asleep", [False, True], ids=["awake", "closed_while_kv_sleeps"])
+def test_a_closed_engine_leaves_nothing(tiny_models, tmp_path, asleep):
+    """Also where its cache sleeps, as after an update that failed: see tests/unit/rollout/test_sleeping_engine.py."""
     options = {"what": "restart", "model": str(tiny_models("qwen3", True)), "dtype": "bf16", "engine": "vllm"}
+    options["asleep"] = asleep
     (result,) = torchrun("device", 1, tmp_path, options | {"layers": needs.engine_layers(), "leave_at_once": True})
     checks.restart(result)
     before, started, *_ = result["device_gb"]

@@ -25,7 +25,7 @@ def arguments(path: Path) -> dict[str, Any]:
     config = load_config(path, [f"model.path={model}"])
     arch = read_architecture(model)
     transformer = model_module.transformer_config(arch, config.parallel, torch_dtype(config.model.params_dtype))
-    found = {"transformer": _changed(transformer), "engine": _engine(config, model)}
+    found = {"transformer": _changed(transformer), "engine": engine_arguments(path, model)}
     if config.model.adapter is None:  # otherwise the model is frozen: Megatron has neither DDP nor an optimizer
         found |= {"ddp": _ddp(config, transformer), "optimizer": _optimizer(config, transformer)}
     return found
@@ -66,8 +66,9 @@ def _optimizer(config: Config, transformer: Any) -> dict[str, Any]:
     }
 
 
-def _engine(config: Config, model: Path) -> dict[str, str]:
+def engine_arguments(path: Path, model: Path) -> dict[str, str]:
     """Return the arguments of vllm.LLM, as on one process with a cache whose size is left to vLLM."""
+    config = load_config(path, [f"model.path={model}"])
 
     class Built(Exception):
         pass

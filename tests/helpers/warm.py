@@ -1,11 +1,13 @@
 """Python modules without the seconds of their imports: a process that has made them runs each in a fork of itself.
 
-What runs is otherwise as a user's: its own process, arguments, environment, output and exit status.
+What runs is otherwise as a user's: its own process, arguments, environment, output and exit status. On a machine with a GPU
+each is started anew: whoever has asked for CUDA, as the imports do, has no fork that can use it.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import gc
 import importlib
@@ -17,10 +19,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_dcpo.runtime.device import has_cuda
 from tests.helpers.paths import REPOSITORY
 from tests.helpers.transformer_engine import pretend
 
@@ -37,6 +41,8 @@ def run(
 
     ``imports_in``: variables on which it depends what is imported; such processes are forks of a server with them.
     """
+    if has_cuda():
+        return _started(module, arguments, environments, timeout)
     server = _server(frozenset((imports_in or {}).items()))
     assert server.stdin is not None
     with tempfile.TemporaryDirectory() as scratch:
@@ -52,8 +58,39 @@ def run(
                 os.kill(pid, signal.SIGKILL)
             _answer(server, 60)
             raise
-        out, err = ("".join(Path(path).read_text() for path in paths) for paths in zip(*outputs, strict=True))
-        return subprocess.CompletedProcess([module, *arguments], status, out, err)
+        return _completed([module, *arguments], status, outputs)
+
+
+def _completed(arguments: list[str], status: int, outputs: list[list[str]]) -> subprocess.CompletedProcess[str]:
+    out, err = ("".join(Path(path).read_text() for path in paths) for paths in zip(*outputs, strict=True))
+    return subprocess.CompletedProcess(arguments, status, out, err)
+
+
+def _started(
+    module: str, arguments: Sequence[str], environments: Sequence[Mapping[str, str]], timeout: float
+) -> subprocess.CompletedProcess[str]:
+    """What :func:`run` does, by processes that make their own imports."""
+    command, first, deadline = [sys.executable, "-m", module, *arguments], 0, time.monotonic() + timeout
+    with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as files:
+        outputs = [[str(Path(scratch, f"{name}{n}")) for name in ("out", "err")] for n in range(len(environments))]
+        streams = [[files.enter_context(open(path, "w")) for path in paths] for paths in outputs]
+        running = [
+            subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=dict(own), cwd=REPOSITORY)
+            for own, (out, err) in zip(environments, streams, strict=True)
+        ]
+        try:
+            while None in (ended := [process.poll() for process in running]):
+                first = next(filter(None, ended), 0)
+                if first:
+                    break
+                if time.monotonic() > deadline:
+                    raise subprocess.TimeoutExpired(command, timeout)
+                time.sleep(0.05)
+        finally:
+            for process in running:
+                process.kill()
+                process.wait()
+        return _completed([module, *arguments], first or next(filter(None, ended), 0), outputs)
 
 
 @functools.cache

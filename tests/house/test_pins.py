@@ -1,6 +1,7 @@
 """The versions in Dockerfile, constraints.txt, requirements-engine.txt and setup.py are the same ones."""
 
 import re
+import subprocess
 from importlib.metadata import requires
 
 from packaging.requirements import Requirement
@@ -61,3 +62,17 @@ def test_extras_stay_within_what_was_read():
     text = ranges()
     assert "transformer-engine[pytorch]>=2.9,<2.12" in text
     assert "vllm==0.32.*" in text
+
+
+def test_flash_attn_is_compiled_on_request_only(tmp_path):
+    """Transformer Engine 2.11 prefers cuDNN's attention from Hopper on; its compilation takes longer than all the rest."""
+    (line,) = re.findall(r"^RUN (.*flash-attn==.*)$", (REPOSITORY / "Dockerfile").read_text(), flags=re.MULTILINE)
+    (tmp_path / "pip").write_text('#!/bin/sh\necho pip "$@"\n')
+    (tmp_path / "pip").chmod(0o755)
+
+    def said(**arguments):
+        environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"} | arguments
+        return subprocess.run(["sh", "-ec", line], env=environment, capture_output=True, text=True, check=True).stdout
+
+    assert said() == ""
+    assert said(FLASH_ATTN="1").endswith("flash-attn==2.8.3\n")

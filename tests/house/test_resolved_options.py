@@ -36,6 +36,18 @@ def test_shipped_configurations_resolve_as_recorded() -> None:
     assert {name: changed[name] for name in RECORDED} == RECORDED
 
 
+def test_engine_and_trainer_in_bf16_are_corrected_and_watched() -> None:
+    """Rounding alone makes them two policies; what has no importance ratio (CCGSPG) is watched."""
+    configs = {str(file.relative_to(ROOT)): load_config(file) for file in (ROOT / "examples").rglob("*.yaml")}
+    bf16 = {name: config for name, config in configs.items() if config.model.params_dtype == "bf16"}
+    assert len(bf16) > 40
+    for name, config in bf16.items():
+        corrected = "tis_level" in find_method(config.objective.name).reads
+        assert resolve(config.objective).tis_level == ("token" if corrected else "none"), name
+        assert config.rollout.logprob_diff_alarm > 0, name
+        assert config.rollout.logprob_diff_action == "warn", name
+
+
 def test_the_papers_defaults() -> None:
     """Table of the paper's settings: what ``objective: {}`` means."""
     options = resolve(ObjectiveConfig())

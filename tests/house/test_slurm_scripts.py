@@ -1,8 +1,10 @@
 """The shipped batch scripts ask Slurm for what they use: without CPUs a task gets one, without memory a site's default."""
 
 import argparse
+import os
 import re
 import shlex
+import subprocess
 
 import pytest
 
@@ -52,3 +54,31 @@ def test_every_gpu_of_the_node_has_an_engine(name):
     verb = parser.parse_args(shlex.split(words))
     assert verb.model
     assert getattr(verb, "dtype", "bfloat16") == "bfloat16"  # the default on a GPU
+
+
+CACHES = (
+    "VLLM_CACHE_ROOT",
+    "TRITON_CACHE_DIR",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "FLASHINFER_WORKSPACE_BASE",
+    "CUDA_CACHE_PATH",
+)
+
+
+@pytest.mark.parametrize("name", ["reproduce.sbatch", "evaluate.sbatch", "train.sbatch"])
+def test_compiled_kernels_stay_on_the_node(tmp_path, name):
+    """What the step gets: no cache below HOME, which a container often lacks; what a user has set stays."""
+    path = next(path for path in SCRIPTS if path.name == name)
+    for command, text in (("srun", f"env > {tmp_path}/step"), ("scontrol", "echo node1")):
+        (tmp_path / command).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / command).chmod(0o755)
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node1", "SLURM_TMPDIR": "/scratch/7", "TRITON_CACHE_DIR": "/own"}
+    home = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": "/home/nobody"}
+    done = subprocess.run(
+        ["bash", path, "x/y"], env=home | job, cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    step = dict(line.split("=", 1) for line in (tmp_path / "step").read_text().splitlines() if "=" in line)
+    assert step["TRITON_CACHE_DIR"] == "/own"
+    others = {step[variable].rsplit("/", 1)[0] for variable in CACHES if variable != "TRITON_CACHE_DIR"}
+    assert all(cache.startswith("/scratch/7") for cache in others)

@@ -77,13 +77,31 @@ def test_one_engine_of_two_fails_and_both_start_anew(tmp_path, undisturbed, mode
         assert ours["loss/policy"] == pytest.approx(single["loss/policy"], abs=1e-6)
 
 
-def test_a_device_that_fails_ends_the_job(tmp_path):
-    """An error of the CUDA context leaves neither engine nor policy: 98, for whoever starts it again."""
-    done = train(tmp_path / "run", "device")
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [
+        ("device", "CUDA error: an illegal memory access was encountered"),
+        ("device", "CUDA Error: invalid argument at /workspace/csrc/cumem_allocator.cpp:245"),  # vLLM's
+        ("device", "x.cu:9 in function f: cuBLAS Error: the GPU program failed to execute"),  # Transformer Engine's
+        ("wake", "vLLM could not wake up its kv_cache: RuntimeError: CUDA Error: out of memory at ..."),
+    ],
+)
+def test_a_device_that_fails_ends_the_job(tmp_path, undisturbed, mode, message):
+    """An error of the CUDA context, or memory that does not come back, leaves neither engine nor policy: 98, for whoever
+    starts it again, which goes on as if nothing had been."""
+    saving = "training.save_interval=1"
+    options = {"mode": mode, "message": message, "overrides": [f"run_dir={tmp_path / 'run'}", *SMALL, saving]}
+    done = alone("failing_engine", tmp_path / "out", options)
     assert done.returncode == 98, done.stderr[-2000:]
-    assert "the device of rank 0 failed (CUDA error: an illegal memory access was encountered)" in done.stderr
+    assert f"the device of rank 0 failed ({message})" in done.stderr
     assert "starts anew" not in done.stderr
     assert len(metrics(tmp_path / "run")) == 1
+    done = train(tmp_path / "run", "none", saving, "training.resume=auto")
+    assert done.returncode == 0, done.stderr[-2000:]
+    resumed = without_clocks(metrics(tmp_path / "run"))
+    assert [record["step"] for record in resumed] == [1, 2, 3][-len(resumed) :]
+    for ours, single in zip(resumed[::-1], without_clocks(undisturbed)[::-1], strict=False):
+        assert {name: ours[name] for name in single} == single
 
 
 def test_an_engine_that_keeps_failing_ends_the_run_by_name(tmp_path):

@@ -293,6 +293,9 @@ def restart(options: dict[str, Any]) -> dict[str, Any]:
         responses = engine.generate(prompts_for_test(), SamplingConfig(top_k=1, max_tokens=24), 0)
         tokens.append([response.token_ids.tolist() for response in responses])
         if round_number == 0:
+            if options.get("asleep"):
+                engine.sleep()
+                engine._wake("weights")  # an update that fails closes it so
             getattr(engine, "close", lambda: None)()
             synchronize()
             used.append(memory_gb().get("device", 0.0))

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from megatron_dcpo import cli
 from megatron_dcpo.rollout import EngineError, TransformersEngine
 from megatron_dcpo.runtime import signals
+from megatron_dcpo.runtime.device import DeviceLost
 from megatron_dcpo.runtime.watchdog import Watchdog
 from megatron_dcpo.training import run as training_run
 from megatron_dcpo.training import weight_sync
@@ -32,7 +33,8 @@ _PLACE = (("RANK", "0"), ("WORLD_SIZE", "1"))
 class Failures:
     """Counts calls and fails on the ones the mode names."""
 
-    def __init__(self, mode: str) -> None:
+    def __init__(self, mode: str, message: str = "") -> None:
+        self.message = message
         self.rank, self.world_size = (int(os.environ.get(name, default)) for name, default in _PLACE)
         self.mode = mode if self.rank == self.world_size - 1 else "none"
         self.generated = self.updated = self.restarted = self.handed_over = 0
@@ -51,7 +53,7 @@ class Failures:
             if self.mode == "always" or (self.mode == "generate" and self.generated == 2):
                 raise EngineError("killed in generation")
             if self.mode == "device" and self.generated == 2:
-                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+                raise RuntimeError(self.message or "CUDA error: an illegal memory access was encountered")
             parts = stream(engine, samples, sampling, step, **options)
             if self.mode == "signal" and step == 3:
                 next(parts)
@@ -76,6 +78,8 @@ class Failures:
             if self.mode == "update" and self.updated == 2:
                 next(iter(buckets))
                 raise EngineError("lost in the middle of an update")
+            if self.mode == "wake" and self.updated == 3:
+                raise DeviceLost("vLLM could not wake up its kv_cache: RuntimeError: CUDA Error: out of memory at ...")
             if self.mode == "slow" and self.updated == 2:
                 time.sleep(4)
             if self.mode == "corrupt" and self.updated == 2:
@@ -116,7 +120,7 @@ def _with_a_corrupted_bucket(buckets):
 
 
 def run(options: dict[str, Any]) -> None:
-    failures = Failures(options["mode"])
+    failures = Failures(options["mode"], options.get("message", ""))
     failures.install()
     status = cli.main(["train", "--config", str(QUICKSTART / "dcpo.yaml"), *options["overrides"]])
     print(f"restarted {failures.restarted} updated {failures.updated}", flush=True)

@@ -1,13 +1,17 @@
-"""Every shipped configuration gives Megatron and vLLM the arguments that it gave at commit 80ba0e8."""
+"""Every shipped configuration gives Megatron and vLLM the arguments written down here: a change of them is seen."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
+import yaml
 
+from megatron_dcpo.rollout import vllm_engine
+from megatron_dcpo.runtime import device
 from tests.helpers.paths import EXAMPLES, REPOSITORY
-from tests.helpers.shipped_arguments import arguments
+from tests.helpers.shipped import model_of
+from tests.helpers.shipped_arguments import arguments, engine_arguments
 
 STORED = json.loads((REPOSITORY / "tests" / "fixtures" / "shipped_arguments.json").read_text())
 NAMES = sorted(STORED["engine"]["of"])
@@ -18,3 +22,22 @@ def test_arguments_are_those_of_before(name: str) -> None:
     found = arguments(EXAMPLES / name)
     for kind, values in found.items():
         assert values == STORED[kind]["different"][STORED[kind]["of"][name]], kind
+
+
+def test_logits_in_fp32_on_a_gpu(monkeypatch, tmp_path):
+    """``model.head_dtype`` auto: vLLM's own option for them, beside what a user overrides; not where a user says no."""
+    monkeypatch.setattr(device, "_CPU", device._GPU)
+    monkeypatch.setattr(vllm_engine, "total_memory", lambda: 0)
+    path = EXAMPLES / "qwen3_8b" / "math" / "dcpo.yaml"
+
+    def overrides(**more):
+        values = yaml.safe_load(path.read_text())
+        for section, options in more.items():
+            values[section] |= options
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+        return engine_arguments(tmp_path / "run.yaml", model_of(path)).get("hf_overrides")
+
+    assert overrides() == "{'head_dtype': 'float32'}"
+    assert overrides(model={"head_dtype": "model"}) is None
+    own = {"vllm": {"hf_overrides": {"rope_theta": 1e6}}}
+    assert overrides(rollout=own) == "{'head_dtype': 'float32', 'rope_theta': 1000000.0}"

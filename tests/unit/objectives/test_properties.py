@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.objectives import METHODS, ObjectiveConfig, resolve
 from megatron_dcpo.objectives.advantages import MIN_BATCH_RMS, SCORING_RULES, log, normalize
-from megatron_dcpo.objectives.policy_loss import kl_estimate
+from megatron_dcpo.objectives.policy_loss import importance_weights, kl_estimate
 from megatron_dcpo.types import BLOCK_CONFIDENCE, BLOCK_NONE, MALFORMED, Judgement, MicroBatch, TokenOutputs
 from tests.helpers.objective_cases import (
     NEW,
@@ -397,6 +398,84 @@ def test_truncated_importance_sampling() -> None:
     _, by_sequence = loss_and_gradient(objective(tis_level="sequence", tis_cap=2.0), engine_logprobs=engine)
     for a, b in zip(gradient, by_sequence, strict=True):
         np.testing.assert_allclose(b, min(1.1 ** len(a), 2.0) * a, rtol=1e-12, atol=1e-15)
+
+
+# log pi_old - log pi_engine of three responses; the weights that the papers' formulas make of them, worked out by hand
+GAPS = [np.log([1.5, 0.4, 6.0]), np.log([0.9, 1.2]), np.log([3.0, 3.0])]
+PAPERS = {
+    # TIS: min(pi_old / pi_engine, C) of each token; Yao et al. 2025, "Your efficient RL framework secretly brings you
+    # off-policy RL training". C = 2, verl's and TRL's token_truncate
+    "TIS": ({"tis_level": "token", "tis_cap": 2.0}, [[1.5, 0.4, 2.0], [0.9, 1.2], [2.0, 2.0]]),
+    # IcePop: M(k) = k where alpha <= k <= beta, else 0; Ling team 2025, "Small leak can sink a great ship". 0.5 and 5,
+    # verl's rollout_is_threshold "0.5_5.0"
+    "IcePop": (
+        {"tis_level": "token", "tis_mode": "mask", "tis_floor": 0.5, "tis_cap": 5.0},
+        [[1.5, 0.0, 0.0], [0.9, 1.2], [3.0, 3.0]],
+    ),
+    # truncated sequence weights min(rho, C), rho = prod_t pi_old / pi_engine = 3.6, 1.08, 9; Liu et al. 2025, "When speed
+    # kills stability", Seq-TIS
+    "Seq-TIS": ({"tis_level": "sequence", "tis_cap": 2.0}, [[2.0] * 3, [1.08] * 2, [2.0] * 2]),
+    # MIS: rho where rho <= C, else 0; the same paper, TRL's default mode sequence_mask, C = 3
+    "Seq-MIS": (
+        {"tis_level": "sequence", "tis_mode": "mask", "tis_cap": 3.0},
+        [[0.0] * 3, [1.08] * 2, [0.0] * 2],
+    ),
+    # the geometric mean rho^(1/T) = 3.6^(1/3), sqrt(1.08), 3, 0 outside; the same paper, part 3
+    "Geo-Mask": (
+        {"tis_level": "geometric", "tis_mode": "mask", "tis_floor": 0.5, "tis_cap": 2.0},
+        [[3.6 ** (1 / 3)] * 3, [1.08**0.5] * 2, [0.0] * 2],
+    ),
+    "geometric, truncated": (
+        {"tis_level": "geometric", "tis_floor": 1.05, "tis_cap": 2.0},
+        [[3.6 ** (1 / 3)] * 3, [1.05] * 2, [2.0] * 2],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PAPERS)
+@pytest.mark.parametrize("padded", [False, True])
+def test_importance_weights_by_their_papers(name: str, padded: bool) -> None:
+    options, expected = PAPERS[name]
+    lengths = [len(gap) for gap in GAPS]
+    gaps, sequences = np.concatenate(GAPS), np.repeat(np.arange(3), lengths)
+    blocks = np.ones(len(gaps), np.int8)
+    if padded:  # behind the last response, where anything may stand
+        gaps, sequences, blocks = np.append(gaps, np.nan), np.append(sequences, 2), np.append(blocks, np.int8(0))
+    old = torch.tensor(np.nan_to_num(gaps) - 1.0)
+    batch = SimpleNamespace(
+        columns={
+            "old_logprobs": old,
+            "engine_logprobs": torch.full_like(old, -1.0) + (torch.tensor(gaps) * 0),
+            "block_ids": torch.tensor(blocks),
+        },
+        R=torch.zeros(3),
+        sequence_ids=torch.tensor(sequences),
+    )
+    found = importance_weights(batch, TokenOutputs(old, old), objective(**options).options)
+    np.testing.assert_allclose(found[: sum(lengths)], np.concatenate(expected), rtol=1e-12)
+
+
+def test_masked_tokens_train_nothing_and_are_counted() -> None:
+    """IcePop: 0 in loss and gradient where the weight lies outside; the share of such tokens is a statistic."""
+    engine = flat(OLD).clone()
+    engine[::3] -= float(np.log(6.0))
+    options = {"tis_level": "token", "tis_mode": "mask", "tis_floor": 0.5, "tis_cap": 5.0}
+    _, gradient = loss_and_gradient(objective(**options), engine_logprobs=engine)
+    _, plain = loss_and_gradient(objective())
+    expected = np.concatenate(plain)
+    expected[::3] = 0
+    np.testing.assert_allclose(np.concatenate(gradient), expected, rtol=1e-12)
+    scored = score(objective(**options), golden_judgements())
+    batch, outputs = token_batch(scored.samples, engine_logprobs=engine)
+    _, statistics = objective(**options).loss(batch, outputs)
+    blocks = np.concatenate([tokens.block_ids for tokens in scored.samples])
+    masked = [float(statistics[f"tis_masked/{block}"]) for block in ("reasoning", "confidence")]
+    assert masked == [np.count_nonzero(blocks[::3] == block) for block in (1, 2)]
+
+
+def test_the_floor_is_below_the_cap() -> None:
+    with pytest.raises(ValueError, match="tis_floor=2 must be below tis_cap=2"):
+        ObjectiveConfig(tis_floor=2.0)
 
 
 def test_missing_inputs_are_named() -> None:

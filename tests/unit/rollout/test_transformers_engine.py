@@ -140,3 +140,20 @@ def test_prompt_stream_is_a_function_of_seed_and_position():
     assert len(set(flat)) == 20, "a prompt met again is another group"
     assert [p.prompt_id for p in draw_prompts(data, 7, 9, seed=1, shuffle=True)] == flat[7:16]
     assert [p.prompt_id for p in draw_prompts(data, 0, 4, seed=1, shuffle=False)] == ["p0@0", "p1@0", "p2@0", "p3@0"]
+
+
+def test_logits_in_fp32(tiny_models):
+    """Of a model in bf16 with ``head_dtype=fp32``: the product of its bf16 numbers, not rounded; off without a GPU."""
+    directory, prompt = tiny_models("qwen3", True), Prompt("p", (), (5, 6, 7), "", "")
+    sampling = SamplingConfig(max_tokens=4, top_k=1)
+    seen = {}
+    for head in ("auto", "model", "fp32"):
+        engine = TransformersEngine.from_pretrained(directory, "bf16", head_dtype=head)
+        (response,) = engine.generate([prompt], sampling)
+        ids = torch.tensor([[*prompt.token_ids, *response.token_ids.tolist()[:-1]]])
+        with torch.no_grad():
+            hidden = engine.model.model(ids).last_hidden_state[0, 2:]
+            seen[head] = engine.model.lm_head(hidden)
+            exact = hidden.float() @ engine.model.lm_head.weight.float().t()
+        torch.testing.assert_close(seen[head].float(), exact, atol=1e-6 if head == "fp32" else 0.05, rtol=1e-5)
+    assert [seen[head].dtype for head in seen] == [torch.bfloat16, torch.bfloat16, torch.float32]

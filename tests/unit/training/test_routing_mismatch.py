@@ -33,7 +33,8 @@ def measured(path, engine):
     engine_logprobs = torch.tensor(np.concatenate([r.logprobs for r in responses]))
     trainer_logprobs = torch.cat([logprobs(trainer, *text) for text in texts])
     block_ids = torch.full((len(engine_logprobs),), next(iter(BLOCKS.values())))
-    batch = SimpleNamespace(columns={"engine_logprobs": engine_logprobs, "block_ids": block_ids})
+    rows = {block: (block_ids == index).nonzero()[:, 0] for block, index in BLOCKS.items()}
+    batch = SimpleNamespace(columns={"engine_logprobs": engine_logprobs}, block_rows=rows)
     statistics = mismatch_statistics(batch, TokenOutputs(trainer_logprobs, torch.zeros_like(trainer_logprobs)))
     return routing_mismatch(read_architecture(path), "fp32", {name: float(x) for name, x in statistics.items()})
 
