@@ -38,8 +38,7 @@ WRITTEN = (
     *(CONFIG, RUN, "config.until-*.yaml", "metrics.jsonl", "mismatch.jsonl", WARNINGS, "samples", "evaluation"),
     *("tensorboard", "wandb", "profile", "policy", "adapter", "checkpoints", "report.html"),
 )
-# Options that make another run of it: the checkpoint's state belongs to one value.
-FIXED = ("objective.name", "model.adapter.rank", "model.adapter.targets")
+METHOD = "objective.name"  # makes another run of it; what else the checkpoint belongs to, it says itself
 # Options that say how a run is carried out, not what it computes.
 FREE = ("run_dir", "training.resume", "training.steps", "logging.")
 
@@ -104,8 +103,7 @@ def prepare(directory: Path, config: Config, rank: int) -> None:
 
 
 def check_resume(directory: Path, config: Config) -> None:
-    """Say what differs from the configuration that the run in ``directory`` had last. Raises :class:`UserError` for what
-    cannot change: the method, the model, its tokenizer."""
+    """Raise :class:`UserError` for what the run in ``directory`` cannot change: the method, the model, its tokenizer."""
     now = digests(Path(config.model.path))
     before = (read_launches(directory) or [{}])[-1].get("model", {})
     for key, what in (("config_sha256", "another model"), ("tokenizer_sha256", "another tokenizer")):
@@ -114,15 +112,11 @@ def check_resume(directory: Path, config: Config) -> None:
                 f"{directory} was started with {what}, {before.get('path')}, than model.path={config.model.path}; "
                 "name that one to resume, or another run_dir to start anew"
             )
-    changed = list(differences(directory, config))
-    for name, old, new in changed:
-        if name in FIXED:
+    for name, old, new in differences(directory, config):
+        if name == METHOD:
             raise UserError(
                 f"{directory} was started with {name}={old}, not {new}; keep it to resume, or change run_dir"
             )
-    for name, old, new in changed:
-        if not name.startswith(FREE):
-            logger.warning("resumed with %s=%s, before %s", name, new, old)
 
 
 def differences(directory: Path, config: Config) -> Iterator[tuple[str, Any, Any]]:
@@ -141,9 +135,14 @@ def differences(directory: Path, config: Config) -> Iterator[tuple[str, Any, Any
 
 
 def record_start(directory: Path, config: Config, processes: int, done: int) -> None:
-    """Write ``config.yaml``, with a dated copy of the one it replaces where that differs, and add to ``run.json``."""
+    """Write ``config.yaml`` and add to ``run.json``. Of a resumed run say what differs from before, and keep a dated copy of
+    the configuration that is replaced."""
     entry, path = launch(config, processes, done), directory / CONFIG
-    if done and any(differences(directory, config)):
+    changed = list(differences(directory, config)) if done else []
+    for name, old, new in changed:
+        if not name.startswith(FREE):
+            logger.warning("resumed with %s=%s, before %s", name, new, old)
+    if changed:
         stamp = entry["time"].replace(":", "").removesuffix("+0000")
         path.replace(directory / f"config.until-{stamp}.yaml")
     write_atomically(path, to_yaml(config))
