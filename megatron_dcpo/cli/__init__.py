@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             subparsers.add_parser(verb, help=text)
     for subparser in subparsers.choices.values():
         subparser.add_argument("--debug", action="store_true", help="show tracebacks and debug logs")
-    args, rest = parser.parse_known_args(argv)
+    args, rest = parser.parse_known_args(as_options(sys.argv[1:] if argv is None else argv))
     # argparse takes overrides in one piece only; those after a later option arrive here.
     if rest and not (hasattr(args, "overrides") and all("=" in word and word[0] != "-" for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -84,6 +84,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"dcpo {args.verb}: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def as_options(words: Sequence[str]) -> list[str]:
+    """Return the words of a verb that takes overrides as its parser has them: ``train x.yaml`` names the configuration,
+    ``--section.key value`` is an override, a bare ``--resume`` means ``auto``."""
+    if not words or words[0] not in ("train", "plan", "probe"):
+        return list(words)
+    verb, *rest = words
+    found: list[str] = []
+    while rest:
+        word, *rest = rest
+        name, equal, value = word.removeprefix("--").partition("=")
+        if word.startswith("--") and "." in name:
+            value, rest = (value, rest) if equal or not rest else (rest[0], rest[1:])
+            found.append(f"{name}={value}")
+        elif word == "--resume" and rest[:1] not in (["auto"], ["none"]):
+            found += [word, "auto"]
+        elif word.endswith((".yaml", ".yml")) and "--config" not in (*words, *found) and "=" not in word:
+            found += ["--config", word]
+        else:
+            found.append(word)
+    return [verb, *found]
 
 
 def _write_safely(debug: bool) -> None:

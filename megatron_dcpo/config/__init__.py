@@ -18,6 +18,7 @@ from yaml import YAMLError
 
 from megatron_dcpo import objectives
 from megatron_dcpo.config.checks import check_compatible
+from megatron_dcpo.config.hints import ELSEWHERE
 from megatron_dcpo.config.renamed import move_renamed, refuse_removed
 from megatron_dcpo.config.sections import (
     AdapterConfig,
@@ -75,7 +76,14 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
         raise UserError(f"{path}: {one_line(error, 500)}") from None
     except RecursionError:
         raise UserError(f"{path}: nested too deeply") from None
-    return validate(values, str(path))
+    try:
+        return validate(values, str(path))
+    except UserError as error:
+        message = str(error)
+        for override in reversed(overrides):  # the file is not to blame
+            if override.partition("=")[0] in message:
+                raise UserError(message.replace(f"{path}: ", f"{override}: ", 1)) from None
+        raise
 
 
 def _read(path: Path, including: tuple[Path, ...] = ()) -> DictConfig:
@@ -147,8 +155,8 @@ def _check_keys(values: dict[Any, Any], kind: type, source: str, prefix: tuple[s
     for key, value in values.items():
         name = ".".join((*prefix, str(key)))
         if key not in known:
-            near = nearest(key, known)
-            place = ".".join((*prefix, near)) if near else _elsewhere(str(key))
+            near = nearest(key, known, cutoff=0.7)
+            place = ELSEWHERE.get(str(key)) or (".".join((*prefix, near)) if near else _elsewhere(str(key)))
             hint = f"did you mean {place}?" if place else f"valid keys: {', '.join(sorted(known))}"
             raise UserError(f"{source}: unknown key {name}; {hint}")
         section = next((t for t in (known[key], *get_args(known[key])) if _fields(t)), None)
