@@ -16,6 +16,18 @@ _STREAM = 0x6D6978  # apart from the random numbers of the epochs
 
 
 @dataclass(frozen=True)
+class LoadedSource:
+    """The prompts of a source, its share, and the name of its verifier; ``ranks``: their order in a curriculum."""
+
+    name: str
+    path: str
+    prompts: Sequence[Prompt]
+    weight: float
+    verifier: str
+    ranks: np.ndarray | None
+
+
+@dataclass(frozen=True)
 class Mixture:
     """Draws ``per_step`` positions at a time: a source of weight w has w ``per_step`` of them, rounded up or down at random
     so that its mean is exact, in random order. Each source goes through its own epochs.

@@ -33,7 +33,7 @@ from megatron_dcpo.training.mismatch import MISMATCH_EDGES, mismatch_histogram, 
 from megatron_dcpo.training.preflight import check_wandb
 from megatron_dcpo.training.provenance import record_start
 from megatron_dcpo.training.updater import UpdateStatistics
-from megatron_dcpo.training.warnings import Warnings
+from megatron_dcpo.training.warnings import new_warnings
 from megatron_dcpo.types import BLOCKS, TrainingSample
 
 logger = logging.getLogger(__name__)
@@ -63,6 +63,7 @@ class Recorder:
         self.metrics_path, self.mismatch_path = directory / "metrics.jsonl", directory / "mismatch.jsonl"
         self.sources = list(named_sources(config)) if len(config.data.sources) > 1 else []
         self.planned = planned_memory(config, topology.world_size) if self.writes else {}
+        self.rows: list[dict[str, Any]] = []  # what the watchers see
         self.warned: list[str] = []  # after the last step
         self.tensorboard: Any = None
         self.wandb: Any = None
@@ -79,7 +80,7 @@ class Recorder:
             record_start(self.directory, self.config, self.processes, first_step - 1)
             for path in (self.metrics_path, self.mismatch_path):
                 _keep_steps_before(path, first_step)
-            self.warnings = Warnings(self.directory, logged_rows(self.metrics_path))
+            self.rows = logged_rows(self.metrics_path)
         except OSError as refused:
             raise UserError(
                 f"cannot write in run_dir {self.directory} ({_why(refused)}); free space or change run_dir"
@@ -166,7 +167,8 @@ class Recorder:
         with self.metrics_path.open("a") as file:
             file.write(json.dumps(json_ready(metrics)) + "\n")
         self._scalars(step, metrics)
-        self.warned = self.warnings.after(metrics)
+        self.rows.append(dict(metrics))
+        self.warned = new_warnings(self.directory, self.rows)
         for text in self.warned:
             logger.warning("step %d: %s", step, text)
         interval = self.config.logging.samples_interval

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
-
-import numpy as np
 
 from megatron_dcpo.config import Config
 from megatron_dcpo.data.datasets import draw_prompts, fingerprint, load_prompts
 from megatron_dcpo.data.gym import gym_path, is_gym
-from megatron_dcpo.data.mixture import Mixture, curriculum, extended_fingerprint
+from megatron_dcpo.data.mixture import LoadedSource, Mixture, curriculum, extended_fingerprint
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.heldout import named_sources, verifier_of
 from megatron_dcpo.judging.judge import judge_by_task, judge_many
@@ -20,18 +18,6 @@ from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.judging.verifiers import is_users, verifiers
 from megatron_dcpo.training.sampler import Draw
 from megatron_dcpo.types import Judgement, Prompt
-
-
-@dataclass(frozen=True)
-class LoadedSource:
-    """The prompts of a source, its share, and the name of its verifier; ``ranks``: their order in a curriculum."""
-
-    name: str
-    path: str
-    prompts: Sequence[Prompt]
-    weight: float
-    verifier: str
-    ranks: np.ndarray | None
 
 
 def load_sources(config: Config, tokenizer: Any) -> list[LoadedSource]:

@@ -105,22 +105,16 @@ WATCHERS: tuple[Callable[[Rows], str | None], ...] = (
 )
 
 
-class Warnings:
-    """The watchers of one run: each warns once, across resumes too, and what it says stands in ``warnings.jsonl``."""
-
-    def __init__(self, directory: Path, rows: Rows) -> None:
-        self.path, self.rows = directory / WARNINGS, list(rows)
-        self.said = {warning["watcher"] for warning in read_warnings(directory)}
-
-    def after(self, row: Mapping[str, Any]) -> list[str]:
-        """Return what has to be said after the step of ``row``, and write it down."""
-        self.rows.append(row)
-        new = {w.__name__: text for w in WATCHERS if w.__name__ not in self.said and (text := w(self.rows))}
-        self.said |= new.keys()
-        with self.path.open("a") as file:
+def new_warnings(directory: Path, rows: Rows) -> list[str]:
+    """Return what has to be said after the last of ``rows``, and write it to ``warnings.jsonl``. A watcher warns once in a
+    run, across resumes too."""
+    said = {warning["watcher"] for warning in read_warnings(directory)}
+    new = {w.__name__: text for w in WATCHERS if w.__name__ not in said and (text := w(rows))}
+    if new:
+        with (directory / WARNINGS).open("a") as file:
             for name, text in new.items():
-                file.write(json.dumps({"step": row["step"], "watcher": name, "text": text}) + "\n")
-        return list(new.values())
+                file.write(json.dumps({"step": rows[-1]["step"], "watcher": name, "text": text}) + "\n")
+    return list(new.values())
 
 
 def too_few_problems(problems: int, per_step: int) -> str | None:

@@ -14,6 +14,7 @@ import pytest
 
 from megatron_dcpo.evaluation import published, report
 from megatron_dcpo.evaluation.evaluate import write_evaluation
+from megatron_dcpo.evaluation.runs import find_runs
 from megatron_dcpo.evaluation.scoring import score_samples
 from tests.helpers.evaluated import make_samples, trained
 
@@ -83,7 +84,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / name / "evaluation.json").write_text(json.dumps(evaluation))
         trained(root / name)
     return report.write_report(
-        report.find_runs([root / name for name in names]),
+        find_runs([root / name for name in names]),
         root / "report.html",
         against=published.load_published("paper"),
     )

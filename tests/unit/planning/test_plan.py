@@ -136,6 +136,7 @@ def test_the_output_layer_is_planned_as_it_works(plan):
 def test_less_recomputation_is_named_where_it_fits(plan):
     """Of the ways that repeat less, the fastest that fits; none where the plan itself does not fit."""
     small = (f"{TP}=8", f"{PP}=4", "rollout.tensor_model_parallel_size=8", "training.max_tokens_per_micro_batch=4096")
+    small += ("parallel.recompute_granularity=full",)
     line = "parallel.recompute_granularity=none would fit as well"
     assert line in plan(64, *small, json_output=False)[1]
     assert line not in plan(64, *small, "parallel.recompute_granularity=none", json_output=False)[1]
@@ -144,7 +145,7 @@ def test_less_recomputation_is_named_where_it_fits(plan):
 
 def test_a_frozen_policy_has_weights_and_an_adapter(plan):
     """Rank 8 on two of the projections of the 70B: 80 layers of [8192, 8192] and [1024, 8192]."""
-    layout = (f"{TP}=8", "parallel.sequence_parallel=true", "parallel.sequence_packing=true")
+    layout = (f"{TP}=8", "parallel.sequence_parallel=true", "parallel.recompute_granularity=full")
     options = ("model.adapter.rank=8", "model.adapter.targets=[q_proj,v_proj]")
     frozen, trained = (plan(8, *layout, *more)[1]["stages"][0] for more in (options, ()))
     assert frozen["adapter"] == 16 * 80 * 8 * (8192 + 8192 + 1024 + 8192)

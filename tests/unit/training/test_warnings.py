@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_dcpo.runtime.run_records import read_warnings
-from megatron_dcpo.training.warnings import WATCHERS, Warnings, too_few_problems
+from megatron_dcpo.training.warnings import WATCHERS, new_warnings, too_few_problems
 
 
 def healthy(step: int) -> dict[str, Any]:
@@ -43,9 +43,20 @@ def test_every_watcher_has_a_case() -> None:
     assert set(HOPELESS) == {watcher.__name__ for watcher in WATCHERS}
 
 
+class Watched:
+    """A run's records, as the recorder keeps them."""
+
+    def __init__(self, directory: Path, rows: list[dict[str, Any]]) -> None:
+        self.directory, self.rows = directory, list(rows)
+
+    def after(self, row: dict[str, Any]) -> list[str]:
+        self.rows.append(row)
+        return new_warnings(self.directory, self.rows)
+
+
 @pytest.mark.parametrize("name", HOPELESS)
 def test_a_cause_is_said_once_with_what_to_try(name: str, tmp_path: Path) -> None:
-    watching = Warnings(tmp_path, [])
+    watching = Watched(tmp_path, [])
     said = [text for step in range(1, 41) for text in watching.after(healthy(step))]
     assert said == []
     said = [text for step in range(41, 81) for text in watching.after(healthy(step) | HOPELESS[name])]
@@ -54,19 +65,19 @@ def test_a_cause_is_said_once_with_what_to_try(name: str, tmp_path: Path) -> Non
     assert written["watcher"] == name
     assert written["text"] == text
     assert ":" in text or "," in text  # what is seen, and what to try
-    again = Warnings(tmp_path, watching.rows)  # a resumed run
+    again = Watched(tmp_path, watching.rows)  # a resumed run
     assert again.after(healthy(81) | HOPELESS[name]) == []
 
 
 def test_one_good_step_ends_a_row(tmp_path: Path) -> None:
-    watching = Warnings(tmp_path, [])
+    watching = Watched(tmp_path, [])
     for step in range(1, 60):
         bad = {} if step % 4 == 0 else {"format/violation_rate": 1.0, "grad_norm/total": 0.0}
         assert watching.after(healthy(step) | bad) == []
 
 
 def test_undefined_metrics_warn_of_nothing(tmp_path: Path) -> None:
-    watching = Warnings(tmp_path, [])
+    watching = Watched(tmp_path, [])
     for step in range(1, 60):
         assert watching.after({"step": step, **dict.fromkeys(healthy(1).keys() - {"step"}, math.nan)}) == []
 
