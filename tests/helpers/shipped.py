@@ -9,6 +9,7 @@ from tests.helpers.paths import EXAMPLES, REPOSITORY
 
 MODELS = REPOSITORY / "tests" / "fixtures" / "models"  # the public config.json files
 FAMILIES = {
+    "smollm2": "SmolLM2-135M-Instruct",
     "qwen3_8b": "Qwen3-8B",
     "qwen3_14b": "Qwen3-14B",
     "qwen3_32b": "Qwen3-32B",
