@@ -42,7 +42,7 @@ quickstart: setup
 quickstart-moe: setup
 	$(BIN)/python examples/quickstart/run.py --experts --seed $(SEED) --out runs/quickstart_moe
 
-# a 135M language model: downloads it (93 MB), warm start, GRPO and DCPO; about five hours on two cores
+# a 135M language model: downloads it (93 MB), warm start, GRPO and DCPO; about three and a half hours on two cores
 smollm2: setup
 	PYTHON=$(BIN)/python examples/smollm2/prepare.sh runs/smollm2
 	$(BIN)/python examples/smollm2/run.py --seed $(SEED)
