@@ -121,6 +121,10 @@ def validate(values: Any, source: str = "config") -> Config:
         raise UserError(f"{source}: {validation_message(error)}") from None
     except ValueError as error:
         raise UserError(f"{source}: {one_line(error)}") from None
+    objective = config.objective
+    if objectives.needs_max_response_length(objective) and not objective.max_response_length:
+        objective = objective.changed(max_response_length=config.rollout.max_response_length)
+        config = dataclasses.replace(config, objective=objective)
     check_compatible(config, source)
     return config
 

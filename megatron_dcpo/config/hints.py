@@ -31,6 +31,8 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
         "model_name_or_path": "model.path",
         "dataset_name": "data.path",
         "vllm_importance_sampling_cap": "objective.tis_cap",
+        "importance_sampling_level": "objective.ratio",
+        "loss_type": "objective.loss_aggregation",
         "mask_truncated_completions": "objective.mask_truncated",
         "report_to": "logging.wandb_project",
         # verl
@@ -50,6 +52,8 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
         "kl_loss_coef": "objective.kl_coef",
         "kl_loss_type": "objective.kl_estimator",
         "loss_agg_mode": "objective.loss_aggregation",
+        "loss_mode": "objective.ratio",
+        "overlong_buffer_cfg": "objective.overlong_buffer",
         "adv_estimator": "objective.name",
         "tis_imp_ratio_cap": "objective.tis_cap",
         "total_training_steps": "training.steps",

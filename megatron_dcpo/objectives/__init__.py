@@ -2,10 +2,11 @@
 
 | file | what it holds |
 |---|---|
-| `options.py` | every option with its default, the presets |
+| `options.py`, `presets.py` | every option with its default; named overrides of these |
 | `advantages.py` | the hybrid target, scoring rules, the calibration reward, the normalized advantage |
 | `policy_loss.py` | clipped loss, KL, entropy, importance weights, per token |
 | `method.py` | what a method declares; from its scores to advantages and weights of tokens |
+| `shaping.py` | a soft length penalty, an entropy coefficient that adapts |
 | the others | one method each |
 """
 
@@ -18,10 +19,20 @@ from typing import Any
 from megatron_dcpo.errors import UserError, did_you_mean
 from megatron_dcpo.objectives import ccgspg, coupled, dcpo, grpo, posthoc, rlcr
 from megatron_dcpo.objectives.method import Method
-from megatron_dcpo.objectives.options import PRESETS, ObjectiveConfig, expand_blocks, ignored_options
+from megatron_dcpo.objectives.options import ObjectiveConfig, expand_blocks, ignored_options
+from megatron_dcpo.objectives.presets import PRESETS
 from megatron_dcpo.runtime.plugins import is_import_path, load_object
 
-__all__ = ["METHODS", "Method", "ObjectiveConfig", "as_method", "build_method", "find_method", "resolve"]
+__all__ = [
+    "METHODS",
+    "Method",
+    "ObjectiveConfig",
+    "as_method",
+    "build_method",
+    "find_method",
+    "needs_max_response_length",
+    "resolve",
+]
 
 METHODS: dict[str, Method] = {
     "grpo": grpo.METHOD,
@@ -69,7 +80,21 @@ def resolve(config: ObjectiveConfig) -> ObjectiveConfig:
     own = {name: defaults.pop(name, _first(default)) for name, default in method.own_options.items()} | config.options
     for name, value in own.items():
         _check_own_option(name, value, method.own_options[name])
-    return ObjectiveConfig(**ObjectiveConfig().model_dump() | preset | defaults | config.explicit | {"options": own})
+    resolved = ObjectiveConfig(
+        **ObjectiveConfig().model_dump() | preset | defaults | config.explicit | {"options": own}
+    )
+    needs_length = "overlong_buffer" if resolved.overlong_buffer else "loss_aggregation=constant"
+    if needs_max_response_length(resolved) and resolved.max_response_length <= resolved.overlong_buffer:
+        raise UserError(
+            f"objective.{needs_length} needs objective.max_response_length above {resolved.overlong_buffer}, the longest "
+            f"response in tokens, not {resolved.max_response_length}"
+        )
+    return resolved
+
+
+def needs_max_response_length(config: ObjectiveConfig) -> bool:
+    """Return whether an option of ``config`` is relative to the longest response that can be sampled."""
+    return config.overlong_buffer > 0 or config.loss_aggregation == "constant"
 
 
 def written(config: ObjectiveConfig) -> dict[str, Any]:

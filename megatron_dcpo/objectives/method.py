@@ -7,7 +7,7 @@ contributions, statistics = method.loss(batch, outputs) # per token of a micro-b
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from megatron_dcpo.errors import UserError
 from megatron_dcpo.objectives.advantages import SENTINEL, batch_scale, block_ids
 from megatron_dcpo.objectives.options import CLIPPED_LOSS, COMMON, ObjectiveConfig
 from megatron_dcpo.objectives.policy_loss import Stats, clipped_policy_loss
+from megatron_dcpo.objectives.shaping import with_length_penalty
 from megatron_dcpo.types import (
     BLOCK_CONFIDENCE,
     BLOCK_REASONING,
@@ -69,11 +70,15 @@ class Method:
     @property
     def loss_is_separable(self) -> bool:
         """Return whether :meth:`loss` may be called on some of a micro-batch's tokens: the loss is a plain sum over them."""
-        return self.separable and self.options.tis_level in ("none", "token")
+        return self.separable and self.options.ratio == "token" and self.options.tis_level in ("none", "token")
 
     def loss(self, batch: MicroBatch, outputs: TokenOutputs) -> tuple[Tensor, Stats]:
         """Return per-token contributions [n] of a micro-batch, and statistics that add up over micro-batches and ranks."""
         return self.token_loss(batch, outputs, self.options)
+
+    def with_entropy_coef(self, coef: float) -> Method:
+        """Return the method with another coefficient of the reasoning's entropy (``entropy_target``)."""
+        return replace(self, options=self.options.model_copy(update={"entropy_coef_reasoning": coef}))
 
     def score(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
         """Return the samples of a mini-batch with rewards, advantages, blocks and token weights.
@@ -109,7 +114,10 @@ class Method:
         logprob = np.array([self._mean_logprob(sample) for sample in samples], np.float64)
         scores = np.full((len(SCORES), len(samples)), np.nan)
         for rows in groups.values():
-            scores[:, rows] = self.score_group(R[rows], c[rows], logprob[rows], self.options)
+            scored = self.score_group(R[rows], c[rows], logprob[rows], self.options)
+            if self.options.overlong_buffer:
+                scored = with_length_penalty(scored, np.array([judgements[row].length for row in rows]), self.options)
+            scores[:, rows] = scored
         if self.options.advantage_normalization_confidence == "batch_std" and len(samples):
             scale = batch_scale(scores[SCORES.index("A_c"), np.concatenate(list(groups.values()))])
             for name in self.batch_scaled:
@@ -119,8 +127,9 @@ class Method:
     def token_weights(self, samples: Sequence[TrainingSample], blocks: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Return each token's share of the loss, float64 [T_i] per response.
 
-        weight_b / (N_sequences |o_i|), weight_b / N_tokens or weight_b / N_b by ``loss_aggregation``, where N counts
-        what is trained of all ``samples``; 0 on responses that are not (``mask_truncated``).
+        weight_b / (N_sequences |o_i|), weight_b / N_tokens, weight_b / N_b or weight_b / (N_sequences L) by
+        ``loss_aggregation``, where N counts what is trained of all ``samples`` and L is ``max_response_length``; 0 on
+        responses that are not trained (``mask_truncated``).
         """
         masked = self.options.mask_truncated
         trained = np.array([not (masked and sample.judgement.status == "truncated") for sample in samples], np.float64)
@@ -130,6 +139,7 @@ class Method:
         counts = [float(np.count_nonzero((block == b) * trained_tokens)) for b in (BLOCK_REASONING, BLOCK_CONFIDENCE)]
         denominators = {
             "sequence_mean": np.repeat(max(trained.sum(), 1.0) * np.maximum(lengths, 1), lengths),
+            "constant": np.full(len(block), max(trained.sum(), 1.0) * self.options.max_response_length),
             "token_mean": np.full(len(block), max(sum(counts), 1.0)),
             "block_mean": np.array([1.0, *(max(count, 1.0) for count in counts)])[block],
         }

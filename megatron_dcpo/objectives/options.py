@@ -1,7 +1,7 @@
 """The options of every objective, declared once: :class:`ObjectiveConfig`, whose defaults are the paper's settings.
 
-``PRESETS`` and the methods' own defaults are overrides of these. A block option ``X`` (``weight``, ``kl_coef``, ...) is
-short for ``X_reasoning`` and ``X_confidence``; a specific name wins over the short one.
+The presets (``presets.py``) and the methods' own defaults are overrides of these. A block option ``X`` (``weight``,
+``kl_coef``, ...) is short for ``X_reasoning`` and ``X_confidence``; a specific name wins over the short one.
 ``docs/algorithms.md`` lists every option with its formula and the test that proves it.
 """
 
@@ -21,7 +21,7 @@ ConfidenceNormalization = Normalization | Literal["batch_std"]
 Unit = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-ClipLow = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+ClipLow = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 BLOCK_OPTIONS = ("advantage_normalization", "weight", "kl_coef", "entropy_coef")
 
@@ -43,10 +43,18 @@ class ObjectiveConfig(BaseModel):
         marker_block: which block the tokens of the confidence tag belong to.
         advantage_normalization, ddof, eps: (x - mean) / (std_ddof + eps), x - mean, or x; of the confidence block also
             ``batch_std``, x - mean over the root mean square of the whole mini-batch (``dcpo`` and ``posthoc``).
-        loss_aggregation: 1/(N_sequences |o_i|), 1/N_tokens, or 1/N_block per token; N are global counts.
+        overlong_buffer, overlong_penalty: a soft length penalty on the reasoning's reward, which falls from 0 to
+            -overlong_penalty over the last ``overlong_buffer`` tokens before ``max_response_length``; 0 is off (DAPO).
+        loss_aggregation: 1/(N_sequences |o_i|), 1/N_tokens, 1/N_block, or 1/(N_sequences max_response_length) per token
+            (``constant``, Dr.GRPO); N are global counts. max_response_length: tokens; by default that of ``rollout``.
         mask_truncated: truncated responses train nothing (they still count in the group statistics).
-        weight: multiplies all terms of a block's loss. clip_low, clip_high: the ratio stays in [1-low, 1+high].
+        weight: multiplies all terms of a block's loss. ratio: pi / pi_old of a token, or its geometric mean over a response
+            (GSPO). clip_low, clip_high: the ratio stays in [1-low, 1+high]. clip: outside, ``ppo`` stops the gradient and
+            ``cispo`` goes on with the bound as the weight of grad log pi.
         dual_clip: bound of the loss for negative advantages, in multiples of -A; 0 is off.
+        entropy_target, entropy_delta: the coefficient of the reasoning begins at ``entropy_coef_reasoning``, rises by
+            ``entropy_delta`` after a step whose reasoning has less entropy than the target (nats; 0 is off), else falls, and
+            acts while the entropy is at most the target (Skywork-OR1).
         kl_coef, kl_estimator: KL loss against the reference policy, by the gradient it has where the policy sampled: ``k1``
             none, ``k2`` that of KL(policy || reference), ``k3`` of KL(reference || policy). entropy_coef: entropy bonus.
         tis_level: importance weights between engine and trainer, of a token, a sequence, or its geometric mean. tis_mode:
@@ -70,11 +78,16 @@ class ObjectiveConfig(BaseModel):
     advantage_normalization_confidence: ConfidenceNormalization = "std"
     ddof: Literal[0, 1] = 0
     eps: NonNegative = 1e-6
+    overlong_buffer: Annotated[int, Field(ge=0)] = 0
+    overlong_penalty: NonNegative = 1.0
     # Loss
-    loss_aggregation: Literal["sequence_mean", "token_mean", "block_mean"] = "sequence_mean"
+    loss_aggregation: Literal["sequence_mean", "token_mean", "block_mean", "constant"] = "sequence_mean"
+    max_response_length: Annotated[int, Field(ge=0)] = 0
     mask_truncated: bool = False
     weight_reasoning: NonNegative = 1.0
     weight_confidence: NonNegative = 1.0
+    ratio: Literal["token", "sequence"] = "token"
+    clip: Literal["ppo", "cispo"] = "ppo"
     clip_low: ClipLow = 0.2
     clip_high: NonNegative = 0.28
     dual_clip: NonNegative = 0.0
@@ -83,6 +96,8 @@ class ObjectiveConfig(BaseModel):
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     entropy_coef_reasoning: Finite = 0.0
     entropy_coef_confidence: Finite = 0.0
+    entropy_target: NonNegative = 0.0
+    entropy_delta: NonNegative = 0.005
     tis_level: Literal["none", "token", "sequence", "geometric"] = "none"
     tis_mode: Literal["truncate", "mask"] = "truncate"
     tis_floor: NonNegative = 0.0
@@ -102,6 +117,10 @@ class ObjectiveConfig(BaseModel):
     def _check(self) -> ObjectiveConfig:
         if 0 < self.dual_clip <= 1:
             raise ValueError(f"dual_clip must be 0 (off) or greater than 1, not {self.dual_clip}")
+        if self.dual_clip and self.clip == "cispo":
+            raise ValueError("dual_clip goes with clip=ppo: cispo has no unclipped term to bound")
+        if self.entropy_target and self.entropy_coef_reasoning < 0:
+            raise ValueError("entropy_target needs entropy_coef_reasoning >= 0, the coefficient that it begins with")
         if self.tis_floor >= self.tis_cap:
             raise ValueError(f"tis_floor={self.tis_floor:g} must be below tis_cap={self.tis_cap:g}")
         return self
@@ -145,11 +164,14 @@ def _both(*options: str) -> set[str]:
 
 COMMON = frozenset(
     {"name", "preset", "fallback", "marker_block", "loss_aggregation", "mask_truncated", "kl_estimator"}
+    | {"max_response_length", "entropy_target", "entropy_delta"}
     | _both("weight", "kl_coef", "entropy_coef")
 )
-CLIPPED_LOSS = frozenset(("clip_low", "clip_high", "dual_clip", "tis_level", "tis_mode", "tis_floor", "tis_cap"))
+CLIPPED_LOSS = frozenset(("ratio", "clip", "clip_low", "clip_high", "dual_clip"))
+CLIPPED_LOSS |= {"tis_level", "tis_mode", "tis_floor", "tis_cap"}
 CALIBRATION_REWARD = frozenset(("lam", "calibration_loss", "malformed_penalty", "malformed_placement"))
 REASONING_ADVANTAGE = frozenset(("advantage_normalization_reasoning", "ddof", "eps"))
+REASONING_ADVANTAGE |= {"overlong_buffer", "overlong_penalty"}
 CONFIDENCE_ADVANTAGE = frozenset(("advantage_normalization_confidence", "ddof", "eps"))
 
 
@@ -164,27 +186,3 @@ def ignored_options(explicit: Mapping[str, Any], read: Iterable[str]) -> list[st
         if name not in read and not short:
             ignored.append(name)
     return ignored
-
-
-PRESETS: dict[str, dict[str, Any]] = {
-    # The paper where it is explicit; the intent of the released code where it is silent: the defaults.
-    "paper": {},
-    # The intent of the released code with its four defects repaired. Its KL loss needs a reference policy, so it
-    # stays an explicit choice (kl_coef: 0.001).
-    "verl_compat": {
-        "calibration_loss": "brier",
-        "malformed_placement": "sentinel",
-        "fallback": "last_two",
-        "ddof": 1,
-        "loss_aggregation": "token_mean",
-        "dual_clip": 3.0,
-    },
-    # A strictly proper score of the response's own label, with less noise and one scale for all groups; why each option
-    # is there: docs/algorithms.md#6-presets.
-    "dcpo_proper": {
-        "lam": 0.0,
-        "calibration_loss": "brier",
-        "advantage_normalization_confidence": "batch_std",
-        "marker_block": "reasoning",
-    },
-}

@@ -24,27 +24,40 @@ Stats = dict[str, "Tensor"]
 def clipped_policy_loss(batch: MicroBatch, outputs: TokenOutputs, options: ObjectiveConfig) -> tuple[Tensor, Stats]:
     """Return w_t * (-min(rho A, clip(rho, 1 - low, 1 + high) A) + kl_coef KL - entropy_coef H), [n].
 
-    rho = exp(logp - logp_old); each block has its own clip range and coefficients; dual clip bounds the loss of
-    negative advantages by dual_clip * |A|; importance weights of the engine multiply the first term.
+    rho: :func:`importance_ratio`; each block has its own coefficients; dual clip bounds the loss of negative advantages by
+    dual_clip * |A|; with ``clip: cispo`` the first term is -clip(rho) A logp, where clip(rho) has no gradient (MiniMax-M1,
+    2025); importance weights of the engine multiply it.
     """
-    log_ratio = masked(outputs.logprobs, batch) - masked(old_logprobs(batch, outputs), batch)
-    A = masked(batch.columns["advantages"].to(log_ratio), batch)
-    rho = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    unclipped, clipped = -A * rho, -A * rho.clamp(1 - options.clip_low, 1 + options.clip_high)
-    losses = unclipped.maximum(clipped)
+    rho = importance_ratio(batch, outputs, options)
+    A = masked(batch.columns["advantages"].to(rho), batch)
+    held = rho.clamp(1 - options.clip_low, 1 + options.clip_high)
+    if options.clip == "cispo":
+        losses, binds = -A * held.detach() * masked(outputs.logprobs, batch), held != rho
+    else:
+        losses, binds = (-A * rho).maximum(-A * held), -A * held > -A * rho
     if options.dual_clip:
         losses = losses.minimum(options.dual_clip * A.abs())  # binds only where A < 0
     tis = importance_weights(batch, outputs, options)
     losses = losses * tis
     extra, stats = regularizers(batch, outputs, options)
     losses = (losses + extra) * masked(batch.columns["weights"].to(losses), batch)
-    binds = (clipped > unclipped).to(rho)
-    stats |= by_block("clipped", binds, batch) | by_block("ratio", rho, batch)
+    stats |= by_block("clipped", binds.to(rho), batch) | by_block("ratio", rho, batch)
     if options.tis_level != "none":
         stats |= by_block("tis_weight", tis, batch)
         if options.tis_mode == "mask":
             stats |= by_block("tis_masked", (tis == 0).to(tis), batch)
     return losses, stats | by_block("loss", losses, batch) | by_block("tokens", rho.new_ones(rho.shape), batch)
+
+
+def importance_ratio(batch: MicroBatch, outputs: TokenOutputs, options: ObjectiveConfig) -> Tensor:
+    """Return rho of each token [n]: pi / pi_old of the token, or with ``ratio: sequence`` the geometric mean over its
+    response, whose gradient is that of the token's own log-prob, so that the blocks keep their own advantages (GSPO-token,
+    Zheng et al. 2025)."""
+    logprobs = masked(outputs.logprobs, batch)
+    log_ratio = logprobs - masked(old_logprobs(batch, outputs), batch)
+    if options.ratio == "sequence":
+        log_ratio = sequence_means(log_ratio.detach(), batch)[batch.sequence_ids] + logprobs - logprobs.detach()
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def regularizers(batch: MicroBatch, outputs: TokenOutputs, options: ObjectiveConfig) -> tuple[Tensor, Stats]:
@@ -88,10 +101,8 @@ def importance_weights(batch: MicroBatch, outputs: TokenOutputs, options: Object
     engine = column(batch, "engine_logprobs", "tis_level").to(outputs.logprobs)
     log_weight = masked(old_logprobs(batch, outputs).to(engine) - engine, batch)
     if options.tis_level != "token":
-        sums = sequence_sums(log_weight, batch)
-        if options.tis_level == "geometric":
-            sums /= sequence_sums(masked(log_weight.new_ones(log_weight.shape), batch), batch).clamp(min=1)
-        log_weight = sums[batch.sequence_ids]
+        of_sequences = sequence_sums if options.tis_level == "sequence" else sequence_means
+        log_weight = of_sequences(log_weight, batch)[batch.sequence_ids]
     weight = log_weight.clamp(max=MAX_LOG_RATIO).exp()
     held = weight.clamp(options.tis_floor, options.tis_cap)
     return held if options.tis_mode == "truncate" else weight * (held == weight)
@@ -105,6 +116,12 @@ def old_logprobs(batch: MicroBatch, outputs: TokenOutputs) -> Tensor:
 def sequence_sums(values: Tensor, batch: MicroBatch) -> Tensor:
     """Return the sum of ``values`` [n] over each sequence, [S]."""
     return values.new_zeros(len(batch.R)).index_add(0, batch.sequence_ids, values)
+
+
+def sequence_means(values: Tensor, batch: MicroBatch) -> Tensor:
+    """Return the mean of ``values`` [n], which are 0 on padding, over the response tokens of each sequence, [S]."""
+    counts = sequence_sums(masked(values.new_ones(values.shape), batch), batch)
+    return sequence_sums(values, batch) / counts.clamp(min=1)
 
 
 def per_block(values: Sequence[float], batch: MicroBatch, like: Tensor) -> Tensor:

@@ -159,7 +159,10 @@ class Checkpointer:
         run = {
             "seed": self.identity["seed"],
             "data": {"consumed_prompts": self.sampler.consumed_prompts(step), **self.identity["data"]},
-            "reward": {"nonfinite_in_a_row": self.updater.nonfinite_in_a_row},
+            "reward": {
+                "nonfinite_in_a_row": self.updater.nonfinite_in_a_row,
+                "entropy_coefs": self.updater.entropy_coefs,
+            },
             "engine": {"weights_version": step},  # what it has, or is about to get
             "rollout": {"carried": saved_groups(self.sampler.carried), "group_size": self.sampler.rollout.group_size},
         }
@@ -195,3 +198,6 @@ class Checkpointer:
         groups = restored_groups(rollout["carried"], self.sampler.draw, size)
         self.sampler.restore(step, int(data["consumed_prompts"]), groups)
         self.updater.nonfinite_in_a_row = int(saved["reward"]["nonfinite_in_a_row"])
+        if self.updater.method.options.entropy_target and "entropy_coefs" in saved["reward"]:
+            coef, acting = map(float, saved["reward"]["entropy_coefs"])
+            self.updater.set_entropy_coefs((coef, acting))

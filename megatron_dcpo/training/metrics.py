@@ -51,6 +51,7 @@ def step_metrics(samples: Sequence[TrainingSample], statistics: UpdateStatistics
         **loss_metrics(statistics["sums"]),
         "grad_norm/total": _mean_of_updates(statistics["grad_norms"]),
         **(unmeasured | statistics["block_gradients"]),
+        **statistics["coefficients"],
         **mismatch_metrics(statistics["sums"]),
         **statistics["maxima"],
         "learning_rate": statistics["learning_rate"],

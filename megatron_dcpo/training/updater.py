@@ -21,6 +21,7 @@ import torch
 from megatron_dcpo.config import ParallelConfig, RolloutConfig, TrainingConfig
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.objectives.method import Method
+from megatron_dcpo.objectives.shaping import adapted_entropy_coef
 from megatron_dcpo.policy.batching import assign_to_ranks, sequence_length, split_micro_batches
 from megatron_dcpo.policy.model import Policy
 from megatron_dcpo.policy.schedule import accumulate_gradients, compute_logprobs
@@ -55,6 +56,7 @@ class UpdateStatistics(TypedDict):
     losses: list[float]
     grad_norms: list[float]
     block_gradients: dict[str, float]
+    coefficients: dict[str, float]
     learning_rate: float
     skipped: int
 
@@ -83,6 +85,9 @@ class Updater:
             "packing": parallel.sequence_packing,
         }
         self.nonfinite_in_a_row = 0
+        self.entropy_coefs = (
+            method.options.entropy_coef_reasoning,
+        ) * 2  # with entropy_target: the next one, what acts
 
     def update(self, samples: Sequence[TrainingSample], step: int) -> tuple[list[TrainingSample], UpdateStatistics]:
         """Take ``updates_per_rollout`` optimizer steps on the rollout's mini-batches; return the scored samples. Collective.
@@ -95,6 +100,7 @@ class Updater:
             "losses": [],
             "grad_norms": [],
             "block_gradients": {},
+            "coefficients": {},
             "learning_rate": 0.0,
             "skipped": 0,
         }
@@ -112,6 +118,8 @@ class Updater:
             scored_samples += scored
             self.update_once(scored, statistics, probe=number == 0 and self._probe_is_due(step), step=step)
         self.optimizer.gather_parameters()
+        if self.method.options.entropy_target:
+            self._adapt_entropy_coef(statistics)
         return scored_samples, statistics
 
     def update_once(
@@ -208,6 +216,18 @@ class Updater:
             for sample in with_gradient[block]
             if sample.weights is not None
         ]
+
+    def set_entropy_coefs(self, coefs: tuple[float, float]) -> None:
+        """Go on with the entropy coefficients of :func:`adapted_entropy_coef`."""
+        self.entropy_coefs = coefs
+        self.method = self.method.with_entropy_coef(coefs[1])
+
+    def _adapt_entropy_coef(self, statistics: UpdateStatistics) -> None:
+        sums = statistics["sums"]
+        statistics["coefficients"]["loss/entropy_coef"] = self.entropy_coefs[1]
+        if tokens := sums.get("tokens/reasoning"):
+            entropy = sums["entropy/reasoning"] / tokens
+            self.set_entropy_coefs(adapted_entropy_coef(self.entropy_coefs[0], entropy, self.method.options))
 
     def _check_logprob_diff(self, parts: Sequence[dict[str, float]], step: int) -> None:
         """Compare the largest difference of this mini-batch, on any rank, with the threshold, before the policy moves."""

@@ -14,6 +14,7 @@ from tests.helpers.objective_cases import (
     GOLDEN_OPTIONS,
     NEW,
     OLD,
+    OTHER_LOSSES,
     golden_judgements,
     objective,
     samples_of,
@@ -52,6 +53,17 @@ def test_golden_losses(runs, case):
     for rank in runs[case]:
         for name in RATIO_ONLY:
             assert rank["losses"][name] == pytest.approx(EXPECTED[name]["loss"], abs=1e-5), name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_other_losses(runs, case):
+    """CISPO's value has the log-probs themselves in it, which are this model's: it is compared with one process."""
+    for rank in runs[case]:
+        for name, (_, expected) in OTHER_LOSSES.items():
+            if name.endswith("cispo"):
+                expected = runs["one"][0]["losses"][name]
+                assert abs(expected) > 1e-2
+            assert rank["losses"][name] == pytest.approx(expected, abs=1e-5), name
 
 
 @pytest.mark.parametrize("case", CASES)

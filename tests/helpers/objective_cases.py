@@ -41,6 +41,16 @@ GOLDEN_OPTIONS: dict[str, dict[str, Any]] = {
     "rlcr [original code]": {"name": "rlcr", "variant": "original"},
     "ccgspg beta=0.01": {"name": "ccgspg", "beta": 0.01},
 }
+# of other trainers: options, and the loss by the paper's formula (tests/unit/objectives/test_losses.py)
+_DR_GRPO: dict[str, Any] = {"loss_aggregation": "constant", "max_response_length": 16}
+OTHER_LOSSES: dict[str, tuple[dict[str, Any], float]] = {
+    "grpo gspo": ({"name": "grpo", "ratio": "sequence"}, 0.01917630094064825),
+    "dcpo gspo": ({"ratio": "sequence"}, -0.047997846436940605),
+    "grpo cispo": ({"name": "grpo", "clip": "cispo"}, 0.0051963907195979805),
+    "dcpo cispo": ({"clip": "cispo"}, 0.020761834022672412),
+    "grpo dr_grpo": ({"name": "grpo", **_DR_GRPO}, 0.010446712335441083),
+    "dcpo dr_grpo": (_DR_GRPO, 0.001697086626764429),
+}
 
 
 def objective(**options: Any) -> Method:

@@ -133,6 +133,16 @@ def test_background_save_equals_foreground_save(four_steps, tmp_path):
         assert ours == theirs, "the state of that step, not of the training that went on meanwhile"
 
 
+def test_an_adapted_entropy_coefficient_is_resumed(tmp_path):
+    adapt = ("objective.entropy_target=5", "objective.entropy_delta=0.01", "objective.entropy_coef_reasoning=0.02")
+    for steps in (2, 4):
+        train(tmp_path / "resumed", f"training.steps={steps}", *adapt)
+    train(tmp_path / "run", "training.steps=4", *adapt)
+    assert_same_end(tmp_path / "resumed", tmp_path / "run")
+    coefficients = [record["loss/entropy_coef"] for record in metrics(tmp_path / "run")]
+    assert coefficients == pytest.approx([0.02, 0.03, 0.04, 0.05]), "below the target: one delta a step"
+
+
 def test_resumption_at_other_layouts(copied):
     """1 rank -> TP 2 with sequence parallel -> PP 2 -> DP 2 packed -> CP 2; the end equals a run of one process."""
     reference = copied.with_name("reference")

@@ -91,6 +91,8 @@ def test_several_updates_per_rollout_clip_against_the_rollout_policy(tmp_path):
         ("objective.name=rlcr", "objective.variant=original"),
         ("objective.name=ccgspg",),
         ("objective.name=posthoc",),
+        ("objective.ratio=sequence", "objective.overlong_buffer=8", "training.updates_per_rollout=2"),
+        ("objective.clip=cispo", "objective.loss_aggregation=constant", "training.updates_per_rollout=2"),
         ("objective.kl_coef=0.1", "objective.entropy_coef=0.01", "training.updates_per_rollout=2"),
         ("objective.tis_level=sequence", "objective.preset=verl_compat", "parallel.sequence_packing=true"),
     ],

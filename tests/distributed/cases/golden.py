@@ -18,7 +18,7 @@ from megatron_dcpo.runtime.distributed import all_gather_objects
 from megatron_dcpo.training.updater import Updater, UpdateStatistics
 from megatron_dcpo.types import Prompt, Response, TrainingSample, replaced
 from tests.distributed.cases.common import config_for_test, initialize_layout, parallel_config
-from tests.helpers.objective_cases import GOLDEN_OPTIONS, NEW, OLD, golden_judgements
+from tests.helpers.objective_cases import GOLDEN_OPTIONS, NEW, OLD, OTHER_LOSSES, golden_judgements
 
 
 def samples_for_test(order: list[int]) -> list[TrainingSample]:
@@ -43,7 +43,8 @@ def run(options: dict[str, Any]) -> Any:
     order = options["order"]
     samples = samples_for_test(order)
     result: dict[str, Any] = {"losses": {}, "norms": {}}
-    for name, method_options in GOLDEN_OPTIONS.items():
+    others = {name: method_options for name, (method_options, _) in OTHER_LOSSES.items()}
+    for name, method_options in (GOLDEN_OPTIONS | others).items():
         method = build_method(ObjectiveConfig(**method_options))
         updater = Updater(policy, optimizer, method, None, None, parallel, RolloutConfig(), training)
         with_old = updater.with_old_logprobs(samples)
@@ -53,7 +54,8 @@ def run(options: dict[str, Any]) -> Any:
             for sample, row, i in zip(with_old, new, order, strict=True)
         ]
         statistics: UpdateStatistics = {
-            "sums": {}, "maxima": {}, "losses": [], "grad_norms": [], "block_gradients": {}, "learning_rate": 0.0,
+            "sums": {}, "maxima": {}, "losses": [], "grad_norms": [], "block_gradients": {}, "coefficients": {},
+            "learning_rate": 0.0,
             "skipped": 0,
         }  # fmt: skip
         updater.update_once(method.score(golden), statistics, probe=False, step=1)

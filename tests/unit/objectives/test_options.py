@@ -33,7 +33,7 @@ def test_options_resolve_explicit_then_method_then_preset() -> None:
         ({"lam": 1.5}, "less than or equal to 1"),
         ({"lam": float("nan")}, "finite"),
         ({"preset": "papr"}, "verl_compat"),
-        ({"clip_low": 1.0}, "less than 1"),
+        ({"clip_low": 1.5}, "less than or equal to 1"),
         ({"dual_clip": 0.5}, "greater than 1"),
         ({"ddof": 2}, "0 or 1"),
         ({"lamda": 0.5}, "Extra inputs are not permitted"),
