@@ -1,10 +1,11 @@
-"""``python -m lab test|test-tables|world2|theory``: run the lab."""
+"""``python -m lab test|test-tables|world2|real-model|theory``: run the lab."""
 
 from __future__ import annotations
 
 import argparse
 import logging
 import sys
+import tempfile
 from pathlib import Path
 
 from lab import testgrid, world2
@@ -43,9 +44,11 @@ def _parser() -> argparse.ArgumentParser:
         verb.add_argument("--grid", type=Path, default=Path(cells), help="where the cells are (default: %(default)s)")
     tables = verbs.add_parser("test-tables", help="tables and figure of the test, from the published responses")
     tables.add_argument("--grid", type=Path, help="the --grid of a test whose cells to publish first")
+    real = verbs.add_parser("real-model", help="tables of the real model, from the published samples")
+    real.add_argument("--runs", type=Path, help="the evaluated runs to publish first, for instance runs/smollm2")
     theory = verbs.add_parser("theory", help="the exact small cases")
     theory.add_argument("--smoke", action="store_true", help="short simulations")
-    for verb, run in ((test, _test), (tables, _tables), (second, _world2), (theory, _theory)):
+    for verb, run in ((test, _test), (tables, _tables), (second, _world2), (real, _real), (theory, _theory)):
         verb.set_defaults(run=run)
         if verb is not test:
             verb.add_argument(
@@ -80,6 +83,15 @@ def _world2(args: argparse.Namespace) -> None:
         world2.world(args.grid, args.jobs).run(cells)
         logging.info("%d cells packed", testgrid.pack(args.grid, args.out / world2.RECORDS))
     world2.tables(args.out / world2.RECORDS, args.out)
+
+
+def _real(args: argparse.Namespace) -> None:
+    from lab import real_model
+
+    if args.runs:
+        logging.info("%d files packed", real_model.pack(args.runs, args.out / real_model.RECORDS))
+    with tempfile.TemporaryDirectory() as scratch:
+        print(real_model.tables(args.out / real_model.RECORDS, args.out, Path(scratch)))
 
 
 def _theory(args: argparse.Namespace) -> None:

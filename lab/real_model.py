@@ -1,0 +1,208 @@
+"""``real_model_tables.md``: a real language model before RL and after each method, from ``real_model_records.tar.xz`` alone.
+
+The records are the judged samples of ``dcpo evaluate`` (``runs/smollm2/METHOD/PART/samples.jsonl``) and the metrics of the
+trainings. Whatever is fitted is fitted on the validation problems of the same policy, never on the test's.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+
+from lab.fitted import Records
+from lab.results import read_archive, write_archive
+from lab.testtables import bands, table
+from megatron_dcpo.calibration import auroc, brier, ece, pce
+from megatron_dcpo.calibration.metrics import as_confidences
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.evaluation.posthoc import fit
+from megatron_dcpo.evaluation.samples import Sample, read_samples
+from megatron_dcpo.evaluation.scoring import lookup_confidence
+
+RECORDS = "real_model_records.tar.xz"
+METHODS = MappingProxyType(
+    {"base": "before RL", "grpo": "GRPO", "dcpo": "DCPO", "dcpo_proper": "DCPO-proper", "rlcr": "RLCR"}
+)
+PARTS = MappingProxyType({"test": "Test", "ood": "Out of distribution"})
+STEPS = ("reward/accuracy", "confidence/mean", "calibration/ece", "calibration/auroc", "entropy", "length/mean")
+RESAMPLES = 1000
+
+Samples = Mapping[str, Sequence[Sample]]  # part -> judged samples of one policy
+Values = Callable[[np.ndarray, np.ndarray], float]
+
+
+def pack(runs: Path, out: Path) -> int:
+    """Write the records of the evaluations below ``runs`` to ``out``; return the number of files."""
+    kept: dict[str, bytes] = {}
+    for method in METHODS:
+        for path in [runs / method / part / "samples.jsonl" for part in (*PARTS, "validation")]:
+            if path.is_file():
+                kept[f"{method}/{path.parent.name}.jsonl"] = path.read_bytes()
+        if (metrics := runs / method / "metrics.jsonl").is_file():
+            kept[f"{method}/metrics.jsonl"] = metrics.read_bytes()
+    if not kept:
+        raise UserError(f"{runs}: no METHOD/PART/samples.jsonl there; docs/lab/real_model.md says how they are made")
+    write_archive(out, kept)
+    return len(kept)
+
+
+def load(archive: Path, scratch: Path) -> dict[str, dict[str, list[Sample]]]:
+    """Return the samples by method and part. ``scratch``: a directory to unpack into."""
+    if not archive.is_file():
+        raise UserError(f"{archive}: no records; make them with: python -m lab real-model --runs runs/smollm2")
+    found: dict[str, dict[str, list[Sample]]] = {}
+    for name, content in read_archive(archive).items():
+        method, _, file = name.partition("/")
+        if file != "metrics.jsonl":
+            (scratch / "samples.jsonl").write_bytes(content)
+            found.setdefault(method, {})[file.removesuffix(".jsonl")] = list(read_samples(scratch / "samples.jsonl"))
+    return found
+
+
+def confidences(of: Samples, part: str) -> dict[str, np.ndarray]:
+    """Return every confidence of one policy on ``part``: stated, made from it or from log-probs, and controls."""
+    samples, validation = of[part], of.get("validation")
+    found = {"stated": as_confidences([s.confidence for s in samples])}
+    if validation:
+        for name, (method, source) in {
+            "stated, isotonic": ("isotonic", "verbal"),
+            "log-prob of the reasoning, isotonic": ("isotonic", "logprob"),
+            "logistic: stated, log-probs, length": ("logistic", None),
+        }.items():
+            predictor, _ = fit(method, validation, source, held_out=0)
+            found[name] = as_confidences(predictor.predict(samples))
+    found["agreement with the other responses"] = agreement(samples)
+    found["lookup, one number per task and size"] = as_confidences(lookup_confidence(samples))
+    return found
+
+
+def agreement(samples: Sequence[Sample]) -> np.ndarray:
+    """Return, for each response, the share of the problem's other responses with the same answer; NaN without one."""
+    by_problem: dict[str, list[str | None]] = {}
+    for s in samples:
+        by_problem.setdefault(s.prompt_id, []).append(s.answer)
+    return np.array(
+        [
+            (by_problem[s.prompt_id].count(s.answer) - 1) / max(len(by_problem[s.prompt_id]) - 1, 1)
+            if s.answer is not None
+            else math.nan
+            for s in samples
+        ]
+    )
+
+
+def records(samples: Sequence[Sample], confidence: np.ndarray) -> Records:
+    """Return the responses as the lab's records."""
+    _, problem = np.unique([s.prompt_id for s in samples], return_inverse=True)
+    kind = np.array([str(s.kind) for s in samples])
+    correct = np.array([float(s.correct) for s in samples])
+    nothing = np.zeros(len(samples))
+    return Records(problem, kind, correct, confidence, nothing, np.array([s.answer or "" for s in samples]), nothing)
+
+
+def auroc_within(r: Records) -> float:
+    """Return the mean AUROC within the kinds of problem: what a confidence knows beyond task and size."""
+    return float(np.nanmean([auroc(r.confidence[r.kind == k], r.correct[r.kind == k]) for k in np.unique(r.kind)]))
+
+
+def resampled(r: Records, value: Values, seed: int = 0) -> tuple[float, float, float]:
+    """Return ``value`` and the ends of its 95 % interval over problems (bootstrap)."""
+    rng, problems = np.random.default_rng(seed), r.problem.max() + 1
+    rows = [np.flatnonzero(r.problem == p) for p in range(problems)]
+    drawn = []
+    for _ in range(RESAMPLES):
+        index = np.concatenate([rows[p] for p in rng.integers(problems, size=problems)])
+        drawn.append(value(r.confidence[index], r.correct[index]))
+    low, high = np.nanquantile(drawn, (0.025, 0.975))
+    return value(r.confidence, r.correct), float(low), float(high)
+
+
+def shown(found: tuple[float, float, float]) -> str:
+    """Return ``value [low, high]``."""
+    return f"{found[0]:.3f} [{found[1]:.3f}, {found[2]:.3f}]"
+
+
+def tables(archive: Path, out: Path, scratch: Path) -> str:
+    """Write ``real_model_tables.md`` to ``out``; return its text."""
+    runs = load(archive, scratch)
+    lines = ["# Tables of the real model", "", f"Made by `python -m lab real-model` from `{RECORDS}` alone.", ""]
+    for part, title in PARTS.items():
+        of_part = {name: of for name, of in runs.items() if part in of}
+        lines += [f"## {title}", "", *_policies(of_part, part), *_confidences(of_part, part), *_by_task(of_part, part)]
+    lines += ["## Steps", "", *_steps(archive)]
+    (out / "real_model_tables.md").write_text("\n".join(lines))
+    return "\n".join(lines)
+
+
+def _policies(runs: Mapping[str, Samples], part: str) -> list[str]:
+    rows = []
+    for name, title in METHODS.items():
+        if name in runs:
+            samples = runs[name][part]
+            r = records(samples, as_confidences([s.confidence for s in samples]))
+            any_right = np.bincount(r.problem, weights=r.correct) > 0
+            length = np.mean([s.num_tokens for s in samples])
+            malformed = np.mean([s.status != "ok" for s in samples])
+            accuracy = shown(resampled(r, lambda c, y: float(y.mean())))
+            mean, spread = np.nanmean(r.confidence), np.nanstd(r.confidence)
+            cells = (f"{any_right.mean():.3f}", f"{mean:.3f}", f"{spread:.3f}", f"{length:.1f}", f"{malformed:.4f}")
+            rows.append((title, str(len(any_right)), accuracy, *cells))
+    text = "Policies, with 95 % intervals over problems (bootstrap); one training each."
+    columns = ("problems", "accuracy", "any of 4 right", "mean c", "sd of c", "tokens", "violations")
+    return table(text, columns, rows)
+
+
+def _confidences(runs: Mapping[str, Samples], part: str) -> list[str]:
+    rows = []
+    for name, title in METHODS.items():
+        if name not in runs:
+            continue
+        found = confidences(runs[name], part)
+        base = brier(
+            found["lookup, one number per task and size"], np.array([float(s.correct) for s in runs[name][part]])
+        )
+        for kind, confidence in found.items():
+            r = records(runs[name][part], confidence)
+            band = bands([r])[1]
+            scores = (shown(resampled(r, ece)), f"{band:.3f}", f"{pce(r.confidence, r.correct):.3f}")
+            skill = 1 - brier(r.confidence, r.correct) / base
+            ranks = (shown(resampled(r, auroc)), f"{auroc_within(r):.3f}")
+            rows.append((f"{title}: {kind}", *scores, shown(resampled(r, brier)), f"{skill:+.3f}", *ranks))
+    text = (
+        "Confidences. Band: what 95 % of calibrated models with responses as alike within a problem stay below in ECE. "
+        "Skill: 1 - Brier / Brier of the lookup. Fitted rows: on the policy's own validation responses."
+    )
+    return table(text, ("ECE", "band", "PCE", "Brier", "skill", "AUROC", "AUROC within kinds"), rows)
+
+
+def _by_task(runs: Mapping[str, Samples], part: str) -> list[str]:
+    kinds = sorted({str(s.kind).split()[0] for of in runs.values() for s in of[part]})
+    rows = []
+    for name, title in METHODS.items():
+        if name in runs and len(kinds) > 1:
+            cells = []
+            for kind in kinds:
+                own = [s for s in runs[name][part] if str(s.kind).split()[0] == kind]
+                stated = np.nanmean(as_confidences([s.confidence for s in own]))
+                cells.append(f"{np.mean([s.correct for s in own]):.3f} / {stated:.3f}")
+            rows.append((title, *cells))
+    return table("Accuracy / mean stated confidence by task:", kinds, rows)
+
+
+def _steps(archive: Path) -> list[str]:
+    """Compare the first, middle and last five steps of each training."""
+    rows = []
+    for name, content in sorted(read_archive(archive).items()):
+        method, _, file = name.partition("/")
+        if file == "metrics.jsonl":
+            steps = [json.loads(line) for line in content.decode().splitlines()]
+            middle = len(steps) // 2 - 2
+            for label, part in (("first", steps[:5]), ("middle", steps[middle : middle + 5]), ("last", steps[-5:])):
+                means = [np.nanmean([np.nan if s.get(key) is None else s[key] for s in part]) for key in STEPS]
+                rows.append((f"{METHODS[method]}, {label} 5 of {len(steps)}", *(f"{mean:.3f}" for mean in means)))
+    return table("Means over five steps of training, of the groups trained on:", STEPS, rows)
