@@ -155,7 +155,7 @@ def _train(kind: str, directory: Path, pace: float, overrides: list[str]) -> Non
             f"model.path={REPOSITORY / 'examples/quickstart/policy'}",
             f"data.path={REPOSITORY / 'examples/quickstart/data/train.jsonl'}",
             f"run_dir={directory / kind}",
-            "logging.tensorboard=false",
+            "logging.to=[]",
             "logging.samples_interval=0",
             "training.gradient_probe_interval=0",
             "training.save_interval=0",

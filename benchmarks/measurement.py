@@ -212,7 +212,7 @@ def train(run_dir: Path, *overrides: str, processes: int = 1, config: str = "dcp
     """The rows of metrics.jsonl of a training of the quickstart's model."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] * (processes > 1)
     arguments = ["-m", "megatron_dcpo", "train", "--config", f"examples/quickstart/{config}.yaml", f"run_dir={run_dir}"]
-    command = [sys.executable, *launcher, *arguments, "logging.tensorboard=false", *overrides]
+    command = [sys.executable, *launcher, *arguments, "logging.to=[]", *overrides]
     done = subprocess.run(command, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")

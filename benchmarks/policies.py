@@ -64,7 +64,7 @@ def overrides(model: Path, run_dir: Path, prompts: int, group: int, tokens: int,
         f"run_dir={run_dir}", f"model.path={model}", f"data.path={QUICKSTART}/data/train.jsonl",
         f"data.prompts_per_step={prompts}", f"rollout.group_size={group}", f"rollout.max_response_length={tokens}",
         "data.max_prompt_length=16", "objective.name=grpo", "training.gradient_probe_interval=0", "training.steps=1000",
-        "training.save_interval=0", "training.export_hf=false", "logging.tensorboard=false", "optimizer.lr=1e-6", *more,
+        "training.save_interval=0", "training.export_hf=false", "logging.to=[]", "optimizer.lr=1e-6", *more,
     ]  # fmt: skip
 
 

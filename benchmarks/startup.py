@@ -93,7 +93,7 @@ def measurements() -> Iterator[Measurement]:
     for name, arguments in VERBS.items():
         yield from compared(name, 3.0, (verb, arguments), LIGHT, 9, NEEDED.get(name, ""))
     with tempfile.TemporaryDirectory() as scratch:
-        small = ["data.prompts_per_step=4", "rollout.group_size=4", "training.steps=2", "logging.tensorboard=false"]
+        small = ["data.prompts_per_step=4", "rollout.group_size=4", "training.steps=2", "logging.to=[]"]
         training = ["train", "--config", f"{QUICKSTART}/dcpo.yaml", f"run_dir={Path(scratch, 'run')}", *small]
         yield from compared("first step", 1.3, (FIRST_STEP + DCPO + "main(sys.argv[1:])", training), IMPORTS, 5)
 

@@ -34,7 +34,7 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
         "importance_sampling_level": "objective.ratio",
         "loss_type": "objective.loss_aggregation",
         "mask_truncated_completions": "objective.mask_truncated",
-        "report_to": "logging.wandb_project",
+        "report_to": "logging.to",
         # verl
         "n": "rollout.group_size",
         "train_batch_size": "data.prompts_per_step",
@@ -60,7 +60,8 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
         "save_freq": "training.save_interval",
         "test_freq": "evaluation.interval",
         "resume_mode": "training.resume",
-        "project_name": "logging.wandb_project",
+        "project_name": "logging.project",
+        "experiment_name": "run_dir",
         "compute_score": "judging.verifier",
         "log_prob_micro_batch_size_per_gpu": "training.micro_batch_size",
         # Megatron-LM

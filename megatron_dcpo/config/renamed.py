@@ -58,6 +58,8 @@ REMOVED = {
     "evaluation.at_start": "a validation before the first step is always made",
     "evaluation.seed": _CONSTANT,
     "logging.samples_per_step": _CONSTANT,
+    "logging.tensorboard": "write logging.to=[tensorboard], the default, or logging.to=[]",
+    "logging.wandb_project": "write logging.to=[tensorboard,wandb], and logging.project for its project",
 }  # fmt: skip
 
 

@@ -322,10 +322,12 @@ class TrainingConfig:
 class LoggingConfig:
     """``samples_interval``: dump judged responses every that many steps (0: never).
 
-    ``wandb_project``: also log to Weights & Biases, under the name of the run directory (empty: never imported)."""
+    ``to``: loggers beside metrics.jsonl, of tensorboard, wandb, mlflow, swanlab, or an import path. ``project``: of wandb,
+    mlflow and swanlab (empty: the name of the directory that run_dir is in). ``verl_names``: log under verl's names too."""
 
-    tensorboard: bool = True
-    wandb_project: str = ""
+    to: tuple[str, ...] = ("tensorboard",)
+    project: str = ""
+    verl_names: bool = False
     samples_interval: NonNegative = 10
 
 

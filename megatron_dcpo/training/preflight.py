@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 from pathlib import Path
@@ -15,6 +14,7 @@ from megatron_dcpo.errors import UserError, check_world_size
 from megatron_dcpo.evaluation.heldout import benchmark_names, check_validation, named_sources
 from megatron_dcpo.judging.verifiers import check_verifier
 from megatron_dcpo.runtime.device import capabilities
+from megatron_dcpo.training.loggers import check_loggers
 from megatron_dcpo.weights.architecture import Architecture, read_architecture
 from megatron_dcpo.weights.layout import Layout
 from megatron_dcpo.weights.planner import check_layout, check_options
@@ -38,15 +38,6 @@ def check_processes(config: Config, processes: int | None) -> None:
         from megatron_dcpo.policy.layers import use_transformer_engine
 
         use_transformer_engine(config.model.transformer_impl)
-
-
-def check_wandb(config: Config) -> None:
-    """Raise :class:`UserError` when Weights & Biases is asked for and not installed."""
-    if config.logging.wandb_project and importlib.util.find_spec("wandb") is None:
-        raise UserError(
-            f"logging.wandb_project={config.logging.wandb_project}, but the package wandb is not installed; "
-            "pip install wandb, or leave the project empty"
-        )
 
 
 def check_pass_through(config: Config) -> None:
@@ -87,7 +78,7 @@ def describe(config: Config) -> dict[str, Any]:
 
     method = build_method(config.objective)
     check_processes(config, int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None)
-    check_wandb(config)
+    check_loggers(config)
     check_pass_through(config)
     parallel, training, evaluation = config.parallel, config.training, config.evaluation
     if evaluation.interval:

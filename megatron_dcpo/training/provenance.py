@@ -36,7 +36,7 @@ LIBRARIES = ("torch", "megatron-core", "transformers", "vllm", "transformer-engi
 # What a training leaves in its directory.
 WRITTEN = (
     *(CONFIG, RUN, "config.until-*.yaml", "metrics.jsonl", "mismatch.jsonl", WARNINGS, "samples", "evaluation"),
-    *("tensorboard", "wandb", "profile", "policy", "adapter", "checkpoints", "report.html"),
+    *("tensorboard", "wandb", "swanlab", "mlflow_run_id", "profile", "policy", "adapter", "checkpoints", "report.html"),
 )
 METHOD = "objective.name"  # makes another run of it; what else the checkpoint belongs to, it says itself
 # Options that say how a run is carried out, not what it computes.

@@ -1,14 +1,12 @@
-"""What a run leaves behind while it trains: ``metrics.jsonl``, samples, TensorBoard, progress on a terminal."""
+"""What a run leaves behind while it trains: ``metrics.jsonl``, samples, loggers, progress on a terminal."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -18,7 +16,7 @@ import numpy as np
 
 from megatron_dcpo.calibration import json_ready
 from megatron_dcpo.checkpoints.saver import Saver, last_complete
-from megatron_dcpo.config import Config, as_dict
+from megatron_dcpo.config import Config
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.heldout import named_sources
 from megatron_dcpo.planning.plan import Machine, make_plan
@@ -28,9 +26,9 @@ from megatron_dcpo.runtime.distributed import Topology, broadcast_object
 from megatron_dcpo.runtime.files import write_atomically
 from megatron_dcpo.runtime.text import parse_json
 from megatron_dcpo.runtime.watchdog import Timers
+from megatron_dcpo.training.loggers import open_loggers
 from megatron_dcpo.training.metrics import source_metrics, step_metrics, utilization
 from megatron_dcpo.training.mismatch import MISMATCH_EDGES, mismatch_histogram, routing_mismatch
-from megatron_dcpo.training.preflight import check_wandb
 from megatron_dcpo.training.provenance import record_start
 from megatron_dcpo.training.updater import UpdateStatistics
 from megatron_dcpo.training.warnings import new_warnings
@@ -65,8 +63,7 @@ class Recorder:
         self.planned = planned_memory(config, topology.world_size) if self.writes else {}
         self.rows: list[dict[str, Any]] = []  # what the watchers see
         self.warned: list[str] = []  # after the last step
-        self.tensorboard: Any = None
-        self.wandb: Any = None
+        self.to_loggers: Callable[[int, Mapping[str, Any]], None] = lambda step, metrics: None
         self.progress: Any = None
 
     @contextmanager
@@ -85,23 +82,12 @@ class Recorder:
             raise UserError(
                 f"cannot write in run_dir {self.directory} ({_why(refused)}); free space or change run_dir"
             ) from None
-        if self.config.logging.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.tensorboard = SummaryWriter(str(self.directory / "tensorboard"), purge_step=first_step)
-        if self.config.logging.wandb_project:
-            self.wandb = _wandb_run(self.directory, self.config)
-        if sys.stderr.isatty():
-            self.progress = _progress_bar(self.config.training.steps, first_step - 1)
-        try:
+        with ExitStack() as stack:
+            self.to_loggers = stack.enter_context(open_loggers(self.directory, self.config, first_step))
+            if sys.stderr.isatty():
+                self.progress = _progress_bar(self.config.training.steps, first_step - 1)
+                stack.callback(self.progress.stop)
             yield
-        finally:
-            if self.tensorboard is not None:
-                self.tensorboard.close()
-            if self.wandb is not None:
-                self.wandb.finish()
-            if self.progress is not None:
-                self.progress.stop()
 
     def log(
         self,
@@ -154,12 +140,7 @@ class Recorder:
         self._end_if(refused, step)
 
     def _scalars(self, step: int, metrics: Mapping[str, Any]) -> None:
-        finite = {k: v for k, v in metrics.items() if isinstance(v, int | float) and math.isfinite(v)}
-        if self.tensorboard is not None:
-            for key, value in finite.items():
-                self.tensorboard.add_scalar(key, value, step)
-        if self.wandb is not None:
-            self.wandb.log(finite, step=step)
+        self.to_loggers(step, metrics)
         if held_out := evaluation_line(metrics):
             logger.info("step %d  held out: %s", step, held_out)
 
@@ -191,11 +172,6 @@ class Recorder:
         """Write the histogram of |engine - trainer| log-probs of the sampled tokens, per block."""
         with self.mismatch_path.open("a") as file:
             file.write(json.dumps({"step": step, "edges": list(MISMATCH_EDGES), **counts}) + "\n")
-        if self.tensorboard is not None:
-            for block, numbers in counts.items():
-                tokens = max(sum(numbers), 1)
-                for edge, at_least in zip(MISMATCH_EDGES, np.cumsum(numbers[::-1])[::-1][1:], strict=True):
-                    self.tensorboard.add_scalar(f"engine/share_above_{edge:g}_{block}", at_least / tokens, step)
 
     def _write_samples(self, step: int, samples: Sequence[TrainingSample]) -> None:
         directory = self.directory / "samples"
@@ -235,23 +211,6 @@ def token_pieces(sample: TrainingSample, decode: Callable[[Sequence[int]], str])
 
 def _why(error: OSError) -> str:
     return f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
-
-
-def _wandb_run(directory: Path, config: Config) -> Any:
-    """Open a Weights & Biases run that a resumed training continues. Raises :class:`UserError` without the package."""
-    check_wandb(config)
-    import wandb
-
-    name = "-".join(directory.absolute().parts[-2:])
-    identity = hashlib.sha256(str(directory.absolute()).encode()).hexdigest()[:16]
-    return wandb.init(
-        project=config.logging.wandb_project,
-        name=name,
-        id=identity,
-        resume="allow",
-        dir=str(directory),
-        config=as_dict(config),
-    )
 
 
 def planned_memory(config: Config, gpus: int) -> dict[str, float]:

@@ -32,7 +32,8 @@ from megatron_dcpo.runtime.distributed import Topology
 from megatron_dcpo.runtime.host_memory import ledger
 from megatron_dcpo.runtime.watchdog import Timers, Watchdog
 from megatron_dcpo.training.checkpointer import Checkpointer
-from megatron_dcpo.training.preflight import check_model, check_processes, check_wandb
+from megatron_dcpo.training.loggers import check_loggers
+from megatron_dcpo.training.preflight import check_model, check_processes
 from megatron_dcpo.training.recorder import Recorder
 from megatron_dcpo.training.sampler import Sampler
 from megatron_dcpo.training.sources import build_draw, build_judge, fingerprint_of, load_sources
@@ -73,7 +74,7 @@ def build(config: Config) -> Iterator[Run]:
     method = build_method(config.objective)
     check_model(config)
     check_processes(config, int(os.environ.get("WORLD_SIZE", "1")))
-    check_wandb(config)
+    check_loggers(config)
     tokenizer = load_tokenizer(config.model.path)
     vocabulary = token_bytes(tokenizer)
     sources = load_sources(config, tokenizer)

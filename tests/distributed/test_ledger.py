@@ -9,7 +9,7 @@ from tests.helpers.launch import torchrun
 from tests.helpers.quickstart import metrics, without_clocks
 
 SMALL = [
-    *("data.prompts_per_step=4", "rollout.group_size=4", "logging.tensorboard=false", "logging.samples_interval=0"),
+    *("data.prompts_per_step=4", "rollout.group_size=4", "logging.to=[]", "logging.samples_interval=0"),
     *("objective.kl_coef=0.01", "training.updates_per_rollout=2", "training.gradient_probe_interval=1"),
     *("training.save_interval=1", "training.resume=auto"),
 ]

@@ -35,7 +35,7 @@ def dcpo(*arguments, processes=1, cuda=True):
 
 def train(run_dir, *overrides, processes=1, cuda=True):
     small = ["data.prompts_per_step=8", "rollout.group_size=4", "training.steps=3", "training.save_interval=3"]
-    small.append("logging.tensorboard=false")  # not on a bare machine
+    small.append("logging.to=[]")  # not on a bare machine
     dcpo(
         *("train", "--config", QUICKSTART / "dcpo.yaml", f"run_dir={run_dir}", *small, *overrides),
         processes=processes,

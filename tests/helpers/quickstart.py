@@ -12,7 +12,7 @@ from typing import Any
 from tests.helpers import launch, warm
 from tests.helpers.paths import QUICKSTART, REPOSITORY
 
-SMALL = ["data.prompts_per_step=8", "rollout.group_size=4", "training.micro_batch_size=16", "logging.tensorboard=false"]
+SMALL = ["data.prompts_per_step=8", "rollout.group_size=4", "training.micro_batch_size=16", "logging.to=[]"]
 
 
 def command(*arguments: object, processes: int = 1) -> list[str]:

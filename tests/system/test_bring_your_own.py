@@ -44,10 +44,17 @@ def test_every_example_of_the_page_runs(tmp_path: Path) -> None:
     assert json.loads((runs / "legs" / "evaluation.json").read_text())["benchmarks"]["leg_counting"]["problems"] == 5
     first = json.loads((runs / "curriculum" / "samples" / "step_000001.jsonl").read_text().splitlines()[0])
     assert first["problem"] in ("1+2=", "2+5=")
+    logged = [json.loads(line) for line in (runs / "logger" / "accuracy.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["accuracy"]) for row in logged] == [
+        (row["step"], row["reward/accuracy"]) for row in metrics(runs / "logger")
+    ]
+    assert (runs / "logger" / "accuracy.done").read_text() == "config.yaml report.html"
 
 
 def test_the_page_has_the_sections_that_others_link_to() -> None:
-    assert {"A verifier", "A reward server", "Data"} <= set(re.findall(r"^## (.+)$", PAGE, re.MULTILINE))
+    assert {"A verifier", "A reward server", "Data", "A model", "A logger"} <= set(
+        re.findall(r"^## (.+)$", PAGE, re.MULTILINE)
+    )
 
 
 def test_the_examples_reward_server_trains(tmp_path: Path) -> None:

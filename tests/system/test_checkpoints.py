@@ -17,7 +17,7 @@ from megatron_dcpo.checkpoints.manifest import MANIFEST, digest, iteration_dir, 
 from tests.helpers.paths import QUICKSTART, REPOSITORY
 from tests.helpers.quickstart import command, metrics, run, without_clocks
 
-SMALL = ("data.prompts_per_step=4", "rollout.group_size=4", "training.micro_batch_size=8", "logging.tensorboard=false")
+SMALL = ("data.prompts_per_step=4", "rollout.group_size=4", "training.micro_batch_size=8", "logging.to=[]")
 COMMON = ("train", "--config", QUICKSTART / "dcpo.yaml", "--resume", "auto", *SMALL, "logging.samples_interval=0")
 KILLS = int(os.environ.get("DCPO_KILLS", "3"))
 

@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.launch import alone, forked, worker
 from tests.helpers.quickstart import metrics, without_clocks
 
-SMALL = ["data.prompts_per_step=4", "rollout.group_size=4", "training.steps=3", "logging.tensorboard=false"]
+SMALL = ["data.prompts_per_step=4", "rollout.group_size=4", "training.steps=3", "logging.to=[]"]
 
 
 def train(run_dir, mode, *overrides):

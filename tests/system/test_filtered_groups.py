@@ -49,7 +49,7 @@ def test_two_engines_decide_alike(filtered: Path, tmp_path: Path) -> None:
 def test_a_run_of_dull_groups_goes_on_with_a_line(tmp_path: Path) -> None:
     """Nearly greedy sampling: the responses of a group are all the same."""
     arguments = ["train", "--config", QUICKSTART / "grpo.yaml", f"run_dir={tmp_path / 'run'}", *FILTER]
-    arguments += ["rollout.temperature=0.001", "rollout.max_refills=1", "training.steps=1", "logging.tensorboard=false"]
+    arguments += ["rollout.temperature=0.001", "rollout.max_refills=1", "training.steps=1", "logging.to=[]"]
     done = run(*arguments, "data.prompts_per_step=4", "rollout.group_size=2")
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stderr.count("train the policy (rollout.max_refills=1)") == 1

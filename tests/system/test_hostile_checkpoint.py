@@ -18,7 +18,7 @@ from tests.helpers.quickstart import metrics, run
 pytestmark = pytest.mark.slow
 
 TRAIN = ("train", "--config", str(QUICKSTART / "dcpo.yaml"), "--resume", "auto", "data.prompts_per_step=4",
-         "rollout.group_size=4", "training.micro_batch_size=8", "logging.tensorboard=false",
+         "rollout.group_size=4", "training.micro_batch_size=8", "logging.to=[]",
          "logging.samples_interval=0", "training.save_interval=1")  # fmt: skip
 
 

@@ -55,7 +55,7 @@ def forget_evaluations(path: Path) -> None:
 def run(options: dict[str, Any]) -> Any:
     torch.set_num_threads(1)
     out = Path(options["out"])
-    fixed = [f"run_dir={out / 'run'}", "logging.tensorboard=false", "training.export_hf=false"]
+    fixed = [f"run_dir={out / 'run'}", "logging.to=[]", "training.export_hf=false"]
     config = load_config(QUICKSTART / f"{options.get('method', 'dcpo')}.yaml", [*fixed, *options["overrides"]])
     if options.get("forget_evaluations") and topology_rank() == 0:
         forget_evaluations(Path(config.run_dir) / "metrics.jsonl")
