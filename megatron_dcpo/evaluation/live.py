@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+import numpy as np
+import yaml
+
 from megatron_dcpo.calibration import diagrams
 from megatron_dcpo.calibration.summary import json_ready
 from megatron_dcpo.errors import UserError
@@ -23,6 +26,7 @@ from megatron_dcpo.runtime.text import printable
 
 ADDRESS = "127.0.0.1"
 _POINTS = 1000  # of a curve: what a screen shows
+_RECENT = 10  # steps whose median says how long the others take
 
 
 def live_server(run: str | Path, port: int) -> ThreadingHTTPServer:
@@ -38,15 +42,15 @@ def live_server(run: str | Path, port: int) -> ThreadingHTTPServer:
 
 
 def state(root: Path) -> dict[str, Any]:
-    """Return what the page shows of the run: ``step``, ``curves`` (title, percent, lines of [step, value] points),
-    ``samples``."""
+    """Return what the page shows of the run: ``step`` of ``steps``, ``tokens_per_second``, ``seconds_left``, ``curves``
+    (title, percent, lines of [step, value] points), ``samples``."""
     run = read_run(root)
     trained = {run.name: run.metrics}
     curves = diagrams.logged_curves(trained, (*diagrams.TRAINING_CURVES, *diagrams.validation_curves(trained)))
     return json_ready(  # type: ignore[no-any-return]
         {
             "name": root.resolve().name,
-            "step": max((row.get("step", 0) for row in run.metrics), default=None),
+            **_progress(root, run.metrics),
             "curves": [
                 {"title": c.title, "percent": c.percent, "lines": [_line(run.metrics, key) for key in c.keys]}
                 for c in curves
@@ -54,6 +58,25 @@ def state(root: Path) -> dict[str, Any]:
             "samples": [_shown(row) for row in choose_samples(run.samples)],
         }
     )
+
+
+def _progress(root: Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return how far the run is; None for what is not known."""
+    step, steps = max((row.get("step", 0) for row in rows), default=None), total_steps(root)
+    recent = [row for row in rows if row.get("time/step")][-_RECENT:]
+    left = None
+    if recent and steps and step is not None:
+        left = max(steps - step, 0) * float(np.median([row["time/step"] for row in recent]))
+    speed = recent[-1].get("tokens/s/step") if recent else None
+    return {"step": step, "steps": steps, "tokens_per_second": speed, "seconds_left": left}
+
+
+def total_steps(root: Path) -> int | None:
+    """Return ``training.steps`` of the run's configuration, where there is one."""
+    try:
+        return int(yaml.safe_load((root / "config.yaml").read_text())["training"]["steps"])
+    except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
+        return None
 
 
 def _line(rows: Sequence[Mapping[str, Any]], key: str) -> list[list[float]]:

@@ -33,6 +33,7 @@ def step_metrics(samples: Sequence[TrainingSample], statistics: UpdateStatistics
     seconds = timers.seconds
     return {
         "reward/accuracy": summary["accuracy"],
+        **group_metrics(samples),
         "reward/calibration": float(np.nanmean(r_c)) if np.isfinite(r_c).any() else math.nan,
         "confidence/mean": summary["mean_confidence"],
         "confidence/std": summary["std_confidence"],
@@ -60,6 +61,16 @@ def step_metrics(samples: Sequence[TrainingSample], statistics: UpdateStatistics
         **{f"time/{phase}": value for phase, value in seconds.items()},
         **{f"memory/{name}": value for name, value in timers.memory.items()},
     }
+
+
+def group_metrics(samples: Sequence[TrainingSample]) -> dict[str, float]:
+    """Return the standard deviation of R within a group, as a mean over groups, and the share of groups in which it is 0:
+    they have no gradient in the reasoning (TRL's names)."""
+    groups: dict[str, list[float]] = {}
+    for sample in samples:
+        groups.setdefault(sample.prompt.prompt_id, []).append(sample.R)
+    stds = [float(np.std(rewards)) for rewards in groups.values()]
+    return {"reward/std": float(np.mean(stds)), "frac_reward_zero_std": float(np.mean([std < 1e-6 for std in stds]))}
 
 
 def source_metrics(samples: Sequence[TrainingSample], names: Sequence[str]) -> dict[str, float]:

@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -37,6 +38,7 @@ from megatron_dcpo.types import BLOCKS, TrainingSample
 logger = logging.getLogger(__name__)
 
 SAMPLES_PER_STEP = 32  # judged responses written
+RECENT = 10  # steps whose median says how long the others take
 
 
 class Recorder:
@@ -107,9 +109,13 @@ class Recorder:
             metrics |= utilization(self.policy, samples, timers) | self.planned
             metrics |= source_metrics(samples, self.sources)
             metrics |= routing_mismatch(self.policy.arch, self.config.model.params_dtype, sums)
+            seconds = sum(timers.seconds.values()) - timers.seconds.get(
+                "judge_busy", 0.0
+            )  # that runs beside the rollout
+            metrics["time/step"] = seconds
+            metrics["tokens/s/step"] = metrics["length/mean"] * len(samples) / max(seconds, 1e-9)
             try:
-                overlapped = timers.seconds.get("judge_busy", 0.0)
-                self._log(step, samples, metrics, sum(timers.seconds.values()) - overlapped)
+                self._log(step, samples, metrics)
                 self._write_mismatch(step, mismatch_histogram(sums))
             except OSError as error:
                 refused = _why(error)
@@ -144,7 +150,7 @@ class Recorder:
         if held_out := evaluation_line(metrics):
             logger.info("step %d  held out: %s", step, held_out)
 
-    def _log(self, step: int, samples: Sequence[TrainingSample], metrics: Mapping[str, Any], seconds: float) -> None:
+    def _log(self, step: int, samples: Sequence[TrainingSample], metrics: Mapping[str, Any]) -> None:
         with self.metrics_path.open("a") as file:
             file.write(json.dumps(json_ready(metrics)) + "\n")
         self._scalars(step, metrics)
@@ -157,16 +163,19 @@ class Recorder:
             self._write_samples(step, samples)
         line = (
             f"acc {metrics['reward/accuracy']:.3f}  conf {metrics['confidence/mean']:.3f}  "
-            f"ECE {metrics['calibration/ece']:.3f}  AUROC {metrics['calibration/auroc']:.3f}"
+            f"ECE {metrics['calibration/ece']:.3f}  AUROC {metrics['calibration/auroc']:.3f}  "
+            f"length {metrics['length/mean']:.0f}"
         )
+        speed = f"{metrics['tokens/s/step']:,.0f} tokens/s"
         if self.progress is not None:
-            speed = metrics["length/mean"] * len(samples) / max(seconds, 1e-9)
-            self.progress.update(self.progress.task_ids[0], completed=step, line=f"{line}  {speed:,.0f} tokens/s")
-        else:
-            total = self.config.training.steps
-            probed = ", the gradient probe's pass included" if metrics["grad_norm/reasoning"] >= 0 else ""
-            loss = metrics["loss/policy"]
-            logger.info("step %d/%d  %s  loss %+.4f  %.2f s%s", step, total, line, loss, seconds, probed)
+            self.progress.update(self.progress.task_ids[0], completed=step, line=f"{line}  {speed}")
+            return
+        total, seconds = self.config.training.steps, metrics["time/step"]
+        probed = ", the gradient probe's pass included" if metrics["grad_norm/reasoning"] >= 0 else ""
+        recent = [row["time/step"] for row in self.rows[-RECENT:] if row.get("time/step")]
+        left = f"  {timedelta(seconds=round((total - step) * float(np.median(recent))))} left" if step < total else ""
+        loss = metrics["loss/policy"]
+        logger.info("step %d/%d  %s  loss %+.4f  %.2f s  %s%s%s", step, total, line, loss, seconds, speed, left, probed)
 
     def _write_mismatch(self, step: int, counts: Mapping[str, list[int]]) -> None:
         """Write the histogram of |engine - trainer| log-probs of the sampled tokens, per block."""

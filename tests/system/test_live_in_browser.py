@@ -23,6 +23,7 @@ pytestmark = pytest.mark.skipif(
 
 def test_a_new_step_appears_without_a_reload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained(tmp_path / "run")
+    (tmp_path / "run" / "config.yaml").write_text("training:\n  steps: 177\n")
     (tmp_path / "run" / "samples").mkdir()
     (tmp_path / "run" / "samples" / "step_000010.jsonl").write_text(json.dumps(SAMPLE) + "\n")
     tag, asked = live._tag, []
@@ -31,7 +32,8 @@ def test_a_new_step_appears_without_a_reload(tmp_path: Path, monkeypatch: pytest
         asked.append(root)
         if len(asked) == 2:
             with (root / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps({"step": 77, "reward/accuracy": 0.75}) + "\n")
+                last = {"step": 77, "reward/accuracy": 0.75, "time/step": 60.0, "tokens/s/step": 12345.0}
+                file.write(json.dumps(last) + "\n")
         return tag(root)
 
     monkeypatch.setattr(live, "_tag", first_then_more)
@@ -46,7 +48,7 @@ def test_a_new_step_appears_without_a_reload(tmp_path: Path, monkeypatch: pytest
         server.shutdown()
         thread.join()
     assert len(asked) >= 2
-    assert '<p class="runs" id="state">step 77</p>' in page
-    assert re.search(r"now 75.0%; steps 0 to 77", page)
+    assert '<p class="runs" id="state">step 77 of 177 · 12,345 tokens/s · about 1 h 40 min left</p>' in page
+    assert re.search(r"<span>0</span><span>step</span><span>77</span>.{,40}<figcaption>now 75.0%", page)
     assert '<span class="reasoning" title="reasoning, advantage +0.5">&lt;/script&gt;</span>' in page
     assert '<span class="confidence" title="confidence, advantage -0.25">0.8</span>' in page

@@ -130,7 +130,7 @@ def test_a_logger_that_fails_does_not_end_the_run(tmp_path):
     ("to", "said"),
     [
         ("wandb", "the package wandb is not installed"),
-        ("wanbd", "unknown logger; did you mean wandb?"),
+        ("wanbd", "unknown logger; did you mean 'wandb'?"),
         ("none.py:opened", "no such file none.py"),
         ("json:loads", "expected a function (directory, config, first_step)"),
     ],
