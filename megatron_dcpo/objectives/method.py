@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 MAX_STATED = 1e6  # a raw number has no bound; its square must stay finite
 SCORES = ("target", "R", "R_c", "A_r", "A_c")
 
-# A group's correctness R, confidence c (NaN where it is malformed) and mean log-prob, float64 [G] each, and the options
+# A group's correctness R (NaN where a method with ``abstention`` reads one), confidence c (NaN where it is malformed) and mean log-prob, float64 [G] each, and the options
 # -> ``SCORES``, float64 [G] each: what the confidence is compared with, the reward behind A_r, the calibration reward (NaN
 # where the method has none), the advantages of the reasoning and of the confidence tokens.
 ScoreGroup = Callable[[np.ndarray, np.ndarray, np.ndarray, ObjectiveConfig], Sequence[np.ndarray]]
@@ -54,7 +54,8 @@ class Method:
     of its own with their defaults (of a tuple of choices the first), set under ``objective.options``. ``defaults``: its
     own values of options, which win over the preset's. ``needs_old_logprobs``: the score reads the mean log-prob of
     each response under the policy that sampled. ``separable``: a token's loss depends on the policy's outputs at that
-    token alone. ``batch_scaled``: the advantages that ``batch_std`` brings to one scale.
+    token alone. ``batch_scaled``: the advantages that ``batch_std`` brings to one scale. ``abstention``: R is NaN for a response
+    that says it does not know.
     """
 
     score_group: ScoreGroup
@@ -65,6 +66,7 @@ class Method:
     needs_old_logprobs: bool = False
     separable: bool = True
     batch_scaled: tuple[str, ...] = ("A_c",)
+    abstention: bool = False
     options: ObjectiveConfig = field(default_factory=ObjectiveConfig)
 
     @property
@@ -109,7 +111,7 @@ class Method:
         judgements = [sample.judgement for sample in samples]
         for rows in groups.values():
             _check_group([judgements[row] for row in rows])
-        R = np.array([j.R for j in judgements], np.float64)
+        R = np.array([np.nan if self.abstention and j.abstained else j.R for j in judgements], np.float64)
         c = np.array([_confidence(j, self.options) for j in judgements], np.float64)
         logprob = np.array([self._mean_logprob(sample) for sample in samples], np.float64)
         scores = np.full((len(SCORES), len(samples)), np.nan)
@@ -119,7 +121,9 @@ class Method:
                 scored = with_length_penalty(scored, np.array([judgements[row].length for row in rows]), self.options)
             scores[:, rows] = scored
         if self.options.advantage_normalization_confidence == "batch_std" and len(samples):
-            scale = batch_scale(scores[SCORES.index("A_c"), np.concatenate(list(groups.values()))])
+            order = np.concatenate(list(groups.values()))
+            scored = order[~np.isnan(scores[SCORES.index("R_c"), order])]
+            scale = batch_scale(scores[SCORES.index("A_c"), scored]) if len(scored) else 1.0
             for name in self.batch_scaled:
                 scores[SCORES.index(name)] /= scale
         return scores
