@@ -55,7 +55,9 @@ def check_compatible(config: Config, source: str) -> None:
 def _has_scores(config: Config) -> bool:
     """Return whether any source is judged by what gives scores between 0 and 1."""
     named = ((source.path, source.verifier or config.judging.verifier) for source in config.data.sources)
-    return any(path.startswith(REASONING_GYM) or verifier == "f1" or verifier not in BUILT_IN for path, verifier in named)
+    return any(
+        path.startswith(REASONING_GYM) or verifier == "f1" or verifier not in BUILT_IN for path, verifier in named
+    )
 
 
 def _parallel_rules(parallel: ParallelConfig) -> tuple[tuple[bool, str], ...]:

@@ -132,7 +132,9 @@ def message_prompts(
 
 
 def _prompt(record: Record, messages: tuple[dict[str, str], ...], token_ids: tuple[int, ...]) -> Prompt:
-    return Prompt(record.prompt_id, messages, token_ids, record.answer, record.task, record.tests, record.row, record.form)
+    return Prompt(
+        record.prompt_id, messages, token_ids, record.answer, record.task, record.tests, record.row, record.form
+    )
 
 
 def draw_prompts(

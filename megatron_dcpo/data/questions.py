@@ -41,7 +41,9 @@ def question_of(row: Row, index: int, where: str) -> Question | None:
     if CORRECT in row or INCORRECT[0] in row:
         return _gpqa(row, index, where)
     options, answer = row.get("options"), row.get("answer", row.get("Answer"))
-    asked = next((column for column in ("question", "problem", "Question") if isinstance(row.get(column), str)), "question")
+    asked = next(
+        (column for column in ("question", "problem", "Question") if isinstance(row.get(column), str)), "question"
+    )
     if isinstance(options, list) and options and ("answer_index" in row or letter_index(answer) is not None):
         return _choice(_text(row, asked, where), options, _right_option(row, len(options), where), row, where)
     if isinstance(answer, Mapping) and any(_plain(name) in _ALIASES for name in answer):

@@ -141,9 +141,7 @@ def test_a_users_verifier_gets_all_columns(tmp_path: Path) -> None:
 
 
 def test_the_form_of_the_answer_is_asked_for(tmp_path: Path) -> None:
-    letter, name = (
-        load_records(lines(tmp_path / f"{n}.jsonl", row)) for n, row in enumerate((MMLU, TRIVIA), start=1)
-    )
+    letter, name = (load_records(lines(tmp_path / f"{n}.jsonl", row)) for n, row in enumerate((MMLU, TRIVIA), start=1))
     for records, words in ((letter, "the letter of the right option"), (name, "a name or a few words")):
         text = message_prompts(records, "paper")[0].messages[-1]["content"]
         assert f"{words}" in text

@@ -76,7 +76,7 @@ def test_exact_without_a_list_is_the_ground_truth() -> None:
 
 
 def test_f1_is_of_the_best_alias_and_right_from_the_threshold_on() -> None:
-    """"the cat sat" against "cat sat down": 2 of 2 and 2 of 3 words, 2 * 2 / 5 = 0.8."""
+    """ "the cat sat" against "cat sat down": 2 of 2 and 2 of 3 words, 2 * 2 / 5 = 0.8."""
     assert f1("the cat sat", "cat sat down") == pytest.approx(0.8)
     assert f1("cat cat", "cat") == pytest.approx(2 / 3)
     assert f1("yes it is", "yes") == 0.0, "as HotpotQA"
@@ -199,7 +199,11 @@ def test_questions_are_trained_on_with_their_verifier(tmp_path: Path) -> None:
     [
         (MMLU, (), "1 questions whose answers are no mathematics; set judging.verifier=choice"),
         (TRIVIA, (), r"set judging.verifier=exact \(or f1\)"),
-        ({"problem": "?", "answer": "42"}, ("judging.verifier=choice",), "rows/0: .*capital letter as answer, got '42'"),
+        (
+            {"problem": "?", "answer": "42"},
+            ("judging.verifier=choice",),
+            "rows/0: .*capital letter as answer, got '42'",
+        ),
         ({"problem": "?", "answer": []}, ("judging.verifier=exact",), "rows/0: .*list of texts, as answer; found none"),
         (MMLU, ("judging.verifier=choice", "judging.graded=true"), "are for f1, or a verifier of your own"),
         (MMLU, ("judging.verifier=choise",), "did you mean 'choice'|did you mean choice"),
