@@ -47,7 +47,7 @@ class Prompt:
 
     A programming problem has packed ``tests`` (``data/code_problems.py``); its ``ground_truth`` is their key. ``row``: all
     columns of the data (``datasets.columns``), where a user's verifier or the order of the prompts reads them; else what
-    the verifiers of a question read. ``form`` of its answer: ``math``, ``code``, ``choice`` or ``short`` (``data/prompts.py``).
+    the verifiers of a question read. ``form`` of its answer: ``math``, ``code``, ``choice`` or ``short``.
     """
 
     prompt_id: str

@@ -240,10 +240,9 @@ class JudgingConfig:
     ``f1`` or ``choice`` (docs/bring_your_own.md#questions), or the user's own (docs/bring_your_own.md#a-verifier): a
     function, ``my_reward.py:verify``, or a server, ``https://host/path``.
 
-    ``threshold``: a response is right when ``f1`` or the user's verifier gives it at least this score. ``graded``: R is the score
-    itself, else it is 1 or 0. ``max_error_rate``: share of a step's responses that the user's verifier may fail on.
-    ``sandbox``: what programs run in (``auto``, ``bubblewrap``, ``landlock``,
-    ``unsafe``).
+    ``threshold``: a response is right when ``f1`` or the user's verifier gives it at least this score. ``graded``: R is
+    the score itself, else it is 1 or 0. ``max_error_rate``: share of a step's responses that the user's verifier may fail
+    on. ``sandbox``: what programs run in (``auto``, ``bubblewrap``, ``landlock``, ``unsafe``).
     ``test_seconds``, ``program_seconds``: wall time of one test and of all tests of a program. ``test_seconds`` and
     ``memory_mb`` also bound one call of the user's verifier.
     """

@@ -2,9 +2,9 @@
 
 | set | columns | answer |
 |---|---|---|
-| GPQA | ``Question``, ``Correct Answer``, ``Incorrect Answer 1`` to ``3`` | a letter; the options in an order of their own |
-| MMLU-Pro | ``question``, ``options``, ``answer`` (a letter), ``answer_index``, ``category`` | a letter; the options as they stand |
-| TriviaQA | ``question``, ``answer`` with ``value`` and ``aliases`` (or ``Question``, ``Answer``, ...) | any of these texts |
+| GPQA | ``Question``, ``Correct Answer``, ``Incorrect Answer 1`` to ``3`` | a letter; the options are shuffled |
+| MMLU-Pro | ``question``, ``options``, ``answer`` (a letter), ``answer_index``, ``category`` | a letter |
+| TriviaQA | ``question``, ``answer`` with ``value`` and ``aliases`` (or capitalized) | any of these texts |
 | HotpotQA | ``question``, ``answer``, ``supporting_facts``; ``context`` is left out | the text |
 """
 

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 MAX_STATED = 1e6  # a raw number has no bound; its square must stay finite
 SCORES = ("target", "R", "R_c", "A_r", "A_c")
 
-# A group's correctness R (NaN where a method with ``abstention`` reads one), confidence c (NaN where it is malformed) and mean log-prob, float64 [G] each, and the options
+# A group's correctness R (NaN where it abstains, for a method with ``abstention``), confidence c (NaN where it is malformed)
+# and mean log-prob, float64 [G] each, and the options
 # -> ``SCORES``, float64 [G] each: what the confidence is compared with, the reward behind A_r, the calibration reward (NaN
 # where the method has none), the advantages of the reasoning and of the confidence tokens.
 ScoreGroup = Callable[[np.ndarray, np.ndarray, np.ndarray, ObjectiveConfig], Sequence[np.ndarray]]
@@ -54,8 +55,8 @@ class Method:
     of its own with their defaults (of a tuple of choices the first), set under ``objective.options``. ``defaults``: its
     own values of options, which win over the preset's. ``needs_old_logprobs``: the score reads the mean log-prob of
     each response under the policy that sampled. ``separable``: a token's loss depends on the policy's outputs at that
-    token alone. ``batch_scaled``: the advantages that ``batch_std`` brings to one scale. ``abstention``: R is NaN for a response
-    that says it does not know.
+    token alone. ``batch_scaled``: the advantages that ``batch_std`` brings to one scale. ``abstention``: R is NaN for
+    a response that says it does not know.
     """
 
     score_group: ScoreGroup

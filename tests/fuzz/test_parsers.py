@@ -16,6 +16,7 @@ import string
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -256,7 +257,7 @@ def test_data_sets(tmp_path_factory: pytest.TempPathFactory, row: Any, garbage: 
         (record.answer + record.problem + record.prompt_id).encode()
         encoded(record.row)
         for name in ("exact", "f1", "choice"):
-            only(UserError, lambda name=name: check_questions(name, [record], "rows"))  # type: ignore[misc]
+            only(UserError, partial(check_questions, name, [record], "rows"))
             attempt = Attempt("B", record.answer, "", record.row)
             assert question_verifier(name, JudgingConfig())([attempt])[0].correct in (True, False)
 

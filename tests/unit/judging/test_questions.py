@@ -215,7 +215,7 @@ def test_data_for_another_verifier_is_refused(row: Any, overrides: Any, message:
 
 
 def test_records_are_checked_as_prompts_are() -> None:
-    with pytest.raises(UserError, match="f: t/0: judging.verifier=choice"):
+    with pytest.raises(UserError, match=r"f: t/0: judging\.verifier=choice"):
         check_questions("choice", [Record("t", 0, (), "x")], "f")
     check_questions("choice", [Record("t", 0, (), "A")], "f")
     check_questions("math", [Record("t", 0, (), "")], "f")
