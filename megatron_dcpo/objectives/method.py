@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.objectives.advantages import SENTINEL, batch_scale, block_ids
+from megatron_dcpo.objectives.advantages import batch_scale, block_ids, scored_confidence
 from megatron_dcpo.objectives.options import CLIPPED_LOSS, COMMON, ObjectiveConfig
 from megatron_dcpo.objectives.policy_loss import Stats, clipped_policy_loss
 from megatron_dcpo.objectives.shaping import with_length_penalty
@@ -30,7 +30,6 @@ from megatron_dcpo.types import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-MAX_STATED = 1e6  # a raw number has no bound; its square must stay finite
 SCORES = ("target", "R", "R_c", "A_r", "A_c")
 
 # A group's correctness R (NaN where it abstains, for a method with ``abstention``), confidence c (NaN where it is malformed)
@@ -113,7 +112,7 @@ class Method:
         for rows in groups.values():
             _check_group([judgements[row] for row in rows])
         R = np.array([np.nan if self.abstention and j.abstained else j.R for j in judgements], np.float64)
-        c = np.array([_confidence(j, self.options) for j in judgements], np.float64)
+        c = np.array([scored_confidence(j, self.options) for j in judgements], np.float64)
         logprob = np.array([self._mean_logprob(sample) for sample in samples], np.float64)
         scores = np.full((len(SCORES), len(samples)), np.nan)
         for rows in groups.values():
@@ -122,9 +121,8 @@ class Method:
                 scored = with_length_penalty(scored, np.array([judgements[row].length for row in rows]), self.options)
             scores[:, rows] = scored
         if self.options.advantage_normalization_confidence == "batch_std" and len(samples):
-            order = np.concatenate(list(groups.values()))
-            scored = order[~np.isnan(scores[SCORES.index("R_c"), order])]
-            scale = batch_scale(scores[SCORES.index("A_c"), scored]) if len(scored) else 1.0
+            _, _, R_c, _, A_c = scores[:, np.concatenate(list(groups.values()))]
+            scale = batch_scale(A_c, R_c)
             for name in self.batch_scaled:
                 scores[SCORES.index(name)] /= scale
         return scores
@@ -179,16 +177,6 @@ class Method:
 
 def _has_gradient(sample: TrainingSample, weights: Any) -> bool:
     return bool(np.any(weights * sample.advantages))
-
-
-def _confidence(judgement: Judgement, options: ObjectiveConfig) -> float:
-    """Return the confidence that is scored: NaN where it is malformed, unless ``malformed_placement`` is ``sentinel``, the
-    released code's: then the number as written, or -1 when there is none."""
-    if judgement.confidence is not None:
-        return judgement.confidence
-    if options.malformed_placement != "sentinel":
-        return np.nan
-    return SENTINEL if judgement.stated is None else float(np.clip(judgement.stated, -MAX_STATED, MAX_STATED))
 
 
 def _check_group(judgements: Sequence[Judgement]) -> None:
