@@ -119,8 +119,10 @@ def question_verifier(name: str, options: JudgingConfig) -> Callable[[Sequence[A
         outcomes = []
         for attempt in attempts:
             score = 0.0 if attempt.answer is None else SCORES[name](attempt, attempt.answer)
-            graded = {"score": score if options.graded else None, "logged": {"score": score}} if name == "f1" else {}
-            outcomes.append(Outcome(score >= threshold, **graded))
+            outcome = Outcome(score >= threshold)
+            if name == "f1":
+                outcome = outcome._replace(score=score if options.graded else None, logged={"score": score})
+            outcomes.append(outcome)
         return outcomes
 
     return verify
@@ -130,7 +132,7 @@ def check_questions(name: str, problems: Iterable[Any], source: str) -> None:
     """Raise :class:`UserError` for the first of the problems (records or prompts) that the verifier ``name`` cannot judge:
     without an accepted text, or without a letter."""
     for problem in problems if name in SCORES else ():
-        truth = getattr(problem, "ground_truth", None) or getattr(problem, "answer", "")
+        truth = str(getattr(problem, "ground_truth", None) or getattr(problem, "answer", ""))
         where = f"{source}: {problem.prompt_id}"
         if name == "choice" and letter_index(truth) is None:
             raise UserError(f"{where}: judging.verifier=choice needs a capital letter as answer, got {truth!r:.60}")
