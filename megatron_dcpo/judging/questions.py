@@ -119,10 +119,8 @@ def question_verifier(name: str, options: JudgingConfig) -> Callable[[Sequence[A
         outcomes = []
         for attempt in attempts:
             score = 0.0 if attempt.answer is None else SCORES[name](attempt, attempt.answer)
-            outcome = Outcome(score >= threshold)
-            if name == "f1":
-                outcome = outcome._replace(score=score if options.graded else None, logged={"score": score})
-            outcomes.append(outcome)
+            graded = score if options.graded and name == "f1" else None
+            outcomes.append(Outcome(score >= threshold, None, graded, {"score": score} if name == "f1" else None))
         return outcomes
 
     return verify
