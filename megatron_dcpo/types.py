@@ -45,9 +45,8 @@ MALFORMED: tuple[ConfidenceStatus, ...] = tuple(status for status in get_args(Co
 class Prompt:
     """One problem, rendered and tokenized. ``prompt_id`` is unique within a rollout and names the group.
 
-    A programming problem has packed ``tests`` (``data/code_problems.py``); its ``ground_truth`` is their key. ``row``: all
-    columns of the data (``datasets.columns``), where a user's verifier or the order of the prompts reads them; else what
-    the verifiers of a question read. ``form`` of its answer: ``math``, ``code``, ``choice`` or ``short``.
+    A programming problem has packed ``tests`` (``data/code_problems.py``); its ``ground_truth`` is their key. ``row``: the
+    columns of the data that a verifier or the order of the prompts reads. ``form``: of the answer (``prompts.ASKS``).
     """
 
     prompt_id: str
@@ -115,7 +114,6 @@ class Judgement:
     marker; None where that is not known.
     ``answer`` is what was judged: the content of the box, or the program; ``category``: how the program ended, or
     ``verifier_error``. Of a user's verifier: ``logged``; ``score``, R in [0, 1] where ``judging.graded`` asks for it.
-    ``abstained``: the box says that the answer is not known.
     """
 
     prompt_id: str
@@ -131,7 +129,7 @@ class Judgement:
     category: str | None = field(default=None, compare=False)
     score: float | None = None
     logged: Mapping[str, Any] | None = field(default=None, compare=False)
-    abstained: bool = False
+    abstained: bool = False  # the box says that the answer is not known
 
     @property
     def R(self) -> float:

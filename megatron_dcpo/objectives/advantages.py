@@ -44,15 +44,12 @@ def normalize(rewards: np.ndarray, how: ConfidenceNormalization, options: Object
     return centered / (x.std(ddof=options.ddof) + options.eps) if how == "std" else centered
 
 
-def batch_scale(A_c: np.ndarray, R_c: np.ndarray) -> float:
+def batch_scale(A_c: np.ndarray) -> float:
     """Return the divisor of the advantages of a whole mini-batch, ``A_c`` [N], with ``batch_std``.
 
-    The root mean square of those whose ``R_c`` [N] is not NaN, at least ``MIN_BATCH_RMS``. One number for all groups
-    changes the length of the expected gradient and not its direction, so a proper score stays proper, which a group's own
-    std does not allow.
+    Their root mean square, at least ``MIN_BATCH_RMS``. One number for all groups changes the length of the expected
+    gradient and not its direction, so a proper score stays proper, which a group's own std does not allow.
     """
-    has_score = ~np.isnan(R_c)
-    A_c = A_c[has_score] if has_score.any() else A_c
     return max(float(np.sqrt(np.mean(np.square(A_c)))), MIN_BATCH_RMS)
 
 

@@ -38,14 +38,11 @@ def score_group(R: np.ndarray, c: np.ndarray, logprob: np.ndarray, options: Obje
     reward = correctness_reward(R, c, options)
     R_c = calibration_reward(c, target, options)
     A_r = normalize(reward, options.advantage_normalization_reasoning, options)
-    return target, reward, R_c, A_r, confidence_advantage(c, target, R_c, options)
-
-
-def confidence_advantage(c: np.ndarray, target: np.ndarray, R_c: np.ndarray, options: ObjectiveConfig) -> np.ndarray:
-    """Return A_c, float64 [G], by ``confidence_baseline``."""
     if options.options["confidence_baseline"] == "counterfactual":
-        return counterfactual_advantage(c, target, options)
-    return normalize(R_c, options.advantage_normalization_confidence, options)
+        A_c = counterfactual_advantage(c, target, options)
+    else:
+        A_c = normalize(R_c, options.advantage_normalization_confidence, options)
+    return target, reward, R_c, A_r, A_c
 
 
 def counterfactual_advantage(c: np.ndarray, target: np.ndarray, options: ObjectiveConfig) -> np.ndarray:

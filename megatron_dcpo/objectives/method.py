@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
 SCORES = ("target", "R", "R_c", "A_r", "A_c")
 
-# A group's correctness R (NaN where it abstains, for a method with ``abstention``), confidence c (NaN where it is malformed)
-# and mean log-prob, float64 [G] each, and the options
+# A group's correctness R, confidence c (NaN where it is malformed) and mean log-prob, float64 [G] each, and the options
 # -> ``SCORES``, float64 [G] each: what the confidence is compared with, the reward behind A_r, the calibration reward (NaN
 # where the method has none), the advantages of the reasoning and of the confidence tokens.
 ScoreGroup = Callable[[np.ndarray, np.ndarray, np.ndarray, ObjectiveConfig], Sequence[np.ndarray]]
@@ -54,8 +53,7 @@ class Method:
     of its own with their defaults (of a tuple of choices the first), set under ``objective.options``. ``defaults``: its
     own values of options, which win over the preset's. ``needs_old_logprobs``: the score reads the mean log-prob of
     each response under the policy that sampled. ``separable``: a token's loss depends on the policy's outputs at that
-    token alone. ``batch_scaled``: the advantages that ``batch_std`` brings to one scale. ``abstention``: R is NaN for
-    a response that says it does not know.
+    token alone. ``batch_scaled``: the advantages that ``batch_std`` brings to one scale.
     """
 
     score_group: ScoreGroup
@@ -66,7 +64,7 @@ class Method:
     needs_old_logprobs: bool = False
     separable: bool = True
     batch_scaled: tuple[str, ...] = ("A_c",)
-    abstention: bool = False
+    abstention: bool = False  # R is NaN for a response that says it does not know
     options: ObjectiveConfig = field(default_factory=ObjectiveConfig)
 
     @property
@@ -120,9 +118,9 @@ class Method:
             if self.options.overlong_buffer:
                 scored = with_length_penalty(scored, np.array([judgements[row].length for row in rows]), self.options)
             scores[:, rows] = scored
-        if self.options.advantage_normalization_confidence == "batch_std" and len(samples):
-            _, _, R_c, _, A_c = scores[:, np.concatenate(list(groups.values()))]
-            scale = batch_scale(A_c, R_c)
+        if self.options.advantage_normalization_confidence == "batch_std" and not np.isnan(R).all():
+            order = np.concatenate(list(groups.values()))
+            scale = batch_scale(scores[SCORES.index("A_c"), order[~np.isnan(R[order])]])
             for name in self.batch_scaled:
                 scores[SCORES.index(name)] /= scale
         return scores

@@ -8,13 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_dcpo.objectives import dcpo
-from megatron_dcpo.objectives.advantages import (
-    Scores,
-    calibration_reward,
-    correctness_reward,
-    hybrid_target,
-    normalize,
-)
+from megatron_dcpo.objectives.advantages import Scores, correctness_reward, normalize
 from megatron_dcpo.objectives.method import Method
 from megatron_dcpo.objectives.options import ObjectiveConfig
 
@@ -22,18 +16,16 @@ from megatron_dcpo.objectives.options import ObjectiveConfig
 def score_group(R: np.ndarray, c: np.ndarray, logprob: np.ndarray, options: ObjectiveConfig) -> Scores:
     """Return DCPO's scores with r_i = 1 right, 0 abstained (R_i is NaN), -``abstain_penalty`` wrong as reward.
 
-    Target, R_c and A_c are those of the answered responses alone; an abstained one has neither target nor R_c, and A_c = 0.
-    So has an answered one without another to compare with.
+    Target, R_c and A_c are those of the answered responses alone, where there are two or more; an abstained one, or a single
+    answered one, has neither target nor R_c, and A_c = 0.
     """
     answered = ~np.isnan(R)
+    R_a, c_a = R[answered], c[answered]
     reward, target, R_c, A_c = np.zeros_like(R), np.full_like(R, np.nan), np.full_like(R, np.nan), np.zeros_like(R)
-    if answered.any():
-        R_a, c_a = R[answered], c[answered]
-        reward[answered] = correctness_reward(R_a - options.options["abstain_penalty"] * (1 - R_a), c_a, options)
-        target[answered] = hybrid_target(R_a, options)
-        R_c[answered] = calibration_reward(c_a, target[answered], options)
-    if answered.sum() > 1:
-        A_c[answered] = dcpo.confidence_advantage(c[answered], target[answered], R_c[answered], options)
+    reward[answered] = correctness_reward(R_a - options.options["abstain_penalty"] * (1 - R_a), c_a, options)
+    if len(R_a) > 1:
+        of_dcpo = dcpo.score_group(R_a, c_a, logprob[answered], options)
+        target[answered], _, R_c[answered], _, A_c[answered] = of_dcpo
     A_r = normalize(reward, options.advantage_normalization_reasoning, options)
     return target, reward, R_c, A_r, A_c
 
