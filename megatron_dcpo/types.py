@@ -45,8 +45,8 @@ MALFORMED: tuple[ConfidenceStatus, ...] = tuple(status for status in get_args(Co
 class Prompt:
     """One problem, rendered and tokenized. ``prompt_id`` is unique within a rollout and names the group.
 
-    A programming problem has packed ``tests`` (``data/code_problems.py``); its ``ground_truth`` is their key. ``row``: all
-    columns of the data (``datasets.columns``), where a user's verifier or the order of the prompts reads them.
+    A programming problem has packed ``tests`` (``data/code_problems.py``); its ``ground_truth`` is their key. ``row``: the
+    columns of the data that a verifier or the order of the prompts reads. ``form``: of the answer (``prompts.ASKS``).
     """
 
     prompt_id: str
@@ -56,6 +56,7 @@ class Prompt:
     task: str
     tests: bytes | None = None
     row: Mapping[str, Any] | None = field(default=None, compare=False)
+    form: str = "math"
 
     @cached_property
     def ids(self) -> np.ndarray:
@@ -128,6 +129,7 @@ class Judgement:
     category: str | None = field(default=None, compare=False)
     score: float | None = None
     logged: Mapping[str, Any] | None = field(default=None, compare=False)
+    abstained: bool = False  # the box says that the answer is not known
 
     @property
     def R(self) -> float:

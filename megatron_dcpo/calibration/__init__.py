@@ -23,12 +23,13 @@ from megatron_dcpo.calibration.metrics import (
     pce,
     pessimistic,
 )
-from megatron_dcpo.calibration.selective import accuracy_at_coverage, accuracy_coverage, aurc
+from megatron_dcpo.calibration.selective import abstention_rates, accuracy_at_coverage, accuracy_coverage, aurc
 from megatron_dcpo.calibration.summary import json_ready, summarize, violation_rates
 
 __all__ = [
     "BinnedError",
     "BrierParts",
+    "abstention_rates",
     "accuracy",
     "accuracy_at_coverage",
     "accuracy_coverage",

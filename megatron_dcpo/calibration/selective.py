@@ -55,6 +55,20 @@ def selective_summary(confidences: Confidences, correct: Correct) -> dict[str, f
     return {"aurc": aurc(confidences, correct), **at}
 
 
+def abstention_rates(correct: Correct, abstained: Sequence[bool]) -> dict[str, float]:
+    """Return what becomes of the rows when some of them are not answered: ``rate``, the share that abstains; ``coverage``,
+    the share that is answered; ``selective_accuracy``, of what is answered; ``hallucination_rate``, the share of all rows
+    that is answered wrong (TruthRL)."""
+    y, silent = np.asarray(correct, float), np.asarray(abstained, bool)
+    answered = y[~silent]
+    return {
+        "rate": float(np.mean(silent)),
+        "coverage": float(np.mean(~silent)),
+        "selective_accuracy": float(np.mean(answered)) if len(answered) else float("nan"),
+        "hallucination_rate": float(np.sum(1 - answered)) / len(y),
+    }
+
+
 def coverage_to_json(confidences: Confidences, correct: Correct, points: int = 101) -> dict[str, Sequence[Any]]:
     """Return the curve thinned to at most ``points`` equally spaced coverages, for pictures."""
     coverage, accuracy = accuracy_coverage(confidences, correct)

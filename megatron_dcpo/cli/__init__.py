@@ -150,8 +150,8 @@ def add_judging_arguments(parser: Any) -> None:
     """Add a user's verifier, where programs run, and the limits of both (``program_limits``)."""
     parser.add_argument(
         "--verifier",
-        metavar="PATH",
-        help="your own verifier, file.py:function or https://host (docs/bring_your_own.md#a-verifier)",
+        metavar="NAME",
+        help="exact, f1, choice, or your own, file.py:function or https://host (docs/bring_your_own.md#a-verifier)",
     )
     parser.add_argument("--threshold", type=float, metavar="S", help="least score of a right response (default 1)")
     parser.add_argument(

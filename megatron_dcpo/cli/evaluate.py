@@ -62,7 +62,7 @@ def add_parser(subparsers: Any) -> None:
         "--marker", type=_marker, help="what opens the confidence line (default <conf>; of --samples: as before)"
     )
     parser.add_argument(
-        "--template", help="prompt template: paper, grpo, chat, raw, or my_prompt.py:render (default paper)"
+        "--template", help="prompt template: paper, abstain, grpo, chat, raw, or my_prompt.py:render (default paper)"
     )
     parser.add_argument("--limit", type=positive_int, help="only the first problems of every benchmark")
     parser.add_argument("--data-dir", metavar="DIR", help="where benchmark files are (default: $DCPO_DATA, else data/)")
@@ -144,6 +144,10 @@ def run(args: argparse.Namespace) -> int:
     if len(evaluation["benchmarks"]) > 1:
         rows |= {f"overall {kind}": headline(evaluation, kind) for kind in scored_kinds(evaluation["overall"])}
     print_table(rows, "benchmark")
+    for name, scores in evaluation["benchmarks"].items():
+        if rates := scores.get("abstention"):
+            shown = (f"{key} {value:.3f}" for key, value in rates.items() if value is not None)
+            print(printable(f"{name} abstention: {', '.join(shown)}"))
     print(printable(f"wrote {args.out}"))
     return 0
 

@@ -62,7 +62,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _judge_by_function(args: argparse.Namespace) -> int:
-    """Judge each prediction by the user's verifier: its text before the confidence line, with the other columns."""
+    """Judge each prediction by a verifier of questions or the user's: its text before the confidence line, with the other
+    columns."""
     from megatron_dcpo.data.files import read_json_lines
     from megatron_dcpo.evaluation.run import EvaluationConfig
     from megatron_dcpo.judging.answers import Attempt
@@ -71,13 +72,14 @@ def _judge_by_function(args: argparse.Namespace) -> int:
     from megatron_dcpo.judging.verifiers import verifiers
 
     options = EvaluationConfig("", verifier=args.verifier, threshold=args.threshold or 1.0, limits=program_limits(args))
+    verifier, form = verifiers(options.judging, {})(args.verifier)
     attempts = []
     for where, row in read_json_lines(args.pairs):
         if not isinstance(row.get("prediction"), str) or "reference" not in row:
             raise UserError(f"{where}: expected an object with prediction (text) and reference")
         reasoning = split_text(row["prediction"], CONFIDENCE_TAG).reasoning.decode(errors="replace")
-        attempts.append(Attempt(None, str(row["reference"]), reasoning, {"answer": row["reference"], **row}))
-    verifier, _ = verifiers(options.judging, {})(args.verifier)
+        columns = {"answer": row["reference"], **row}
+        attempts.append(Attempt(form.extract(reasoning), str(row["reference"]), reasoning, columns))
     outcomes = verifier(attempts)
     for outcome in outcomes if args.json else ():
         print(json.dumps({"correct": outcome.correct, "category": outcome.category, **(outcome.logged or {})}))

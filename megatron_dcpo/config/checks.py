@@ -17,8 +17,8 @@ def check_compatible(config: Config, source: str) -> None:
     for refused, why in (
         *_parallel_rules(config.parallel),
         (
-            (config.judging.graded or config.judging.threshold < 1) and not _has_own_verifier(config),
-            "judging.graded and judging.threshold are for a verifier of your own; name it, or remove them",
+            (config.judging.graded or config.judging.threshold < 1) and not _has_scores(config),
+            "judging.graded and judging.threshold are for f1, or a verifier of your own; name it, or remove them",
         ),
         (
             config.optimizer.min_lr > config.optimizer.lr,
@@ -52,10 +52,12 @@ def check_compatible(config: Config, source: str) -> None:
         )
 
 
-def _has_own_verifier(config: Config) -> bool:
-    """Return whether any source is judged by neither ``math`` nor ``code``."""
+def _has_scores(config: Config) -> bool:
+    """Return whether any source is judged by what gives scores between 0 and 1."""
     named = ((source.path, source.verifier or config.judging.verifier) for source in config.data.sources)
-    return any(path.startswith(REASONING_GYM) or verifier not in BUILT_IN for path, verifier in named)
+    return any(
+        path.startswith(REASONING_GYM) or verifier == "f1" or verifier not in BUILT_IN for path, verifier in named
+    )
 
 
 def _parallel_rules(parallel: ParallelConfig) -> tuple[tuple[bool, str], ...]:

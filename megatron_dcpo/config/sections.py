@@ -117,7 +117,8 @@ def _checked(name: str, kind: Any, value: Any) -> Any:
         raise ValueError(f"{name}: {one_line(error.errors()[0]['msg'])} (found {value!r})") from None
 
 
-BUILT_IN = ("math", "code")  # verifiers
+QUESTIONS = ("exact", "f1", "choice")
+BUILT_IN = ("math", "code", *QUESTIONS)  # verifiers
 LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
@@ -129,7 +130,7 @@ def _verifier(name: str) -> str:
         if address.username or address.password or address.query:
             raise ValueError("the address is shown in logs; leave the key out, and set DCPO_VERIFIER_KEY")
     elif name not in BUILT_IN and not is_import_path(name):
-        expected = "math, code, an import path as my_reward.py:verify, or an https:// address"
+        expected = "math, code, exact, f1, choice, an import path as my_reward.py:verify, or an https:// address"
         raise ValueError(f"expected {expected}{did_you_mean(name, BUILT_IN)}")
     return name
 
@@ -178,7 +179,7 @@ Sources = Annotated[
 class DataConfig:
     """``path``: jsonl, json or parquet, a hub data set name, ``reasoning_gym:TASK``, or a list of sources that are mixed by
     their weights (docs/bring_your_own.md#data). ``template``: how a problem becomes a prompt:
-    ``paper``, ``grpo``, ``chat``, ``raw``, or an import path, ``my_prompt.py:render``.
+    ``paper``, ``abstain``, ``grpo``, ``chat``, ``raw``, or an import path, ``my_prompt.py:render``.
     ``order``: a column by which each source is sorted, the least first (a curriculum); ``shuffle`` is then of equal ones.
     ``untested``: keep programming problems whose tests assert nothing, which any program passes."""
 
@@ -235,13 +236,13 @@ class RolloutConfig:
 
 @dataclass(frozen=True, config=_STRICT)
 class JudgingConfig:
-    """``marker`` opens the confidence block; ``verifier`` decides correctness R: ``math``, ``code``, or the user's own
-    (docs/bring_your_own.md#a-verifier): a function, ``my_reward.py:verify``, or a server, ``https://host/path``.
+    """``marker`` opens the confidence block; ``verifier`` decides correctness R: ``math``, ``code``, of questions ``exact``,
+    ``f1`` or ``choice`` (docs/bring_your_own.md#questions), or the user's own (docs/bring_your_own.md#a-verifier): a
+    function, ``my_reward.py:verify``, or a server, ``https://host/path``.
 
-    ``threshold``: a response is right when the user's verifier gives it at least this score. ``graded``: R is the score
-    itself, else it is 1 or 0. ``max_error_rate``: share of a step's responses that the user's verifier may fail on.
-    ``sandbox``: what programs run in (``auto``, ``bubblewrap``, ``landlock``,
-    ``unsafe``).
+    ``threshold``: a response is right when ``f1`` or the user's verifier gives it at least this score. ``graded``: R is
+    the score itself, else it is 1 or 0. ``max_error_rate``: share of a step's responses that the user's verifier may fail
+    on. ``sandbox``: what programs run in (``auto``, ``bubblewrap``, ``landlock``, ``unsafe``).
     ``test_seconds``, ``program_seconds``: wall time of one test and of all tests of a program. ``test_seconds`` and
     ``memory_mb`` also bound one call of the user's verifier.
     """

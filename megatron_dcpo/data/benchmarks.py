@@ -190,6 +190,34 @@ _ENTRIES = (
         hub="newfacade/LeetCodeDataset@test",
         count=228,
     ),
+    Benchmark(
+        name="gpqa",
+        title="GPQA Diamond",
+        files=("gpqa/gpqa_diamond.csv", "gpqa_diamond.csv", "gpqa/gpqa_diamond.parquet", "gpqa/train.parquet"),
+        hub="Idavidrein/gpqa:gpqa_diamond@train",
+        count=198,
+    ),
+    Benchmark(
+        name="mmlupro",
+        title="MMLU-Pro",
+        files=("mmlupro/test.parquet", "mmlupro/test.jsonl", "mmlupro.parquet", "mmlupro.jsonl"),
+        hub="TIGER-Lab/MMLU-Pro@test",
+        count=12032,
+    ),
+    Benchmark(
+        name="triviaqa",
+        title="TriviaQA (unfiltered)",
+        files=("triviaqa/unfiltered-web-dev.json", "triviaqa/validation.parquet", "triviaqa.jsonl", "triviaqa.parquet"),
+        hub="mandarjoshi/trivia_qa:unfiltered.nocontext@validation",
+        count=11313,
+    ),
+    Benchmark(
+        name="hotpotqa",
+        title="HotpotQA (closed book)",
+        files=("hotpotqa/hotpot_dev_fullwiki_v1.json", "hotpotqa/hotpot_dev_distractor_v1.json", "hotpotqa.jsonl"),
+        hub="hotpotqa/hotpot_qa:fullwiki@validation",
+        count=7405,
+    ),
 )
 
 BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType({entry.name: entry for entry in _ENTRIES})
@@ -201,6 +229,7 @@ _ALIASES = {
     "livecodebenchv5": "lcbv5",
     "livecodebenchv6": "lcbv6",
     "leetcodedataset": "leetcode",
+    "gpqadiamond": "gpqa",
 }
 _WINDOW = re.compile(r"(\d{4}-\d{2}-\d{2})\.\.(\d{4}-\d{2}-\d{2})")
 

@@ -1,8 +1,9 @@
-"""From a file or a hub name to prompts: JSON, JSON lines, parquet; verl-style rows or plain problem/answer columns.
+"""From a file or a hub name to prompts: JSON, JSON lines, CSV, parquet; verl-style rows or plain problem/answer columns.
 
     file --read_rows--> rows --to_record--> Record (problem, answer) --load_prompts--> Prompt (tokens, unique id)
 
-A row with tests instead of an answer is a programming problem (``code_problems.py`` has the formats).
+A row with tests instead of an answer is a programming problem (``code_problems.py`` has the formats), one with options or
+with aliases of its answer a question (``questions.py``).
 
 Whatever is dropped on the way (no answer, too long) is counted and logged, and what cannot be read is a ``UserError``
 that names the line or the column.
@@ -24,8 +25,9 @@ import numpy as np
 
 from megatron_dcpo.data import prompts
 from megatron_dcpo.data.code_problems import OtherLanguage, Untested, code_problem, pack_tests, tests_key
-from megatron_dcpo.data.files import Row, read_rows
+from megatron_dcpo.data.files import ROW_SUFFIXES, Row, read_rows
 from megatron_dcpo.data.gym import gym_rows, is_gym, parse_gym
+from megatron_dcpo.data.questions import question_of
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.types import CONFIDENCE_TAG, Prompt
 
@@ -43,7 +45,8 @@ class Record:
     """One problem of a data set. ``index`` is its row in the file, counted before anything was dropped.
 
     A programming problem has packed ``tests``, and ``answer`` is their key (``code_problems.tests_key``). ``kind``: what the
-    row says of its problem in one of ``KIND_COLUMNS``. ``row``: :func:`columns`, where they are asked for.
+    row says of its problem in one of ``KIND_COLUMNS``. ``row``: :func:`columns`, where they are asked for; else what the
+    verifiers of a question read. ``form`` of the answer: a key of ``prompts.ASKS``.
     """
 
     task: str
@@ -53,6 +56,7 @@ class Record:
     tests: bytes | None = None
     kind: str | None = None
     row: Row | None = None
+    form: str = "math"
 
     @property
     def problem(self) -> str:
@@ -105,7 +109,7 @@ def render_prompts(
     for record in records:
         if limit and len(kept) >= limit:
             break
-        messages, ids = prompts.render(tokenizer, record.messages, template, marker, record.tests is not None)
+        messages, ids = prompts.render(tokenizer, record.messages, template, marker, record.form)
         if max_prompt_length is not None and len(ids) > max_prompt_length:
             too_long += 1
             continue
@@ -122,13 +126,15 @@ def message_prompts(
 ) -> list[Prompt]:
     """Return the same prompts for a server, which has its own tokenizer and chat template: messages, no token ids."""
     return [
-        _prompt(record, prompts.ask(record.messages, template, marker, record.tests is not None), ())
+        _prompt(record, prompts.ask(record.messages, template, marker, record.form), ())
         for record in records[: limit or None]
     ]
 
 
 def _prompt(record: Record, messages: tuple[dict[str, str], ...], token_ids: tuple[int, ...]) -> Prompt:
-    return Prompt(record.prompt_id, messages, token_ids, record.answer, record.task, record.tests, record.row)
+    return Prompt(
+        record.prompt_id, messages, token_ids, record.answer, record.task, record.tests, record.row, record.form
+    )
 
 
 def draw_prompts(
@@ -239,7 +245,14 @@ def to_record(
         packed = pack_tests(code.tests)
         messages, key = _as_messages(code.statement, where), tests_key(packed)
         kept = columns(row, name, messages, key) if keep_columns else None
-        return Record(name, index, messages, key, packed, _kind(row), kept)
+        return Record(name, index, messages, key, packed, _kind(row), kept, "code")
+    question = question_of(row, index, where)
+    if question is not None:
+        messages, own = _as_messages(question.text, where), question.columns
+        kept = {**columns(row, name, messages, None), **own} if keep_columns else own
+        return Record(
+            name, index, messages, question.answer, kind=question.kind or _kind(row), row=kept, form=question.form
+        )
     problem = _first_column(row, PROBLEM_COLUMNS)
     reward_model = row.get("reward_model")
     has_ground_truth = isinstance(reward_model, Mapping) and "ground_truth" in reward_model
@@ -257,7 +270,8 @@ def to_record(
     if keep_columns:
         kept = columns(row, name, messages, answer if isinstance(raw, str) else raw)
         return Record(name, index, messages, answer, kind=_kind(row), row=kept)
-    return Record(name, index, messages, answer, kind=_kind(row)) if answer else None
+    aliases = {"answer": raw} if isinstance(raw, list) else None
+    return Record(name, index, messages, answer, kind=_kind(row), row=aliases) if answer else None
 
 
 def columns(row: Row, name: str, messages: tuple[dict[str, str], ...], answer: Any) -> Row:
@@ -314,5 +328,5 @@ def task_name(path_or_name: str | Path) -> str:
         return parse_gym(str(path_or_name)).name
     path = Path(str(path_or_name).partition("@")[0].partition(":")[0])
     stem = path.name.removesuffix(".gz")
-    stem = stem.rsplit(".", 1)[0] if stem.endswith((".json", ".jsonl", ".parquet")) else stem
+    stem = stem.rsplit(".", 1)[0] if stem.endswith(ROW_SUFFIXES) else stem
     return path.parent.name if stem in _GENERIC_STEMS and path.parent.name else stem

@@ -1,8 +1,9 @@
-"""Rows of data files: JSON, JSON lines (also gzip-compressed), parquet, and hub data sets. What cannot be read is a
+"""Rows of data files: JSON, JSON lines, CSV (also gzip-compressed), parquet, and hub data sets. What cannot be read is a
 ``UserError`` that names the line."""
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 import re
@@ -19,7 +20,8 @@ from megatron_dcpo.runtime.text import parse_json
 
 Row = Mapping[str, Any]
 
-SUFFIXES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
+ROW_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+SUFFIXES = (*ROW_SUFFIXES, ".jsonl.gz", ".json.gz", ".csv.gz")
 LONGEST = 1 << 30  # characters of a line, or of a JSON array: compressed, they may be a small file
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?(@[\w.-]+)?\Z")
 
@@ -39,6 +41,8 @@ def read_rows(path_or_name: str | Path) -> Iterator[Row]:
         yield from _read_parquet(path)
     elif name.endswith((".jsonl", ".json")):
         yield from _read_json(path)
+    elif name.endswith(".csv"):
+        yield from _read_csv(path)
     else:
         raise UserError(f"{path}: unknown kind of data file; expected one of {', '.join(SUFFIXES)}")
 
@@ -83,13 +87,15 @@ def _open_text(path: str | Path) -> Iterator[TextIO]:
 
 
 def _read_json(path: Path) -> Iterator[Row]:
-    """Yield a JSON array of objects, or one object per line (also under a plain .json name)."""
+    """Yield a JSON array of objects, or one object per line (also under a plain .json name). One object that has such an
+    array as ``Data`` is TriviaQA's file."""
     with _open_text(path) as file:
         head = next((line for line in iter(lambda: file.readline(LONGEST), "") if line.strip()), "")
         if head.startswith("version https://git-lfs"):
             raise UserError(f"{path}: only a git-lfs pointer; fetch the file with `git lfs pull`")
-    if not head.lstrip().startswith("["):
-        yield from (row for _, row in read_json_lines(path))
+    if not head.lstrip().startswith("[") and head.strip() != "{":
+        for where, row in read_json_lines(path):
+            yield from _objects(where, row["Data"]) if isinstance(row.get("Data"), list) else (row,)
         return
     with _open_text(path) as file:
         text = file.read(LONGEST)
@@ -104,9 +110,16 @@ def _parse_array(path: Path, text: str) -> list[Row]:
     except ValueError as error:
         line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
         raise UserError(f"{path}{line}: not valid JSON ({getattr(error, 'msg', error)}); fix the file") from None
+    rows = rows.get("Data") if isinstance(rows, dict) else rows
+    if not isinstance(rows, list):
+        raise UserError(f"{path}: one object without a list Data; write one object per line, or a list of objects")
+    return _objects(str(path), rows)
+
+
+def _objects(where: str, rows: list[Any]) -> list[Row]:
     for index, row in enumerate(rows):
         if not isinstance(row, dict):
-            raise UserError(f"{path}: element {index + 1} must be an object, got {type(row).__name__}")
+            raise UserError(f"{where}: element {index + 1} must be an object, got {type(row).__name__}")
     return rows
 
 
@@ -118,6 +131,22 @@ def _parse_object(line: str, where: str) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise UserError(f"{where}: not a JSON object but {type(row).__name__}; fix or remove the line")
     return row
+
+
+def _read_csv(path: Path) -> Iterator[Row]:
+    """Yield the rows of a table whose first line names the columns; all values are texts."""
+    with _open_text(path) as file:
+        lines = csv.reader(iter(lambda: file.readline(LONGEST), ""), strict=True)
+        try:
+            names = [name.removeprefix("\ufeff") for name in next(lines, [])]
+            for values in lines:
+                if values and len(values) != len(names):
+                    columns = f"{len(values)} values for {len(names)} columns"
+                    raise UserError(f"{path}:{lines.line_num}: {columns}; quote values that hold commas or line ends")
+                if values:
+                    yield dict(zip(names, values, strict=True))
+        except csv.Error as error:
+            raise UserError(f"{path}:{lines.line_num}: not a readable CSV file ({error})") from None
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:

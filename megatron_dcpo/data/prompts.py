@@ -1,13 +1,15 @@
 r"""From a problem to the tokens a policy continues: one template function for training and for evaluation.
 
 ``paper``  problem + box the answer + one last line ``<conf> Confidence: 0.83`` (the confidence prompt of DCPO)
+``abstain``  the same, with the leave to box ``I don't know`` instead of an answer (for ``objective.name: ternary``)
 ``grpo``   problem + box the answer (the prompt of the GRPO baseline)
 ``chat``   the problem text alone, through the chat template: for a model that was taught the format
 ``raw``    the problem text alone, without chat template: for base models and for tasks that bring their own format
 ``my_prompt.py:render``  a user's function: ``render(problem, marker)`` gives the user turn, or all messages
 (CONTRIBUTING.md)
 
-For a programming problem ``paper`` and ``grpo`` ask for one fenced program instead of a box.
+What the first three ask for depends on the form of the answer (:data:`ASKS`): an answer in a box, the letter of an
+option, a short answer, or one fenced program.
 
 All but ``raw`` go through the tokenizer's chat template with its generation prompt, without a system message of
 ours, and with thinking switched off where the template has that switch (Qwen3).
@@ -25,22 +27,27 @@ from megatron_dcpo.errors import UserError
 from megatron_dcpo.runtime.plugins import check_signature, is_import_path, load_object
 from megatron_dcpo.types import CONFIDENCE_TAG
 
-_BOX = r"Please reason step by step, and put your final answer within \boxed{}."
 # The newline before the marker matters: without it byte-level BPE merges the end of the answer with the marker ("}<").
 _CONFIDENCE = (
     "After the boxed answer, start a new line and say how sure you are that this answer is correct: the marker "
     "{marker} and a decimal number between 0 and 1, where 0 means that you have no idea and 1 means that you are "
     "certain. That line must have exactly this form:\n{marker} Confidence: 0.83\nWrite nothing after it."
 )
-_PROGRAM = (
-    "Please reason step by step, and then give your whole program in Python in one block that begins with ```python "
-    "and ends with ```."
-)
 _PROGRAM_CONFIDENCE = (
     "After the closing ```, start a new line and say how sure you are that the program passes every test: the marker "
     "{marker} and a decimal number between 0 and 1, where 0 means that you have no idea and 1 means that you are "
     "certain. That line must have exactly this form:\n{marker} Confidence: 0.83\nWrite nothing after it."
 )
+ASKS: Mapping[str, str] = MappingProxyType(
+    {
+        "math": r"Please reason step by step, and put your final answer within \boxed{}.",
+        "choice": r"Please reason step by step, and put the letter of the right option within \boxed{}.",
+        "short": r"Please reason step by step, and put your final answer, a name or a few words, within \boxed{}.",
+        "code": "Please reason step by step, and then give your whole program in Python in one block that begins with "
+        "```python and ends with ```.",
+    }
+)
+_ABSTAIN = r"If you do not know the answer, do not guess: put \boxed{I don't know}."
 _ASKS_FOR_BOX = re.compile(r"\\boxed\{\s*\}[^\n]{0,40}\Z")
 # The suffix of the reference's ``..._with_confidence`` files asks for another marker; both would contradict each other.
 _REFERENCE_LINE = re.compile(r"Also output a sing\w+ line")
@@ -51,46 +58,43 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Template:
-    """How a problem is put: ``instruct(problem, marker)`` writes the user turn, or all messages (``instruct_code``
-    those of a programming problem), ``chat`` applies the chat template."""
+    """How a problem is put: ``instruct(problem, marker, form)`` writes the user turn, or all messages, for an answer of a
+    ``form`` of :data:`ASKS`; ``chat`` applies the chat template."""
 
     name: str
-    instruct: Callable[[str, str], str | Sequence[Message]]
-    instruct_code: Callable[[str, str], str | Sequence[Message]]
+    instruct: Callable[[str, str, str], str | Sequence[Message]]
     chat: bool
 
 
-def box_instruction(problem: str, marker: str = CONFIDENCE_TAG) -> str:
-    """Ask for a boxed answer, unless the problem ends by asking for one already."""
+def box_instruction(problem: str, marker: str = CONFIDENCE_TAG, form: str = "math") -> str:
+    """Ask for the answer, unless the problem ends by asking for a box already."""
     problem = problem.rstrip()
-    return problem if _ASKS_FOR_BOX.search(problem) else f"{problem}\n\n{_BOX}"
+    asked = form != "code" and _ASKS_FOR_BOX.search(problem)
+    return problem if asked else f"{problem}\n\n{ASKS[form]}"
 
 
-def confidence_instruction(problem: str, marker: str = CONFIDENCE_TAG) -> str:
-    """Ask for a boxed answer and for the confidence line behind it."""
-    return f"{box_instruction(problem)}\n\n{_CONFIDENCE.format(marker=marker)}"
+def confidence_instruction(problem: str, marker: str = CONFIDENCE_TAG, form: str = "math", more: str = "") -> str:
+    """Ask for the answer, for ``more``, and for the confidence line behind it."""
+    confidence = _PROGRAM_CONFIDENCE if form == "code" else _CONFIDENCE
+    return f"{box_instruction(problem, form=form)}{more}\n\n{confidence.format(marker=marker)}"
 
 
-def program_instruction(problem: str, marker: str = CONFIDENCE_TAG) -> str:
-    """Ask for one fenced program."""
-    return f"{problem.rstrip()}\n\n{_PROGRAM}"
+def abstention_instruction(problem: str, marker: str = CONFIDENCE_TAG, form: str = "math") -> str:
+    """Ask for the same, and allow to say in the box that the answer is not known; a program has no box."""
+    return confidence_instruction(problem, marker, form, "" if form == "code" else f"\n{_ABSTAIN}")
 
 
-def program_confidence_instruction(problem: str, marker: str = CONFIDENCE_TAG) -> str:
-    """Ask for one fenced program and for the confidence line behind it."""
-    return f"{program_instruction(problem)}\n\n{_PROGRAM_CONFIDENCE.format(marker=marker)}"
-
-
-def as_it_is(problem: str, marker: str = CONFIDENCE_TAG) -> str:
+def as_it_is(problem: str, marker: str = CONFIDENCE_TAG, form: str = "math") -> str:
     return problem
 
 
 TEMPLATES: Mapping[str, Template] = MappingProxyType(
     {
-        "paper": Template("paper", confidence_instruction, program_confidence_instruction, chat=True),
-        "grpo": Template("grpo", box_instruction, program_instruction, chat=True),
-        "chat": Template("chat", as_it_is, as_it_is, chat=True),
-        "raw": Template("raw", as_it_is, as_it_is, chat=False),
+        "paper": Template("paper", confidence_instruction, chat=True),
+        "abstain": Template("abstain", abstention_instruction, chat=True),
+        "grpo": Template("grpo", box_instruction, chat=True),
+        "chat": Template("chat", as_it_is, chat=True),
+        "raw": Template("raw", as_it_is, chat=False),
     }
 )
 
@@ -101,7 +105,8 @@ def find_template(name: str) -> Template:
     if is_import_path(name):
         function = load_object(name, "data.template")
         check_signature(function, name, "data.template", "problem", "marker")
-        return Template(name, function, function, bool(getattr(function, "chat", True)))
+        chat = bool(getattr(function, "chat", True))
+        return Template(name, lambda problem, marker, form: function(problem, marker), chat)
     if name not in TEMPLATES:
         raise UserError(
             f"unknown prompt template {name!r}; known: {', '.join(TEMPLATES)}, or file.py:function of your own"
@@ -116,15 +121,13 @@ def bare_problem(text: str) -> str:
 
 
 def ask(
-    messages: tuple[Message, ...], template: str, marker: str = CONFIDENCE_TAG, code: bool = False
+    messages: tuple[Message, ...], template: str, marker: str = CONFIDENCE_TAG, form: str = "math"
 ) -> tuple[Message, ...]:
-    """Return the messages as sent. ``messages``: what the data set holds, the problem being the last user turn. ``code``: it
-    is a programming problem."""
+    """Return the messages as sent. ``messages``: what the data set holds, the problem being the last user turn. ``form`` of
+    the answer: a key of :data:`ASKS`."""
     if not messages or messages[-1]["role"] != "user":
         raise UserError("a prompt must end with a user message")
-    chosen = find_template(template)
-    instruct = chosen.instruct_code if code else chosen.instruct
-    asked = instruct(bare_problem(messages[-1]["content"]), marker)
+    asked = find_template(template).instruct(bare_problem(messages[-1]["content"]), marker, form)
     if isinstance(asked, str):
         return (*messages[:-1], {**messages[-1], "content": asked})
     if not _are_messages(asked):
@@ -150,10 +153,10 @@ def plain_text(messages: tuple[Message, ...]) -> str:
 
 
 def render(
-    tokenizer: Any, messages: tuple[Message, ...], template: str, marker: str = CONFIDENCE_TAG, code: bool = False
+    tokenizer: Any, messages: tuple[Message, ...], template: str, marker: str = CONFIDENCE_TAG, form: str = "math"
 ) -> tuple[tuple[Message, ...], list[int]]:
     """Return the messages as sent and their token ids, ready to be continued."""
-    asked = ask(messages, template, marker, code)
+    asked = ask(messages, template, marker, form)
     if not find_template(template).chat:
         return asked, list(tokenizer.encode(plain_text(asked)))
     return asked, encode_chat(tokenizer, asked)

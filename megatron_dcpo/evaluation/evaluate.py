@@ -200,6 +200,7 @@ def _verdict(judgement: Judgement) -> dict[str, Any]:
         "status": judgement.status,
         "category": judgement.category,
         "logged": None if judgement.logged is None else dict(judgement.logged),
+        "abstained": judgement.abstained or None,
     }
 
 
@@ -225,5 +226,6 @@ def _sample(
         reasoning_tokens=judgement.boundary,
         kind=record.kind,
         row=None if record.row is None else dict(record.row),
+        form=record.form if record.form in ("choice", "short") else None,
         **_verdict(judgement),
     )

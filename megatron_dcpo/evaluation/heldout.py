@@ -11,7 +11,8 @@ from functools import partial
 from typing import Any
 
 from megatron_dcpo.config import Config, JudgingConfig, SourceConfig, ValidationConfig
-from megatron_dcpo.data import LoadedBenchmark, load_benchmark, render_prompts
+from megatron_dcpo.config.sections import QUESTIONS
+from megatron_dcpo.data import BENCHMARKS, LoadedBenchmark, load_benchmark, render_prompts
 from megatron_dcpo.data.benchmarks import name_of, parse_specs
 from megatron_dcpo.data.datasets import task_name
 from megatron_dcpo.data.gym import VERIFIER, is_gym
@@ -22,8 +23,9 @@ from megatron_dcpo.evaluation.samples import Sample
 from megatron_dcpo.evaluation.scoring import BETTER, headline, score_samples
 from megatron_dcpo.judging.judge import judge_many, with_text
 from megatron_dcpo.judging.programs import PackedTests
+from megatron_dcpo.judging.questions import check_questions, same_answer
 from megatron_dcpo.judging.token_bytes import TokenBytes
-from megatron_dcpo.judging.verifiers import FindVerifier, is_users, verifiers
+from megatron_dcpo.judging.verifiers import FindVerifier, is_users, verifier_for, verifiers
 from megatron_dcpo.types import Prompt, Response
 
 logger = logging.getLogger(__name__)
@@ -45,11 +47,11 @@ def load_problems(
     """Load the ``benchmarks`` of a list of names and files; ``options`` are those of ``load_benchmark``.
 
     Programs are judged by their tests, problems of Reasoning Gym by its scorers; everything else by the verifier that
-    ``own`` has under the benchmark's name, or else by a user's verifier of ``judging``, or else as mathematics.
+    ``own`` has under the benchmark's name, or else by that of ``judging``, where it is for this form of answer.
 
     Raises :class:`UserError` for everything that can be wrong with the data, or with running programs here.
     """
-    otherwise = judging.verifier if is_users(judging.verifier) else "math"
+    otherwise = "math" if judging.verifier == "code" else judging.verifier
     named = {name_of(spec): spec for spec in parse_specs(benchmarks)}
     wanted = {name: (own or {}).get(name, otherwise) for name in named}
     loaded = [
@@ -63,8 +65,11 @@ def load_problems(
     find = verifiers(judging, tests)
     problems = []
     for benchmark, its_tests in zip(loaded, tests_of, strict=True):
-        name = "code" if its_tests else VERIFIER if benchmark.is_gym else wanted[benchmark.name]
-        same = same_program if its_tests else equivalent_math
+        form = benchmark.records[0].form
+        asked = verifier_for(form, wanted[benchmark.name], benchmark.name in BENCHMARKS)
+        name = "code" if its_tests else VERIFIER if benchmark.is_gym else asked
+        check_questions(name, benchmark.records, benchmark.source)
+        same = same_program if its_tests else same_answer if name in QUESTIONS else equivalent_math
         problems.append(Problems(benchmark, its_tests, judge_of(judging, find, name), same))
     return problems
 
@@ -143,6 +148,7 @@ class HeldOut:
         values: dict[str, float] = {}
         for name, scores in scored["benchmarks"].items():
             shown = headline(scored, "verbal", name) | {key: scores[key] for key in ("mean_length", "truncated_rate")}
+            shown |= {f"abstention_{key}": value for key, value in scores.get("abstention", {}).items()}
             values |= {
                 f"evaluation/{name}/{key}": math.nan if value is None else float(value)
                 for key, value in shown.items()

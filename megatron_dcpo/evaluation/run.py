@@ -13,7 +13,8 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from megatron_dcpo.config import JudgingConfig, ValidationConfig
-from megatron_dcpo.data import LoadedBenchmark, render_prompts
+from megatron_dcpo.config.sections import QUESTIONS
+from megatron_dcpo.data import BENCHMARKS, LoadedBenchmark, render_prompts
 from megatron_dcpo.data.datasets import message_prompts
 from megatron_dcpo.data.gym import VERIFIER
 from megatron_dcpo.data.prompts import find_template
@@ -33,9 +34,10 @@ from megatron_dcpo.evaluation.programs import is_code, read_tests, same_program,
 from megatron_dcpo.evaluation.samples import SETTINGS, Sample, SampleLog, check_samples, read_samples
 from megatron_dcpo.evaluation.scoring import parse_kinds, score_samples
 from megatron_dcpo.judging.programs import PackedTests
+from megatron_dcpo.judging.questions import same_answer
 from megatron_dcpo.judging.token_bytes import token_bytes
 from megatron_dcpo.judging.users import check_error_rate
-from megatron_dcpo.judging.verifiers import is_users, verifiers
+from megatron_dcpo.judging.verifiers import reads_rows, verifier_for, verifiers
 from megatron_dcpo.rollout import SamplingConfig, VllmOptions, choose_engine
 from megatron_dcpo.rollout.openai_client import Endpoint, served_model
 from megatron_dcpo.runtime.device import capabilities
@@ -144,7 +146,7 @@ class EvaluationConfig:
         saved |= {"top_logprobs": self.top_logprobs, "model": model}
         # not in the settings of evaluations that know no other
         saved |= {} if self.marker == CONFIDENCE_TAG else {"marker": self.marker}
-        saved |= {"verifier": self.verifier, "threshold": self.threshold} if is_users(self.verifier) else {}
+        saved |= {"verifier": self.verifier, "threshold": self.threshold} if reads_rows(self.verifier) else {}
         return saved | ({"tokenizer": self.tokenizer} if self.tokenizer else {})
 
 
@@ -215,17 +217,21 @@ def _old_samples(config: EvaluationConfig) -> list[Sample]:
 
 def _judge_again(samples: list[Sample], tests: PackedTests, config: EvaluationConfig) -> list[Sample]:
     """Judge programs and everything else again, each by their judge, in the order given."""
-    find, otherwise = verifiers(config.judging, tests), config.verifier if is_users(config.verifier) else "math"
+    find, otherwise = verifiers(config.judging, tests), "math" if config.verifier == "code" else config.verifier
     names = [
-        "code" if is_code(sample) else VERIFIER if "reasoning_gym" in (sample.row or {}) else otherwise
+        "code"
+        if is_code(sample)
+        else VERIFIER
+        if "reasoning_gym" in (sample.row or {})
+        else verifier_for(sample.form or "math", otherwise, sample.benchmark in BENCHMARKS)
         for sample in samples
     ]
     judged: dict[int, Sample] = {}
-    for name in ("code", VERIFIER, otherwise):
+    for name in dict.fromkeys(names):
         places = [place for place, own in enumerate(names) if own == name]
         if places:
             judge = judge_of(config.judging, find, name)
-            equivalent = same_program if name == "code" else equivalent_math
+            equivalent = same_program if name == "code" else same_answer if name in QUESTIONS else equivalent_math
             judged |= dict(zip(places, rejudge([samples[p] for p in places], judge, equivalent), strict=True))
     return [judged[place] for place in range(len(samples))]
 

@@ -37,7 +37,8 @@ class Sample:
     ``consistency_confidence`` is the share of the problem's repeats whose answer is equivalent to this one; ``None``
     without an answer. ``features``: what post-hoc predictors read (``posthoc.features``), where asked for. For programs
     ``answer`` is the program, ``ground_truth`` the key of its tests and ``category`` how it ended.
-    ``row``: the columns that a user's verifier reads, ``logged`` what it gave.
+    ``row``: the columns that a verifier reads, ``logged`` what it gave; ``form`` of the answer to a question (``choice``,
+    ``short``); ``abstained``: the box says that the answer is not known.
     """
 
     benchmark: str
@@ -64,12 +65,14 @@ class Sample:
     kind: str | None = None
     row: dict[str, Any] | None = None
     logged: dict[str, Any] | None = None
+    form: str | None = None
+    abstained: bool | None = None
 
 
 # left out of the file where there is none
 _OPTIONAL = frozenset(
     {"mean_entropy", "features", "posthoc_confidence", "category", "reasoning_logprob", "reasoning_tokens", "kind"}
-    | {"row", "logged"}
+    | {"row", "logged", "form", "abstained"}
 )
 
 

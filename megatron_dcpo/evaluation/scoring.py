@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_dcpo.calibration import metrics
 from megatron_dcpo.calibration.metrics import DEFAULT_BINS, Bins
-from megatron_dcpo.calibration.selective import coverage_to_json
+from megatron_dcpo.calibration.selective import abstention_rates, coverage_to_json
 from megatron_dcpo.calibration.summary import INTERVALS, json_ready, summarize, violation_rates
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.samples import Sample
@@ -104,6 +104,8 @@ def _score(samples: Sequence[Sample], kinds: Sequence[str], bins: int, resamples
     if any(sample.category is not None for sample in samples):
         categories = Counter(sample.category for sample in samples if sample.category is not None)
         scores["categories"] = {name: count / len(samples) for name, count in sorted(categories.items())}
+    if any(abstained := [bool(sample.abstained) for sample in samples]):
+        scores["abstention"] = abstention_rates(correct, abstained)
     lookup = lookup_confidence(samples)
     scores["lookup"] = {"kinds": len({(s.benchmark, s.kind) for s in samples}), **summarize(lookup, correct)}
     intervals: dict[str, Any] = {}

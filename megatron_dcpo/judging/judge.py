@@ -14,6 +14,7 @@ from megatron_dcpo.judging.answers import BOXED, AnswerForm, Attempt, Outcome
 from megatron_dcpo.judging.blocks import Split, ends_of_tokens, split_blocks, split_text
 from megatron_dcpo.judging.confidence import parse_confidence
 from megatron_dcpo.judging.math.pool import verify_answers
+from megatron_dcpo.judging.questions import is_abstention
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.types import CONFIDENCE_TAG, Judgement, Prompt, Response
 
@@ -66,6 +67,7 @@ def judge_many(
                 category=outcome.category,
                 score=outcome.score,
                 logged=outcome.logged,
+                abstained=not outcome.correct and is_abstention(attempt.answer),
             )
         )
     return judgements

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_dcpo.errors import UserError, did_you_mean
-from megatron_dcpo.objectives import ccgspg, coupled, dcpo, grpo, posthoc, rlcr
+from megatron_dcpo.objectives import ccgspg, coupled, dcpo, grpo, posthoc, rlcr, ternary
 from megatron_dcpo.objectives.method import Method
 from megatron_dcpo.objectives.options import ObjectiveConfig, expand_blocks, ignored_options
 from megatron_dcpo.objectives.presets import PRESETS
@@ -41,6 +41,7 @@ METHODS: dict[str, Method] = {
     "rlcr": rlcr.METHOD,
     "ccgspg": ccgspg.METHOD,
     "posthoc": posthoc.METHOD,
+    "ternary": ternary.METHOD,
 }
 
 

@@ -16,6 +16,7 @@ from megatron_dcpo.types import BLOCK_CONFIDENCE, BLOCK_REASONING, Judgement
 MIN_BATCH_RMS = 0.01  # of the confidence's advantages: what is smaller is not blown up further
 REWARD_TOLERANCE = 1e-6  # rewards closer than this are the same reward: rounding must not become an advantage
 SCORE_CLAMP = 0.01  # of the confidence in the logarithmic score
+MAX_STATED = 1e6  # a raw number has no bound; its square must stay finite
 SENTINEL = -1.0  # the released code's confidence of a response that states none
 
 Scores = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # target, R, R_c, A_r, A_c: float64 [G] each
@@ -102,6 +103,16 @@ def calibration_reward(c: np.ndarray, target: np.ndarray, options: ObjectiveConf
     if options.malformed_placement == "reasoning":
         penalty = float(rewards[well_formed].mean()) if well_formed.any() else 0.0
     return np.where(well_formed, rewards, penalty)
+
+
+def scored_confidence(judgement: Judgement, options: ObjectiveConfig) -> float:
+    """Return the confidence that is scored: NaN where it is malformed, unless ``malformed_placement`` is ``sentinel``, the
+    released code's: then the number as written, or -1 when there is none."""
+    if judgement.confidence is not None:
+        return judgement.confidence
+    if options.malformed_placement != "sentinel":
+        return np.nan
+    return SENTINEL if judgement.stated is None else float(np.clip(judgement.stated, -MAX_STATED, MAX_STATED))
 
 
 def correctness_reward(R: np.ndarray, c: np.ndarray, options: ObjectiveConfig) -> np.ndarray:

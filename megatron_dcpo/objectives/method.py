@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.objectives.advantages import SENTINEL, batch_scale, block_ids
+from megatron_dcpo.objectives.advantages import batch_scale, block_ids, scored_confidence
 from megatron_dcpo.objectives.options import CLIPPED_LOSS, COMMON, ObjectiveConfig
 from megatron_dcpo.objectives.policy_loss import Stats, clipped_policy_loss
 from megatron_dcpo.objectives.shaping import with_length_penalty
@@ -30,7 +30,6 @@ from megatron_dcpo.types import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-MAX_STATED = 1e6  # a raw number has no bound; its square must stay finite
 SCORES = ("target", "R", "R_c", "A_r", "A_c")
 
 # A group's correctness R, confidence c (NaN where it is malformed) and mean log-prob, float64 [G] each, and the options
@@ -65,6 +64,7 @@ class Method:
     needs_old_logprobs: bool = False
     separable: bool = True
     batch_scaled: tuple[str, ...] = ("A_c",)
+    abstention: bool = False  # R is NaN for a response that says it does not know
     options: ObjectiveConfig = field(default_factory=ObjectiveConfig)
 
     @property
@@ -109,8 +109,8 @@ class Method:
         judgements = [sample.judgement for sample in samples]
         for rows in groups.values():
             _check_group([judgements[row] for row in rows])
-        R = np.array([j.R for j in judgements], np.float64)
-        c = np.array([_confidence(j, self.options) for j in judgements], np.float64)
+        R = np.array([np.nan if self.abstention and j.abstained else j.R for j in judgements], np.float64)
+        c = np.array([scored_confidence(j, self.options) for j in judgements], np.float64)
         logprob = np.array([self._mean_logprob(sample) for sample in samples], np.float64)
         scores = np.full((len(SCORES), len(samples)), np.nan)
         for rows in groups.values():
@@ -118,8 +118,9 @@ class Method:
             if self.options.overlong_buffer:
                 scored = with_length_penalty(scored, np.array([judgements[row].length for row in rows]), self.options)
             scores[:, rows] = scored
-        if self.options.advantage_normalization_confidence == "batch_std" and len(samples):
-            scale = batch_scale(scores[SCORES.index("A_c"), np.concatenate(list(groups.values()))])
+        if self.options.advantage_normalization_confidence == "batch_std" and not np.isnan(R).all():
+            order = np.concatenate(list(groups.values()))
+            scale = batch_scale(scores[SCORES.index("A_c"), order[~np.isnan(R[order])]])
             for name in self.batch_scaled:
                 scores[SCORES.index(name)] /= scale
         return scores
@@ -174,16 +175,6 @@ class Method:
 
 def _has_gradient(sample: TrainingSample, weights: Any) -> bool:
     return bool(np.any(weights * sample.advantages))
-
-
-def _confidence(judgement: Judgement, options: ObjectiveConfig) -> float:
-    """Return the confidence that is scored: NaN where it is malformed, unless ``malformed_placement`` is ``sentinel``, the
-    released code's: then the number as written, or -1 when there is none."""
-    if judgement.confidence is not None:
-        return judgement.confidence
-    if options.malformed_placement != "sentinel":
-        return np.nan
-    return SENTINEL if judgement.stated is None else float(np.clip(judgement.stated, -MAX_STATED, MAX_STATED))
 
 
 def _check_group(judgements: Sequence[Judgement]) -> None:

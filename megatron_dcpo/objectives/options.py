@@ -27,7 +27,7 @@ BLOCK_OPTIONS = ("advantage_normalization", "weight", "kl_coef", "entropy_coef")
 
 
 # Options that one or two of the package's methods declare as their own; they may stand in the section without ``options``.
-OWN_OPTIONS = ("w", "variant", "tokens", "beta", "confidence_baseline")
+OWN_OPTIONS = ("w", "variant", "tokens", "beta", "confidence_baseline", "abstain_penalty")
 
 
 class ObjectiveConfig(BaseModel):

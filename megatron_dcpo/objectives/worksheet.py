@@ -129,6 +129,8 @@ def parse_judgement(response: Mapping[str, Any], index: int) -> Judgement:
     correct = _number(response["correct"], "correct", where)
     if not 0 <= correct <= 1:
         raise UserError(f"{where}: correct must lie in [0, 1], got {correct}")
+    if not isinstance(response.get("abstained", False), bool):
+        raise UserError(f"{where}: abstained must be true or false, got {response['abstained']!r:.40}")
     eos_alone = status == "missing" and n_confidence == 0 and length > 0
     return Judgement(
         prompt_id=str(response["prompt_id"]),
@@ -138,6 +140,7 @@ def parse_judgement(response: Mapping[str, Any], index: int) -> Judgement:
         boundary=length - 1 if eos_alone else n_reasoning,
         length=length,
         stated=None if status == "ok" else confidence,
+        abstained=response.get("abstained", False),
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dcpo.calibration import summarize
+from megatron_dcpo.calibration import abstention_rates, summarize
 from megatron_dcpo.planning.traffic import sequence_flops
 from megatron_dcpo.policy.model import Policy
 from megatron_dcpo.runtime.device import peak_tflops
@@ -96,6 +96,15 @@ def verifier_metrics(judgements: Sequence[Judgement]) -> dict[str, float]:
             numbers.setdefault(f"verifier/{name}", []).append(float(value))
     errors = float(np.mean([j.category == VERIFIER_ERROR for j in own]))
     return {"format/verifier_error": errors, **{name: float(np.mean(values)) for name, values in numbers.items()}}
+
+
+def abstention_metrics(samples: Sequence[TrainingSample], always: bool) -> dict[str, float]:
+    """Return ``abstention/...`` of a step in which a response abstained, or ``always``."""
+    abstained = [sample.judgement.abstained for sample in samples]
+    if not (always or any(abstained)):
+        return {}
+    rates = abstention_rates([sample.judgement.correct for sample in samples], abstained)
+    return {f"abstention/{name}": value for name, value in rates.items()}
 
 
 def loss_metrics(sums: dict[str, float]) -> dict[str, float]:

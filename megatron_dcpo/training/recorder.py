@@ -20,6 +20,7 @@ from megatron_dcpo.checkpoints.saver import Saver, last_complete
 from megatron_dcpo.config import Config
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.heldout import named_sources
+from megatron_dcpo.objectives import find_method
 from megatron_dcpo.planning.plan import Machine, make_plan
 from megatron_dcpo.policy.model import Policy
 from megatron_dcpo.runtime.device import capabilities
@@ -28,7 +29,7 @@ from megatron_dcpo.runtime.files import write_atomically
 from megatron_dcpo.runtime.text import parse_json
 from megatron_dcpo.runtime.watchdog import Timers
 from megatron_dcpo.training.loggers import open_loggers
-from megatron_dcpo.training.metrics import source_metrics, step_metrics, utilization
+from megatron_dcpo.training.metrics import abstention_metrics, source_metrics, step_metrics, utilization
 from megatron_dcpo.training.mismatch import MISMATCH_EDGES, mismatch_histogram, routing_mismatch
 from megatron_dcpo.training.provenance import record_start
 from megatron_dcpo.training.updater import UpdateStatistics
@@ -108,6 +109,7 @@ class Recorder:
             metrics = {"step": step, **step_metrics(samples, statistics, timers), **measured}
             metrics |= utilization(self.policy, samples, timers) | self.planned
             metrics |= source_metrics(samples, self.sources)
+            metrics |= abstention_metrics(samples, find_method(self.config.objective.name).abstention)
             metrics |= routing_mismatch(self.policy.arch, self.config.model.params_dtype, sums)
             seconds = sum(timers.seconds.values()) - timers.seconds.get(
                 "judge_busy", 0.0

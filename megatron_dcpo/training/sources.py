@@ -14,8 +14,9 @@ from megatron_dcpo.data.mixture import LoadedSource, Mixture, curriculum, extend
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.heldout import named_sources, verifier_of
 from megatron_dcpo.judging.judge import judge_by_task, judge_many
+from megatron_dcpo.judging.questions import check_questions
 from megatron_dcpo.judging.token_bytes import TokenBytes
-from megatron_dcpo.judging.verifiers import is_users, verifiers
+from megatron_dcpo.judging.verifiers import is_users, reads_rows, verifiers
 from megatron_dcpo.training.sampler import Draw
 from megatron_dcpo.types import Judgement, Prompt
 
@@ -39,8 +40,9 @@ def load_sources(config: Config, tokenizer: Any) -> list[LoadedSource]:
             keep_columns=is_users(verifier) or bool(data.order),
         )
         _check_verifier(prompts, verifier, source.path)
+        check_questions(verifier, prompts, source.path)
         ranks = curriculum(prompts, data.order, source.path) if data.order else None
-        if not is_users(verifier):
+        if not reads_rows(verifier):
             prompts = [replace(prompt, row=None) for prompt in prompts] if data.order else prompts
         loaded.append(LoadedSource(name, source.path, prompts, source.weight / whole, verifier, ranks))
     return loaded
@@ -81,6 +83,9 @@ def _check_verifier(prompts: Sequence[Prompt], verifier: str, path: str) -> None
     with_tests = sum(prompt.tests is not None for prompt in prompts)
     if verifier == "math" and with_tests:
         raise UserError(f"{path}: {with_tests} programming problems; set judging.verifier=code")
+    for form, names in (("choice", "choice"), ("short", "exact (or f1)")):
+        if verifier == "math" and (asked := sum(prompt.form == form for prompt in prompts)):
+            raise UserError(f"{path}: {asked} questions whose answers are no mathematics; set judging.verifier={names}")
     if verifier == "code" and with_tests < len(prompts):
         raise UserError(
             f"{path}: {len(prompts) - with_tests} of {len(prompts)} problems have no tests; "

@@ -12,9 +12,11 @@ import json
 import math
 import os
 import pickle
+import string
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +28,28 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from megatron_dcpo.checkpoints.manifest import MANIFEST, listed_files
-from megatron_dcpo.config import load_config
+from megatron_dcpo.config import JudgingConfig, load_config
 from megatron_dcpo.conversion import megatron_checkpoint
 from megatron_dcpo.conversion.checkpoint_metadata import METADATA, read_metadata
 from megatron_dcpo.data.datasets import load_records
-from megatron_dcpo.data.files import read_json_lines
+from megatron_dcpo.data.files import read_json_lines, read_rows
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.programs import normal_form, same_program
 from megatron_dcpo.evaluation.samples import Sample, read_samples, sample_line
 from megatron_dcpo.evaluation.scoring import CONFIDENCE_KINDS, score_samples
-from megatron_dcpo.judging.answers import BOXED, FENCED, Outcome, extract_program
+from megatron_dcpo.judging.answers import BOXED, FENCED, Attempt, Outcome, extract_program
 from megatron_dcpo.judging.judge import judge_many
 from megatron_dcpo.judging.math import answer_forms, latex
 from megatron_dcpo.judging.math.equivalence import quick_verdict
+from megatron_dcpo.judging.questions import (
+    check_questions,
+    chosen_letter,
+    f1,
+    is_abstention,
+    normalize,
+    question_verifier,
+    same_answer,
+)
 from megatron_dcpo.judging.token_bytes import TokenBytes, token_bytes
 from megatron_dcpo.objectives import worksheet
 from megatron_dcpo.rollout.engine import SamplingConfig
@@ -186,6 +197,21 @@ def test_answers_of_mathematics(answer: str, key: str) -> None:
 
 
 @fuzz
+@given(answer=responses, truth=responses, options=st.lists(responses, max_size=5))
+def test_answers_to_questions(answer: str, truth: str, options: list[str]) -> None:
+    assert isinstance(normalize(answer), str)
+    assert f1(answer, truth) == pytest.approx(f1(truth, answer))
+    assert 0 <= f1(answer, truth) <= 1
+    assert chosen_letter(answer, options) in (
+        None,
+        *"ABCDE"[: len(options)],
+        *("" if options else string.ascii_uppercase),
+    )
+    assert is_abstention(answer) in (True, False)
+    assert same_answer(answer, answer)
+
+
+@fuzz
 @given(a=responses, b=responses)
 def test_programs(a: str, b: str) -> None:
     program = extract_program(a) or a
@@ -206,9 +232,16 @@ ROWS = [
     {"prompt": "def f(x):", "task_id": "HumanEval/0", "entry_point": "f", "test": "def check(c):\n assert c(1) == 1"},
     {"problem": "?", "tests": '{"inputs": ["1"], "outputs": ["2"]}'},
     {"problem": "?", "tests": {"kind": "stdin", "cases": [{"input": "1", "output": "2"}], "atol": 0.1}},
+    {"question": "?", "options": ["a", "b"], "answer": "B", "answer_index": 1, "category": "c"},
+    {"Question": "?", "Correct Answer": "1", **{f"Incorrect Answer {n}": str(n) for n in (1, 2, 3)}, "Subdomain": "s"},
+    {"question": "?", "answer": {"value": "a", "aliases": ["b"], "normalized_aliases": ["b"]}},
+    {"Data": [{"Question": "?", "Answer": {"Value": "a", "Aliases": ["b"]}}]},
+    {"question": "?", "answer": "a", "supporting_facts": [["t", 0]], "context": [["t", ["c"]]]},
 ]
 DEEPER = {"role", "content", "ground_truth", "kind", "cases", "atol", "input", "output", "inputs", "outputs", "fn_name"}
-NAMES = sorted({key for row in ROWS for key in row} | DEEPER | {"testtype", "func_name", "metadata"})
+NAMES = sorted(
+    {key for row in ROWS for key in row} | DEEPER | {"testtype", "func_name", "metadata", "value", "aliases", "Value"}
+)
 
 
 @fuzz
@@ -221,6 +254,27 @@ def test_data_sets(tmp_path_factory: pytest.TempPathFactory, row: Any, garbage: 
     only(UserError, lambda: [encoded(row) for _, row in read_json_lines(path)])
     records = only(UserError, lambda: load_records(path)) or []
     for record in records:
+        (record.answer + record.problem + record.prompt_id).encode()
+        encoded(record.row)
+        for name in ("exact", "f1", "choice"):
+            only(UserError, partial(check_questions, name, [record], "rows"))
+            attempt = Attempt("B", record.answer, "", record.row)
+            assert question_verifier(name, JudgingConfig())([attempt])[0].correct in (True, False)
+
+
+TABLE = b'problem,answer\r\n"What, is\n""1+1""?",2\r\nx,y\r\n'
+
+
+@fuzz
+@given(table=mutated(TABLE) | st.binary(max_size=60))
+@example(table=b"a,b\n" + b"x" * 200_000 + b",1\n")
+@example(table=b"a,a\r1,\0\r")
+def test_tables(tmp_path_factory: pytest.TempPathFactory, table: bytes) -> None:
+    path = tmp_path_factory.getbasetemp() / "rows.csv"
+    path.write_bytes(table)
+    for row in only(UserError, lambda: list(read_rows(path))) or []:
+        encoded(row)
+    for record in only(UserError, lambda: load_records(path)) or []:
         (record.answer + record.problem + record.prompt_id).encode()
 
 

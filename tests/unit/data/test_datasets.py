@@ -193,9 +193,9 @@ def test_missing_and_strange_files(tmp_path: Path) -> None:
         load_records(tmp_path / "none.jsonl")
     with pytest.raises(UserError, match=r"\./none/here: no such data file"):
         load_records("./none/here")
-    (tmp_path / "a.csv").write_text("x")
+    (tmp_path / "a.tsv").write_text("x")
     with pytest.raises(UserError, match="unknown kind of data file"):
-        load_records(tmp_path / "a.csv")
+        load_records(tmp_path / "a.tsv")
     (tmp_path / "a.parquet").write_bytes(b"not parquet")
     with pytest.raises(UserError, match="not a readable parquet file"):
         load_records(tmp_path / "a.parquet")

@@ -91,7 +91,7 @@ def test_earlier_messages_stay_and_marker_is_configurable() -> None:
 
 
 def test_errors_name_the_fix() -> None:
-    with pytest.raises(UserError, match="unknown prompt template 'papr'; known: paper, grpo, chat, raw"):
+    with pytest.raises(UserError, match="unknown prompt template 'papr'; known: paper, abstain, grpo, chat, raw"):
         prompts.render(ByteTokenizer(), user("x"), "papr")
     with pytest.raises(UserError, match="no chat template; use the prompt template 'raw'"):
         prompts.render(ByteTokenizer(None), user("x"), "paper")

@@ -66,7 +66,7 @@ def test_an_unknown_method_is_named() -> None:
             {"name": "coupled", "advantage_normalization_confidence": "mean"},
             "advantage_normalization_confidence has no",
         ),
-        ({"name": "rlcr", "confidence_baseline": "group"}, r"\(dcpo\)"),
+        ({"name": "rlcr", "confidence_baseline": "group"}, r"\(dcpo, ternary\)"),
         ({"name": "posthoc", "beta": 0.1}, r"\(ccgspg\)"),
     ],
 )
