@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 VERBS = {
     "train": "train a policy",
+    "config": "the options of a run, and the shipped examples",
     "launch": "start a verb on several processes or nodes",
     "evaluate": "accuracy and calibration of a model",
     "report": "one self-contained HTML page comparing runs",

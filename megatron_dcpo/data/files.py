@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megatron_dcpo.errors import UserError, one_line
+from megatron_dcpo.runtime.paths import places
 from megatron_dcpo.runtime.text import parse_json
 
 Row = Mapping[str, Any]
@@ -33,7 +34,7 @@ def read_rows(path_or_name: str | Path) -> Iterator[Row]:
         if isinstance(path_or_name, str) and _looks_like_hub_name(path_or_name):
             yield from _read_hub(path_or_name)
             return
-        raise UserError(f"{path_or_name}: no such data file")
+        raise UserError(f"{path_or_name}: no such data file{places(path_or_name)}")
     name = path.name.removesuffix(".gz")
     if name.endswith(".parquet"):
         yield from _read_parquet(path)
