@@ -96,7 +96,7 @@ def _own_options() -> Iterator[Option]:
         default = method.own_options[name]
         kind = Literal[default] if isinstance(default, tuple) else type(default)
         first = default[0] if isinstance(default, tuple) else default
-        yield _option(f"objective.{name}", kind, first, method.meanings[name], tuple(owners))
+        yield _option(f"objective.{name}", kind, first, method.meanings.get(name, ""), tuple(owners))
 
 
 def _methods(name: str) -> tuple[str, ...]:

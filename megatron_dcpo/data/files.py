@@ -31,7 +31,7 @@ def read_rows(path_or_name: str | Path) -> Iterator[Row]:
     if path.is_dir():
         path = _only_data_file(path)
     if not path.exists():
-        if isinstance(path_or_name, str) and _looks_like_hub_name(path_or_name):
+        if isinstance(path_or_name, str) and is_hub_name(path_or_name):
             yield from _read_hub(path_or_name)
             return
         raise UserError(f"{path_or_name}: no such data file{places(path_or_name)}")
@@ -162,5 +162,6 @@ def _only_data_file(directory: Path) -> Path:
     raise UserError(f"{directory}: expected exactly one data file in this directory, found {names}; name the file")
 
 
-def _looks_like_hub_name(name: str) -> bool:
+def is_hub_name(name: str) -> bool:
+    """Return whether ``name`` may be a data set of the hub, ``owner/name[:config][@split]``."""
     return bool(_HUB_NAME.match(name)) and not name.startswith(".") and not name.partition("@")[0].endswith(SUFFIXES)
