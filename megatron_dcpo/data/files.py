@@ -74,7 +74,7 @@ def _open_text(path: str | Path) -> Iterator[TextIO]:
                 stream = stack.enter_context(open(path, "rb"))
                 if stream.peek(2)[:2] == b"\x1f\x8b":
                     stream = stack.enter_context(gzip.open(stream))
-            yield TextIOWrapper(stream, encoding="utf-8", newline="\n")
+            yield TextIOWrapper(stream, encoding="utf-8-sig", newline="\n")
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except (UnicodeDecodeError, gzip.BadGzipFile, zlib.error, EOFError) as error:
