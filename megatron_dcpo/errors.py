@@ -57,6 +57,14 @@ def validation_message(error: Any) -> str:
     return f"{'.'.join(map(str, first['loc']))}: {message} (found {first['input']!r})"
 
 
+def port_in_use(error: BaseException, where: str) -> str | None:
+    """Return what to say of an error of torch's store whose port another process has; None of other errors."""
+    if "EADDRINUSE" not in str(error):
+        return None
+    port = str(error).partition("port: ")[2].partition(",")[0]
+    return f"port {port} ({where}) is in use by another process; choose another one"
+
+
 def check_world_size(
     tensor_model_parallel_size: int,
     pipeline_model_parallel_size: int,

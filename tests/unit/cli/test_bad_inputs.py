@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dcpo.cli import main
+from tests.helpers.evaluated import evaluated
 from tests.helpers.paths import QUICKSTART
 
 ROWS = [{"problem": f"{a}*7=", "answer": str(7 * a)} for a in range(2, 14)]
@@ -85,6 +86,29 @@ def unreadable(project: Path) -> None:
     (project / "train.jsonl").symlink_to("/proc/self/mem")
 
 
+def sampled(project: Path) -> None:
+    """Samples as an evaluation leaves them."""
+    evaluated(project / "earlier")
+    (project / "earlier" / "samples.jsonl").rename(project / "s.jsonl")
+
+
+def empty_directory(project: Path) -> None:
+    (project / "empty").mkdir()
+
+
+def without_tokenizer(project: Path) -> None:
+    for path in (project / "policy").glob("tokenizer*"):
+        path.unlink()
+
+
+def one_token_more(project: Path) -> None:
+    path = project / "policy" / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    token = {"id": 282, "content": "<more>", "single_word": False, "lstrip": False, "rstrip": False}
+    tokenizer["added_tokens"].append(token | {"normalized": False, "special": True})
+    path.write_text(json.dumps(tokenizer))
+
+
 def nothing(project: Path) -> None:
     pass
 
@@ -117,7 +141,7 @@ CASES: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
     "a file as model": (nothing, dry("model.path=train.jsonl"), "model directory train.jsonl does not exist"),
     "no config.json": (in_model("config.json", None), dry(), "policy/config.json is missing"),
     "config.json is broken": (in_model("config.json", "{"), dry(), "policy/config.json:1: not valid JSON"),
-    "an unknown architecture": (in_model_config(architectures=["GPT2LMHeadModel"]), dry(), "GPT2LMHeadModel is not supported"),
+    "an unknown architecture": (in_model_config(architectures=["GPT2LMHeadModel"]), dry(), "GPT2LMHeadModel is not"),
     "another size than the weights": (in_model_config(hidden_size=128), dry(), "config.json implies"),
     "more layers than the weights": (in_model_config(num_hidden_layers=3), dry(), "layers.2"),
     "no weights": (in_model("model.safetensors", None), dry(), "no weights to read"),
@@ -125,20 +149,21 @@ CASES: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
     "a git-lfs pointer as weights": (
         in_model("model.safetensors", "version https://git-lfs.github.com/spec/v1\n"), dry(), "model.safetensors"
     ),
-    "no tokenizer": (in_model("tokenizer.json", None), dry(), "no usable tokenizer in policy"),
+    "no tokenizer": (without_tokenizer, dry(), "policy has no tokenizer.json"),
+    "half a tokenizer": (in_model("tokenizer.json", None), dry(), "no usable tokenizer in policy"),
     "a broken tokenizer": (in_model("tokenizer.json", "{}"), dry(), "no usable tokenizer in policy"),
-    "a tokenizer of another model": (in_model_config(vocab_size=100), dry(), "policy"),
+    "a tokenizer of another model": (one_token_more, dry(), "policy has 283 tokens, its config.json a vocab_size of 282"),
     "more tokens than positions": (nothing, dry("rollout.max_response_length=31000"), "max_position_embeddings=256"),
     "heads that TP does not divide": (nothing, dry("parallel.tensor_model_parallel_size=3"), "2 attention heads"),
     # the data
     "no data": (nothing, dry("data.path=nowhere.jsonl"), "nowhere.jsonl: no such data file (looked for in "),
     "a directory of several files": (two_data_files, dry("data.path=data"), "found a.jsonl, b.jsonl; name the file"),
-    "an empty directory as data": (nothing, dry("data.path=run"), "metrics.jsonl"),
+    "an empty directory as data": (empty_directory, dry("data.path=empty"), "found none; name the file"),
     "another kind of file": (data("a,b\n", "d.csv"), dry("data.path=d.csv"), "d.csv: unknown kind of data file"),
     "an empty file": (data(""), dry(), "train.jsonl: no problem with an answer in it"),
     "a line cut in half": (data(ROW + ROW[:20]), dry(), "train.jsonl:2: not valid JSON"),
     "a line that is no object": (data(ROW + "7\n"), dry(), "train.jsonl:2: not a JSON object but int"),
-    "no column of problems": (data('{"text": "2*7=", "answer": "14"}\n'), dry(), "has no problem column; found text, answer"),
+    "no column of problems": (data('{"text": "2*7=", "answer": "14"}\n'), dry(), "no problem column; found text, answer"),
     "no column of answers": (data('{"problem": "2*7="}\n'), dry(), "has no answer column; found problem"),
     "a number as problem": (data('{"problem": 7, "answer": "14"}\n'), dry(), "the problem is neither text nor a list"),
     "answers that are all empty": (data('{"problem": "2*7=", "answer": null}\n'), dry(), "no problem with an answer"),
@@ -169,11 +194,14 @@ CASES: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
         ["evaluate", "--model", "policy", "--template", "raw", "--benchmarks", "mine=train.jsonl", "--out", "run.yaml"],
         "run.yaml",
     ),
-    "an evaluation of nothing": (nothing, ["evaluate", "--model", "no", "--benchmarks", "mine=train.jsonl", "--out", "o"], "no"),
+    "an evaluation to where no file can be": (
+        sampled, ["evaluate", "--samples", "s.jsonl", "--benchmarks", "mine=train.jsonl", "--out", "/proc/x"], "/proc/x"
+    ),
+    "an evaluation of nothing": (nothing, ["evaluate", "--model", "no", "--benchmarks", "m=d.jsonl", "--out", "o"], "no"),
     "a report of nothing": (nothing, ["report", "nowhere", "--out", "r.html"], "nowhere"),
     "a calibration of nothing": (nothing, ["calibrate", "--samples", "s.jsonl", "--out", "c.npz"], "s.jsonl"),
     "an objective of nothing": (nothing, ["objective", "--input", "g.json"], "g.json"),
-    "a plan of no model": (nothing, ["plan", "--config", "run.yaml", "model.path=no", "--gpus", "8"], "no does not exist"),
+    "a plan of no model": (nothing, ["plan", "--config", "run.yaml", "model.path=m", "--gpus", "8"], "m does not exist"),
     "a conversion of nothing": (nothing, ["convert", "import", "--from", "no", "--to", "m"], "no"),
 }  # fmt: skip
 
