@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
-# Exit statuses of every verb besides 0 and Python's own 1 for an unforeseen exception.
+# Exit statuses of every verb besides 0 and Python's own 1 for an unforeseen exception (docs/scaling.md#exit-statuses).
 EXIT_USER_ERROR = 2
 EXIT_DOES_NOT_FIT = 3  # of dcpo plan
 EXIT_PEER_LOST = 98  # another process of the job died or hung: start the job again with --resume auto
