@@ -60,4 +60,5 @@ _PATHS: dict[tuple[str, str], Callable[[Any, Path], Any]] = {
     ("judging", "verifier"): _function,
     ("objective", "name"): _function,
     ("evaluation", "benchmarks"): _each(_benchmarks),
+    ("logging", "to"): _function,
 }

@@ -43,7 +43,8 @@ def test_every_path_option_is_seen_from_the_file(places: tuple[Path, Path]) -> N
         "data: {template: 'prompt.py:render', path: [a.jsonl, {path: ./b.jsonl, verifier: 'reward.py:f', "
         "template: 'prompt.py:r'}]}\n"
         "judging: {verifier: 'reward.py:verify'}\n"
-        "evaluation: {interval: 1, benchmarks: 'math500, mine=held.jsonl'}\n",
+        "evaluation: {interval: 1, benchmarks: 'math500, mine=held.jsonl'}\n"
+        "logging: {to: [tensorboard, 'reward.py:log']}\n",
     )
     assert config.model.path == str(beside / "model")
     assert [source.path for source in config.data.sources] == [str(beside / "a.jsonl"), str(beside / "b.jsonl")]
@@ -52,6 +53,7 @@ def test_every_path_option_is_seen_from_the_file(places: tuple[Path, Path]) -> N
     assert config.data.template == f"{beside}/prompt.py:render"
     assert config.judging.verifier == f"{beside}/reward.py:verify"
     assert config.evaluation.benchmarks == f"math500, mine={beside}/held.jsonl"
+    assert config.logging.to == ("tensorboard", f"{beside}/reward.py:log")
     assert config.run_dir == "runs/r"
 
 
