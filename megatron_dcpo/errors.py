@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
-# Exit statuses of every verb besides 0 and Python's own 1 for an unforeseen exception.
+# Exit statuses of every verb besides 0 and Python's own 1 for an unforeseen exception (docs/scaling.md#exit-statuses).
 EXIT_USER_ERROR = 2
 EXIT_DOES_NOT_FIT = 3  # of dcpo plan
 EXIT_PEER_LOST = 98  # another process of the job died or hung: start the job again with --resume auto
@@ -55,6 +55,14 @@ def validation_message(error: Any) -> str:
     if not isinstance(first["input"], str | int | float | bool | list | type(None)):
         return ": ".join((".".join(map(str, first["loc"])), message)).removeprefix(": ")
     return f"{'.'.join(map(str, first['loc']))}: {message} (found {first['input']!r})"
+
+
+def port_in_use(error: BaseException, where: str) -> str | None:
+    """Return what to say of an error of torch's store whose port another process has; None of other errors."""
+    if "EADDRINUSE" not in str(error):
+        return None
+    port = str(error).partition("port: ")[2].partition(",")[0]
+    return f"port {port} ({where}) is in use by another process; choose another one"
 
 
 def check_world_size(

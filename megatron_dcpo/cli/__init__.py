@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 VERBS = {
     "train": "train a policy",
+    "config": "the options of a run, and the shipped examples",
     "launch": "start a verb on several processes or nodes",
     "evaluate": "accuracy and calibration of a model",
     "report": "one self-contained HTML page comparing runs",
@@ -39,7 +40,10 @@ VERBS = {
     "probe": "gradient conflict and variance on a policy",
     "doctor": "check this installation",
 }
-_DISK_REFUSES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+_DISK_REFUSES = (  # full or read-only; then paths that cannot be what they are named as
+    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM),
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

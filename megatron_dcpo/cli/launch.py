@@ -18,7 +18,15 @@ import time
 from typing import Any
 
 from megatron_dcpo.cli import VERBS
-from megatron_dcpo.errors import EXIT_INTERRUPTED, EXIT_PEER_LOST, EXIT_REQUEUE, EXIT_USER_ERROR, UserError, one_line
+from megatron_dcpo.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_PEER_LOST,
+    EXIT_REQUEUE,
+    EXIT_USER_ERROR,
+    UserError,
+    one_line,
+    port_in_use,
+)
 
 _GRACE_SECONDS = 20  # after one rank has failed the others have this long to end by themselves
 _ALONE_SECONDS = 15.0
@@ -70,6 +78,8 @@ def run(args: argparse.Namespace) -> int:
                 print(f"dcpo launch: {_describe(*failure)}", file=sys.stderr)
         return status
     except (RendezvousError, DistError) as error:  # found out by the launcher before its workers' status came
+        if used := port_in_use(error, "--master-port"):
+            raise UserError(used) from None
         print(
             f"dcpo launch: no rendezvous at {parsed.rdzv_endpoint}: another node did not come, has ended, or the link to it "
             f"is gone ({one_line(error, 200)}); --resume auto continues after the last checkpoint",

@@ -19,6 +19,8 @@ from yaml import YAMLError
 from megatron_dcpo import objectives
 from megatron_dcpo.config.checks import check_compatible
 from megatron_dcpo.config.hints import ELSEWHERE
+from megatron_dcpo.config.parallel import ParallelConfig
+from megatron_dcpo.config.paths import seen_from
 from megatron_dcpo.config.renamed import move_renamed, refuse_removed
 from megatron_dcpo.config.sections import (
     AdapterConfig,
@@ -28,7 +30,6 @@ from megatron_dcpo.config.sections import (
     LoggingConfig,
     ModelConfig,
     OptimizerConfig,
-    ParallelConfig,
     RolloutConfig,
     SourceConfig,
     TrainingConfig,
@@ -36,6 +37,7 @@ from megatron_dcpo.config.sections import (
 )
 from megatron_dcpo.errors import UserError, nearest, one_line, validation_message
 from megatron_dcpo.objectives.options import ObjectiveConfig, option_names
+from megatron_dcpo.runtime.paths import beside, places
 from megatron_dcpo.sandbox.local import CodeLimits
 
 __all__ = [
@@ -64,7 +66,7 @@ __all__ = [
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
     """Read ``path``, apply dotted ``overrides`` in order, validate. Raises :class:`UserError`, one line per call.
 
-    A file may name another as ``base``, relative to itself: it then holds only what differs.
+    A file may name another as ``base``: it then holds only what differs. Paths in a file: ``config/paths.py``.
     """
     for override in overrides:
         if "=" not in override:
@@ -88,18 +90,19 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
 
 def _read(path: Path, including: tuple[Path, ...] = ()) -> DictConfig:
     if not path.is_file():
-        raise UserError(f"config file {path} does not exist")
+        raise UserError(f"config file {path} does not exist{places(path)}")
     if path.resolve() in including:
         raise UserError(f"config file {path} is its own base")
     values = OmegaConf.load(path)
     if not isinstance(values, DictConfig):
         raise UserError(f"{path}: expected a mapping of sections, found a list")
+    values = OmegaConf.create(seen_from(OmegaConf.to_container(values), path))  # type: ignore[arg-type]
     base = values.pop("base", None)
     if base is None:
         return values
     if not isinstance(base, str):
         raise UserError(f"{path}: base must be the name of a file")
-    merged = OmegaConf.merge(_read(path.parent / base, (*including, path.resolve())), values)
+    merged = OmegaConf.merge(_read(Path(beside(base, path.parent)), (*including, path.resolve())), values)
     assert isinstance(merged, DictConfig)
     return merged
 

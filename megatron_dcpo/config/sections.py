@@ -1,159 +1,73 @@
-"""The sections of a configuration: frozen dataclasses whose types, ranges and defaults pydantic checks."""
+"""The sections of a configuration: frozen dataclasses whose types, ranges and defaults pydantic checks.
+
+The text below an option is its meaning, in ``docs/options.md`` and for ``dcpo config`` (``config/reference.py``).
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Annotated, Any, Literal, get_args
-from urllib.parse import urlsplit
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    TypeAdapter,
-    ValidationError,
-)
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic.dataclasses import dataclass
 
-from megatron_dcpo.errors import did_you_mean, one_line
+from megatron_dcpo.config.kinds import STRICT, NonNegative, Positive, Share, VerifierName
+from megatron_dcpo.config.parallel import ParallelConfig
 from megatron_dcpo.objectives.options import ObjectiveConfig
-from megatron_dcpo.runtime.plugins import is_import_path
 from megatron_dcpo.sandbox.local import CodeLimits
 from megatron_dcpo.types import CONFIDENCE_TAG, REASONING_GYM
-
-_STRICT = ConfigDict(extra="forbid")
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
-
 
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class AdapterConfig:
     """A low-rank adapter: (alpha / rank) B A x is added to the projections ``targets`` of every layer."""
 
     rank: Positive = 16
+    """Rank of the factors A and B."""
     alpha: Annotated[float, Field(gt=0)] = 32.0
+    """Scale of the adapter: it adds (alpha / rank) B A x."""
     targets: Annotated[tuple[Projection, ...], Field(min_length=1)] = get_args(Projection)
+    """Projections of every layer that get factors."""
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class ModelConfig:
-    """``path``: a Hugging Face checkpoint directory (Qwen3, Llama-3.x, Qwen2.5). ``adapter``: train these low-rank factors
-    (LoRA), and keep the model's own parameters as they are. ``head_dtype``: what logits are computed in, by trainer and
-    engine: ``fp32``, ``model`` (``params_dtype``), or ``auto``, which is fp32 on a GPU."""
+    """The policy that a run starts from, and what its layers compute in."""
 
     path: str
+    """Directory of a Hugging Face checkpoint: Qwen3, Qwen3-MoE, Llama-3.x, Qwen2.5."""
     adapter: AdapterConfig | None = None
+    """Train low-rank factors (LoRA) and keep the model's own parameters as they are; not set: train all parameters."""
     params_dtype: Literal["fp32", "bf16"] = "bf16"
+    """Element type of the parameters and activations; the optimizer has fp32 copies."""
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
+    """Whose layers: Transformer Engine's, Megatron's own (local), or the former on a GPU (auto)."""
     head_dtype: Literal["auto", "fp32", "model"] = "auto"
+    """What trainer and engine compute logits in: fp32, params_dtype (model), or fp32 on a GPU (auto)."""
 
 
-@dataclass(frozen=True, config=_STRICT)
-class ParallelConfig:
-    """Megatron's parallelism options. Data parallelism is what is left of the world size.
-
-    Experts are divided over ``expert_model_parallel_size`` ranks, one over ``expert_tensor_parallel_size`` (default:
-    TP). ``megatron``: whatever else Megatron's TransformerConfig, DistributedDataParallelConfig and OptimizerConfig
-    know, by their names (docs/scaling.md#options-of-megatron). Those of :data:`PLANNED` are read by the planner as
-    well, and are attributes of this section."""
-
-    tensor_model_parallel_size: Positive = 1
-    pipeline_model_parallel_size: Positive = 1
-    expert_model_parallel_size: Positive = 1
-    expert_tensor_parallel_size: Positive | None = None
-    context_parallel_size: Positive = 1
-    sequence_parallel: bool = False
-    use_distributed_optimizer: bool = False
-    recompute_granularity: Literal["none", "full", "selective"] = "none"
-    sequence_packing: bool = False
-    distributed_timeout_minutes: Positive = 30
-    megatron: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for name, value in self.megatron.items():
-            if name in PLANNED:
-                self.megatron[name] = _checked(f"parallel.megatron.{name}", PLANNED[name][0], value)
-
-    def __getattr__(self, name: str) -> Any:
-        """Return an option of :data:`PLANNED`: as ``megatron`` has it, else Megatron's default."""
-        if name not in PLANNED:
-            raise AttributeError(name)
-        return self.megatron.get(name, PLANNED[name][1])
-
-    @property
-    def sizes(self) -> tuple[Any, ...]:
-        """Return the sizes as ``runtime.distributed.initialize`` takes them."""
-        names = "tensor_model pipeline_model virtual_pipeline_model context expert_model expert_tensor"
-        return tuple(getattr(self, f"{name}_parallel_size") for name in names.split())
-
-
-# Options of Megatron that decide which rank holds what, or how much memory it takes: their types and defaults.
-PLANNED: dict[str, tuple[Any, Any]] = {
-    "virtual_pipeline_model_parallel_size": (Positive, 1),
-    "num_layers_in_first_pipeline_stage": (Positive, None),
-    "num_layers_in_last_pipeline_stage": (Positive, None),
-    "account_for_embedding_in_pipeline_split": (bool, False),
-    "account_for_loss_in_pipeline_split": (bool, False),
-    "pipeline_model_parallel_layout": (str, None),
-    "cp_comm_type": (Literal["p2p", "all_gather"], "p2p"),
-    "overlap_grad_reduce": (bool, False),
-    "overlap_param_gather": (bool, False),
-    "recompute_method": (Literal["uniform", "block"], "uniform"),
-    "recompute_num_layers": (Positive, 1),
-    "recompute_modules": (tuple[Literal["core_attn", "mlp"], ...], ("core_attn",)),
-}
-
-
-def _checked(name: str, kind: Any, value: Any) -> Any:
-    try:
-        return TypeAdapter(kind).validate_python(value)
-    except ValidationError as error:
-        raise ValueError(f"{name}: {one_line(error.errors()[0]['msg'])} (found {value!r})") from None
-
-
-QUESTIONS = ("exact", "f1", "choice")
-BUILT_IN = ("math", "code", *QUESTIONS)  # verifiers
-LOCAL = ("localhost", "127.0.0.1", "::1")
-
-
-def _verifier(name: str) -> str:
-    if "://" in name:
-        address = urlsplit(name)
-        if address.scheme != "https" and (address.scheme != "http" or address.hostname not in LOCAL):
-            raise ValueError("expected an https:// address; http:// is for this machine (http://localhost:PORT) alone")
-        if address.username or address.password or address.query:
-            raise ValueError("the address is shown in logs; leave the key out, and set DCPO_VERIFIER_KEY")
-    elif name not in BUILT_IN and not is_import_path(name):
-        expected = "math, code, exact, f1, choice, an import path as my_reward.py:verify, or an https:// address"
-        raise ValueError(f"expected {expected}{did_you_mean(name, BUILT_IN)}")
-    return name
-
-
-VerifierName = Annotated[str, AfterValidator(_verifier)]
-
-
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class SourceConfig:
-    """One source of ``data.path``. ``weight``: its share of every step, of the weights' sum. ``verifier`` and ``template``:
-    instead of ``judging.verifier`` and ``data.template``. ``name``: in the metrics (default: the file's).
-
-    ``options``, ``size`` and ``seed`` are those of a task of Reasoning Gym, ``reasoning_gym:TASK``.
-    """
+    """One source of ``data.path``, where it is a list."""
 
     path: Annotated[str, Field(min_length=1)]
+    """As data.path: a file, a hub data set, reasoning_gym:TASK."""
     name: Annotated[str, Field(pattern=r"^[\w.-]*$")] = ""
+    """What the source is called in the metrics; empty: as its file."""
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    """Share of every step, of the sum of all weights."""
     verifier: VerifierName | None = None
+    """Used instead of judging.verifier."""
     template: str | None = None
+    """Used instead of data.template."""
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Options of the task of Reasoning Gym, by its own names."""
     size: Positive | None = None
+    """Problems that Reasoning Gym makes of the task."""
     seed: NonNegative | None = None
+    """Seed of the problems that Reasoning Gym makes."""
 
     def __post_init__(self) -> None:
         given = self.options or self.size is not None or self.seed is not None
@@ -175,22 +89,27 @@ Sources = Annotated[
 ]
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class DataConfig:
-    """``path``: jsonl, json or parquet, a hub data set name, ``reasoning_gym:TASK``, or a list of sources that are mixed by
-    their weights (docs/bring_your_own.md#data). ``template``: how a problem becomes a prompt:
-    ``paper``, ``abstain``, ``grpo``, ``chat``, ``raw``, or an import path, ``my_prompt.py:render``.
-    ``order``: a column by which each source is sorted, the least first (a curriculum); ``shuffle`` is then of equal ones.
-    ``untested``: keep programming problems whose tests assert nothing, which any program passes."""
+    """The problems, and how they become prompts."""
 
     path: Sources
+    """A jsonl, json or parquet file, a hub data set, reasoning_gym:TASK, or a list of sources that are mixed by weight
+    (docs/bring_your_own.md#data)."""
     template: str = "paper"
+    """How a problem becomes a prompt: paper, abstain, grpo, chat, raw, or a function of yours, my_prompt.py:render."""
     prompts_per_step: Positive = 256
+    """Prompts of a step; each gets rollout.group_size responses."""
     max_prompt_length: Positive = 1024
+    """Longest prompt in tokens; problems with a longer one are left out."""
     limit: NonNegative = 0
+    """Only the first problems of each source (0: all)."""
     shuffle: bool = True
+    """Each epoch has an order of its own; else that of the file."""
     order: str = ""
+    """Column that each source is sorted by, the least first (a curriculum); shuffle is then about equal ones."""
     untested: bool = False
+    """Keep programming problems whose tests assert nothing, which any program passes."""
 
     @property
     def sources(self) -> tuple[SourceConfig, ...]:
@@ -198,148 +117,182 @@ class DataConfig:
         return (SourceConfig(self.path),) if isinstance(self.path, str) else self.path
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class RolloutConfig:
-    """``group_size`` is G, the responses per prompt; ``max_response_length`` in tokens, EOS included.
-
-    ``engine``: ``auto`` takes vLLM on a GPU where it is installed and can run the model, else transformers; ``server`` is a
-    vLLM server of its own at ``endpoint``, which gets the weights by ``weight_transfer``. ``tensor_model_parallel_size``:
-    ranks per engine, whatever the training has. At most ``max_num_seqs`` responses are sampled at once. ``vllm``:
-    whatever else vLLM's engine arguments know, by their names (docs/rollout.md#options-of-vllm). ``bucket_bytes``
-    bounds the extra memory of a weight synchronization. ``logprob_diff_alarm``: largest |engine - trainer| log-prob of a
-    step allowed (0: any). ``filter_groups``: groups that train neither block are replaced by the next prompts, in at most
-    ``max_refills`` rounds; each draws ``oversample`` times as many as are missing. ``max_staleness``: a rollout ends
-    when the batch is full, of ``oversample`` times as many prompts; the next steps go on with what is unfinished, which
-    has tokens at most that many steps old in the end.
-    """
+    """How responses are sampled, and how the engine gets the weights."""
 
     engine: Literal["auto", "vllm", "transformers", "server"] = "auto"
+    """What samples: vLLM where it can run the model on a GPU, else transformers (auto); server is vLLM at endpoint."""
     tensor_model_parallel_size: Positive = 1
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.6
+    """Ranks of one vLLM engine, whatever the training has."""
+    gpu_memory_utilization: Share = 0.6
+    """Share of the GPU's memory that vLLM may take."""
     bucket_bytes: Annotated[int, Field(ge=1024)] = 512 * 2**20
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Bytes of a bucket of weights on the way to the engine: the extra memory of a synchronization."""
+    top_p: Share = 1.0
+    """Sample from the fewest tokens whose probabilities add up to this; below 1 needs objective.tis_level."""
     top_k: NonNegative = 0
+    """Sample from that many most probable tokens (0: from all); needs objective.tis_level."""
     logprob_diff_alarm: Annotated[float, Field(ge=0)] = 0.0
+    """Largest difference of a token's log-prob between engine and trainer, in nats, before it alarms (0: never)."""
     logprob_diff_action: Literal["warn", "stop"] = "warn"
+    """What logprob_diff_alarm does: a line in the log, or the end of the run."""
     endpoint: str = ""
+    """Address of the vLLM server of engine=server, as http://host:8000/v1."""
     weight_transfer: Literal["files", "nccl"] = "files"
+    """How the server gets the weights: by a directory on a disk that both see, or from GPU to GPU."""
     group_size: Annotated[int, Field(ge=2)] = 8
+    """Responses per prompt: the group G that an advantage is relative to."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Logits are divided by it before sampling; the trainer's log-probs as well."""
     max_response_length: Positive = 3000
+    """Longest response in tokens, EOS included; what is longer is truncated."""
     max_num_seqs: Positive = 512
+    """Responses that an engine samples at once, at most."""
     vllm: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Engine arguments of vLLM, passed on by name (docs/rollout.md#options-of-vllm)."""
     filter_groups: bool = False
+    """Replace groups that would train neither block by the next prompts."""
     oversample: Annotated[float, Field(ge=1, le=16)] = 1.0
+    """Prompts drawn for each one that is missing, by filter_groups; for each of a step, by max_staleness."""
     max_refills: NonNegative = 4
+    """Rounds of drawing again, at most, where filter_groups leaves too few."""
     max_staleness: NonNegative = 0
+    """End a rollout when the batch is full, and go on with the rest later: most steps between a response's first token and
+    its training (0: wait for all)."""
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class JudgingConfig:
-    """``marker`` opens the confidence block; ``verifier`` decides correctness R: ``math``, ``code``, of questions ``exact``,
-    ``f1`` or ``choice`` (docs/bring_your_own.md#questions), or the user's own (docs/bring_your_own.md#a-verifier): a
-    function, ``my_reward.py:verify``, or a server, ``https://host/path``.
-
-    ``threshold``: a response is right when ``f1`` or the user's verifier gives it at least this score. ``graded``: R is
-    the score itself, else it is 1 or 0. ``max_error_rate``: share of a step's responses that the user's verifier may fail
-    on. ``sandbox``: what programs run in (``auto``, ``bubblewrap``, ``landlock``, ``unsafe``).
-    ``test_seconds``, ``program_seconds``: wall time of one test and of all tests of a program. ``test_seconds`` and
-    ``memory_mb`` also bound one call of the user's verifier.
-    """
+    """What decides whether a response is right, and what opens its confidence."""
 
     marker: Annotated[str, Field(min_length=1)] = CONFIDENCE_TAG
+    """The confidence tag: the text that opens the confidence block."""
     verifier: VerifierName = "math"
-    threshold: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """What decides correctness: math, code, of questions exact, f1 or choice (docs/bring_your_own.md#questions), a
+    function of yours (my_reward.py:verify), or a server (https://host/path; docs/bring_your_own.md#a-verifier)."""
+    threshold: Share = 1.0
+    """Least score of a right response, by f1 or a verifier of yours."""
     graded: bool = False
+    """The reward is the score of your verifier itself, else 1 from threshold on and 0 below."""
     max_error_rate: Annotated[float, Field(ge=0, le=1)] = 0.05
+    """Share of a step's responses that your verifier may fail on before the run ends."""
     sandbox: Annotated[str, Field(min_length=1)] = "auto"
+    """What programs run in: bubblewrap, landlock, unsafe (nothing), or the safest here (auto)."""
     test_seconds: Annotated[float, Field(gt=0)] = CodeLimits.test_seconds
+    """Seconds of one test of a program, and of one call of your verifier."""
     program_seconds: Annotated[float, Field(gt=0)] = CodeLimits.program_seconds
+    """Seconds of all tests of a program."""
     memory_mb: Annotated[int, Field(ge=128)] = CodeLimits.memory_mb
+    """MiB of memory of a program, and of a process of your verifier."""
 
     @property
     def limits(self) -> CodeLimits:
         return CodeLimits(self.test_seconds, self.program_seconds, self.memory_mb)
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class OptimizerConfig:
-    """AdamW as the paper and Megatron name it. ``lr_warmup_iters`` counts rollout steps."""
+    """AdamW as the paper and Megatron name it; its betas are options of Megatron (``parallel.megatron``)."""
 
     lr: Annotated[float, Field(ge=0)] = 1e-6
+    """Learning rate after the warmup."""
     min_lr: Annotated[float, Field(ge=0)] = 0.0
+    """Learning rate that the decay ends at."""
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls from lr to min_lr over training.steps."""
     lr_warmup_iters: NonNegative = 0
+    """Steps in which the learning rate rises from 0 to lr."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    """Decoupled weight decay of AdamW, times the learning rate."""
     clip_grad: Annotated[float, Field(ge=0)] = 1.0
+    """Largest norm of the gradient of an update; a larger one is scaled down (0: off)."""
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class ValidationConfig:
-    """Validation every ``interval`` steps (0: off), before the first and after the last one, by the run's own engine.
-    ``benchmarks``: as ``dcpo evaluate --benchmarks``, or a list; the first ``limit`` problems of each (0: all),
-    ``samples`` responses to each. Sampling: the paper's evaluation. ``max_tokens`` 0:
-    ``rollout.max_response_length``."""
+    """Validation by the run's own engine, before the first and after the last step too. Sampling: the paper's."""
 
     interval: NonNegative = 0
+    """Validate every that many steps (0: never)."""
     benchmarks: str | tuple[str, ...] = ""
+    """What to validate on: names (math500, aime24) or NAME=PATH, comma separated or a list."""
     samples: Positive = 1
+    """Responses to each problem."""
     limit: NonNegative = 0
+    """Only the first problems of each benchmark (0: all)."""
     temperature: Annotated[float, Field(gt=0)] = 0.7
-    top_p: Annotated[float, Field(gt=0, le=1)] = 0.8
+    """As rollout.temperature, of the validation."""
+    top_p: Share = 0.8
+    """As rollout.top_p, of the validation."""
     top_k: NonNegative = 20
+    """As rollout.top_k, of the validation."""
     max_tokens: NonNegative = 0
+    """Longest response in tokens (0: rollout.max_response_length)."""
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class TrainingConfig:
-    """``updates_per_rollout``: optimizer steps on one rollout (mini-batches). ``save_interval`` 0: only at the end.
-
-    ``async_save`` writes checkpoints beside the training (``auto``: on a GPU); ``max_nonfinite_steps`` skipped updates
-    in a row end the run. ``profile_steps``: steps of which the first rank leaves a trace in ``profile/``.
-    ``keep_best``: BENCHMARK/METRIC or METRIC of the validation, whose best checkpoint is kept beside the newest
-    ``keep_checkpoints``; ``early_stop``: the run ends when that many validations in a row have not improved on it (0:
-    never). ``on_warning``: whether a warning of ``training/warnings.py`` ends the run."""
+    """The loop: steps, updates, checkpoints."""
 
     steps: Positive = 120
+    """Steps of the run: a rollout and its updates each."""
     updates_per_rollout: Positive = 1
+    """Updates of the optimizer on one rollout (mini-batches); divides data.prompts_per_step."""
     micro_batch_size: Positive = 8
+    """Sequences of a forward and backward pass on a rank; without parallel.sequence_packing."""
     max_tokens_per_micro_batch: Positive = 16384
+    """Tokens of a forward and backward pass on a rank, with parallel.sequence_packing; a longer sequence is alone."""
     save_interval: NonNegative = 20
+    """Save a checkpoint every that many steps (0: only at the end)."""
     keep_checkpoints: Positive = 2
+    """Newest checkpoints that are kept."""
     keep_best: str = ""
+    """Metric of the validation, METRIC or BENCHMARK/METRIC, whose best checkpoint is kept too."""
     early_stop: NonNegative = 0
+    """End when that many validations in a row have not improved on keep_best (0: never)."""
     resume: Literal["none", "auto"] = "none"
+    """auto: go on after the newest complete checkpoint of run_dir; none: refuse a run_dir that has one."""
     export_hf: bool = True
+    """Leave the trained policy as a Hugging Face directory, policy/."""
     gradient_probe_interval: NonNegative = 10
+    """Compare the gradients of accuracy and calibration every that many steps (0: never)."""
     async_save: bool | Literal["auto"] = "auto"
+    """Write checkpoints beside the training, from a copy on the host; auto: on a GPU."""
     max_nonfinite_steps: Positive = 3
+    """End after that many updates in a row whose loss or gradient was not finite; each is skipped."""
     profile_steps: tuple[Positive, ...] = ()
+    """Steps of which the first rank leaves a trace in profile/."""
     offload_optimizer_during_rollout: bool = False
+    """The state of the optimizer waits in the host's memory while responses are sampled."""
     on_warning: Literal["log", "stop"] = "log"
+    """What a warning (docs/metrics.md#warnings) does: a line in the log, or the end of the run."""
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class LoggingConfig:
-    """``samples_interval``: dump judged responses every that many steps (0: never).
-
-    ``to``: loggers beside metrics.jsonl, of tensorboard, wandb, mlflow, swanlab, or an import path. ``project``: of wandb,
-    mlflow and swanlab (empty: the name of the directory that run_dir is in). ``verl_names``: log under verl's names too."""
+    """What a run writes beside metrics.jsonl."""
 
     to: tuple[str, ...] = ("tensorboard",)
+    """Loggers: tensorboard, wandb, mlflow, swanlab, or one of yours by import path."""
     project: str = ""
+    """Project of wandb, mlflow and swanlab; empty: the name of the directory that run_dir is in."""
     verl_names: bool = False
+    """Log under verl's names of the metrics, too."""
     samples_interval: NonNegative = 10
+    """Write the judged responses every that many steps (0: never)."""
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class Config:
     """One training run; ``config.yaml`` of the run directory holds it in full."""
 
     run_dir: str
+    """Directory that the run writes to, seen from the working directory."""
     model: ModelConfig
     data: DataConfig
     seed: int = 1
+    """Seed of the sampling and of the order of the data."""
     parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
     judging: JudgingConfig = dataclasses.field(default_factory=JudgingConfig)

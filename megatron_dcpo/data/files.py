@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megatron_dcpo.errors import UserError, one_line
+from megatron_dcpo.runtime.paths import places
 from megatron_dcpo.runtime.text import parse_json
 
 Row = Mapping[str, Any]
@@ -32,10 +33,10 @@ def read_rows(path_or_name: str | Path) -> Iterator[Row]:
     if path.is_dir():
         path = _only_data_file(path)
     if not path.exists():
-        if isinstance(path_or_name, str) and _looks_like_hub_name(path_or_name):
+        if isinstance(path_or_name, str) and is_hub_name(path_or_name):
             yield from _read_hub(path_or_name)
             return
-        raise UserError(f"{path_or_name}: no such data file")
+        raise UserError(f"{path_or_name}: no such data file{places(path_or_name)}")
     name = path.name.removesuffix(".gz")
     if name.endswith(".parquet"):
         yield from _read_parquet(path)
@@ -77,7 +78,7 @@ def _open_text(path: str | Path) -> Iterator[TextIO]:
                 stream = stack.enter_context(open(path, "rb"))
                 if stream.peek(2)[:2] == b"\x1f\x8b":
                     stream = stack.enter_context(gzip.open(stream))
-            yield TextIOWrapper(stream, encoding="utf-8", newline="\n")
+            yield TextIOWrapper(stream, encoding="utf-8-sig", newline="\n")
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except (UnicodeDecodeError, gzip.BadGzipFile, zlib.error, EOFError) as error:
@@ -190,5 +191,6 @@ def _only_data_file(directory: Path) -> Path:
     raise UserError(f"{directory}: expected exactly one data file in this directory, found {names}; name the file")
 
 
-def _looks_like_hub_name(name: str) -> bool:
+def is_hub_name(name: str) -> bool:
+    """Return whether ``name`` may be a data set of the hub, ``owner/name[:config][@split]``."""
     return bool(_HUB_NAME.match(name)) and not name.startswith(".") and not name.partition("@")[0].endswith(SUFFIXES)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from megatron_dcpo.config import JudgingConfig, ValidationConfig
-from megatron_dcpo.config.sections import QUESTIONS
+from megatron_dcpo.config.kinds import QUESTIONS
 from megatron_dcpo.data import BENCHMARKS, LoadedBenchmark, render_prompts
 from megatron_dcpo.data.datasets import message_prompts
 from megatron_dcpo.data.gym import VERIFIER

@@ -62,6 +62,7 @@ METHOD = Method(
     token_loss,
     reads=COMMON | {"eps"},
     own_options={"beta": 0.01},
+    meanings={"beta": "Factor of the cross-entropy of the sequence's own probability against R."},
     defaults=defaults,
     needs_old_logprobs=True,
     separable=False,

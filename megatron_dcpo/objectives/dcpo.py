@@ -69,7 +69,10 @@ def defaults(config: ObjectiveConfig) -> Mapping[str, Any]:
 METHOD = Method(
     score_group,
     reads=COMMON | CLIPPED_LOSS | CALIBRATION_REWARD | REASONING_ADVANTAGE | CONFIDENCE_ADVANTAGE,
-    # what R_c is compared with: the other responses' R_c, or the score their confidences would have had on its target
     own_options={"confidence_baseline": ("group", "counterfactual")},
+    meanings={
+        "confidence_baseline": "What R_c is compared with: the R_c of the group, or the scores that the group's confidences "
+        "would have had on its target."
+    },
     defaults=defaults,
 )

@@ -50,16 +50,17 @@ class Method:
 
     ``score_group``: see :data:`ScoreGroup`. ``token_loss``: contributions [n] of a micro-batch's tokens, and sums over
     them. ``reads``: names of the options that it reads; another one is refused when it is set. ``own_options``: options
-    of its own with their defaults (of a tuple of choices the first), set under ``objective.options``. ``defaults``: its
-    own values of options, which win over the preset's. ``needs_old_logprobs``: the score reads the mean log-prob of
-    each response under the policy that sampled. ``separable``: a token's loss depends on the policy's outputs at that
-    token alone. ``batch_scaled``: the advantages that ``batch_std`` brings to one scale.
+    of its own with their defaults (of a tuple of choices the first), set under ``objective.options``; ``meanings``: a
+    sentence on each. ``defaults``: its own values of options, which win over the preset's. ``needs_old_logprobs``: the
+    score reads the mean log-prob of each response under the policy that sampled. ``separable``: a token's loss depends
+    on the policy's outputs at that token alone. ``batch_scaled``: the advantages that ``batch_std`` brings to one scale.
     """
 
     score_group: ScoreGroup
     token_loss: TokenLoss = clipped_policy_loss
     reads: frozenset[str] = COMMON | CLIPPED_LOSS
     own_options: Mapping[str, Any] = field(default_factory=dict)
+    meanings: Mapping[str, str] = field(default_factory=dict)
     defaults: Callable[[ObjectiveConfig], Mapping[str, Any]] = no_defaults
     needs_old_logprobs: bool = False
     separable: bool = True

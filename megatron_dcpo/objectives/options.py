@@ -26,82 +26,88 @@ ClipLow = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 BLOCK_OPTIONS = ("advantage_normalization", "weight", "kl_coef", "entropy_coef")
 
 
-# Options that one or two of the package's methods declare as their own; they may stand in the section without ``options``.
+# Own options of the package's methods, which may stand in the section without ``options``.
 OWN_OPTIONS = ("w", "variant", "tokens", "beta", "confidence_baseline", "abstain_penalty")
 
 
 class ObjectiveConfig(BaseModel):
-    """Section ``objective`` of a run's configuration; also, with every preset applied, what the formulas read.
-
-    Args (symbols of the paper in brackets):
-        name: the method, a key of ``objectives.METHODS`` or an import path, ``my_method.py:METHOD``; options: its own.
-            preset: overrides of the defaults, see ``PRESETS``.
-        lam: share of the group accuracy in the target of the confidence [lambda].
-        calibration_loss: score of the confidence against its target; all but ``l1`` are proper.
-        malformed_penalty, malformed_placement: what a response without a valid confidence gets, and where.
-        fallback: confidence block of a response without a confidence tag.
-        marker_block: which block the tokens of the confidence tag belong to.
-        advantage_normalization, ddof, eps: (x - mean) / (std_ddof + eps), x - mean, or x; of the confidence block also
-            ``batch_std``, x - mean over the root mean square of the whole mini-batch (``dcpo`` and ``posthoc``).
-        overlong_buffer, overlong_penalty: a soft length penalty on the reasoning's reward, which falls from 0 to
-            -overlong_penalty over the last ``overlong_buffer`` tokens before ``max_response_length``; 0 is off (DAPO).
-        loss_aggregation: 1/(N_sequences |o_i|), 1/N_tokens, 1/N_block, or 1/(N_sequences max_response_length) per token
-            (``constant``, Dr.GRPO); N are global counts. max_response_length: tokens; by default that of ``rollout``.
-        mask_truncated: truncated responses train nothing (they still count in the group statistics).
-        weight: multiplies all terms of a block's loss. ratio: pi / pi_old of a token, or its geometric mean over a response
-            (GSPO). clip_low, clip_high: the ratio stays in [1-low, 1+high]. clip: outside, ``ppo`` stops the gradient and
-            ``cispo`` goes on with the bound as the weight of grad log pi.
-        dual_clip: bound of the loss for negative advantages, in multiples of -A; 0 is off.
-        entropy_target, entropy_delta: the coefficient of the reasoning begins at ``entropy_coef_reasoning``, rises by
-            ``entropy_delta`` after a step whose reasoning has less entropy than the target (nats; 0 is off), else falls, and
-            acts while the entropy is at most the target (Skywork-OR1).
-        kl_coef, kl_estimator: KL loss against the reference policy, by the gradient it has where the policy sampled: ``k1``
-            none, ``k2`` that of KL(policy || reference), ``k3`` of KL(reference || policy). entropy_coef: entropy bonus.
-        tis_level: importance weights between engine and trainer, of a token, a sequence, or its geometric mean. tis_mode:
-            what lies outside [tis_floor, tis_cap] is brought there (``truncate``) or trains nothing (``mask``).
-    """
+    """The method, and what its formulas read. The text below an option is its meaning (``config/reference.py``)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = "dcpo"
+    """The method: grpo, dcpo, coupled, rlcr, ccgspg, posthoc, or one of yours, my_method.py:METHOD."""
     preset: Preset = "paper"
+    """Other defaults for all options of the section (docs/algorithms.md#6-presets)."""
     options: dict[str, Any] = Field(default_factory=dict)
-    # Rewards
+    """The method's own options; those of the package's methods may stand beside it as well."""
     lam: Unit = 0.5
+    """Share of the group's accuracy in the target of the confidence, beside the response's own label [lambda]."""
     calibration_loss: Literal["l1", "brier", "log", "spherical"] = "l1"
+    """Score of the confidence against its target; all but l1 are proper."""
     malformed_penalty: Finite = -1.0
+    """Reward of a response without a valid confidence, where malformed_placement puts it."""
     malformed_placement: Literal["confidence", "reasoning", "both", "sentinel"] = "confidence"
+    """Reward that malformed_penalty is for: it replaces R_c, is added to R, or both; sentinel scores c = -1."""
     fallback: Literal["eos", "none", "last_two"] = "eos"
+    """Confidence block of a response without a confidence tag: its EOS, no token, or its last two."""
     marker_block: Literal["confidence", "reasoning"] = "confidence"
-    # Advantages
+    """Block that the tokens of the confidence tag belong to."""
     advantage_normalization_reasoning: Normalization = "std"
+    """Advantage of x in its group: (x - mean) / (std + eps), x - mean, or x (none); reasoning block."""
     advantage_normalization_confidence: ConfidenceNormalization = "std"
+    """The same of the confidence block; batch_std (dcpo, posthoc): x - mean over its root mean square in the mini-batch."""
     ddof: Literal[0, 1] = 0
+    """What is subtracted from G in the standard deviation of a group: 0 population, 1 sample."""
     eps: NonNegative = 1e-6
+    """Added to the standard deviation that an advantage is divided by."""
     overlong_buffer: Annotated[int, Field(ge=0)] = 0
+    """Tokens before max_response_length over which R falls by up to overlong_penalty (0: off; DAPO)."""
     overlong_penalty: NonNegative = 1.0
-    # Loss
+    """What a response of max_response_length loses of its R, with overlong_buffer."""
     loss_aggregation: Literal["sequence_mean", "token_mean", "block_mean", "constant"] = "sequence_mean"
+    """Weight of a token: 1/(N_sequences |o_i|), 1/N_tokens, 1/N_block, or 1/(N_sequences max_response_length) (constant,
+    Dr.GRPO); N counts the whole mini-batch."""
     max_response_length: Annotated[int, Field(ge=0)] = 0
+    """Tokens that overlong_buffer and loss_aggregation=constant are relative to (0: rollout.max_response_length)."""
     mask_truncated: bool = False
+    """Truncated responses train nothing; they still count in the statistics of their group."""
     weight_reasoning: NonNegative = 1.0
+    """Factor of all terms of the loss on reasoning tokens."""
     weight_confidence: NonNegative = 1.0
+    """Factor of all terms of the loss on confidence tokens."""
     ratio: Literal["token", "sequence"] = "token"
+    """Ratio of new to old probability: of a token, or its geometric mean over the response (GSPO)."""
     clip: Literal["ppo", "cispo"] = "ppo"
+    """A clipped ratio stops the gradient (ppo), or is the weight of the gradient of the log-prob (cispo)."""
     clip_low: ClipLow = 0.2
+    """The ratio is clipped at 1 - clip_low."""
     clip_high: NonNegative = 0.28
+    """The ratio is clipped at 1 + clip_high."""
     dual_clip: NonNegative = 0.0
+    """Largest loss of a token with a negative advantage A, in multiples of -A; above 1 (0: off)."""
     kl_coef_reasoning: NonNegative = 0.0
+    """Factor of the KL loss against the starting policy on reasoning tokens."""
     kl_coef_confidence: NonNegative = 0.0
+    """Factor of the KL loss against the starting policy on confidence tokens."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Gradient of the KL loss where the policy sampled: none, of KL(policy || reference), of KL(reference || policy)."""
     entropy_coef_reasoning: Finite = 0.0
+    """Factor of the entropy bonus on reasoning tokens."""
     entropy_coef_confidence: Finite = 0.0
+    """Factor of the entropy bonus on confidence tokens."""
     entropy_target: NonNegative = 0.0
+    """Entropy of the reasoning in nats, up to which an entropy_coef_reasoning acts that adapts to it (0: off)."""
     entropy_delta: NonNegative = 0.005
+    """Change of the entropy_coef_reasoning after each step, up below entropy_target and down above."""
     tis_level: Literal["none", "token", "sequence", "geometric"] = "none"
+    """Importance weights between engine and trainer: of a token, a sequence, or its geometric mean."""
     tis_mode: Literal["truncate", "mask"] = "truncate"
+    """Importance weights outside [tis_floor, tis_cap] are brought there, or train nothing."""
     tis_floor: NonNegative = 0.0
+    """Least importance weight; below tis_cap."""
     tis_cap: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 2.0
+    """Largest importance weight."""
 
     @model_validator(mode="before")
     @classmethod

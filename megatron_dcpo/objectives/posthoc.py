@@ -39,6 +39,7 @@ METHOD = Method(
     score_group,
     reads=COMMON | CLIPPED_LOSS | CALIBRATION_REWARD | CONFIDENCE_ADVANTAGE,
     own_options={"tokens": ("all", "confidence")},
+    meanings={"tokens": "Tokens that the calibration reward trains."},
     defaults=defaults,
     batch_scaled=("A_r", "A_c"),  # one reward, so all tokens have it
 )

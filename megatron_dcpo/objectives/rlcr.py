@@ -57,4 +57,5 @@ def defaults(config: ObjectiveConfig) -> Mapping[str, Any]:
 
 
 OWN_OPTIONS = {**coupled.OWN_OPTIONS, "variant": ("canonical", "original")}
-METHOD = Method(score_group, reads=coupled.READS, own_options=OWN_OPTIONS, defaults=defaults)
+MEANINGS = {**coupled.MEANINGS, "variant": "The reward of the equation, or that of its authors' code."}
+METHOD = Method(score_group, reads=coupled.READS, own_options=OWN_OPTIONS, meanings=MEANINGS, defaults=defaults)

@@ -34,6 +34,7 @@ METHOD = Method(
     score_group,
     reads=dcpo.METHOD.reads,
     own_options={**dcpo.METHOD.own_options, "abstain_penalty": 1.0},
+    meanings={**dcpo.METHOD.meanings, "abstain_penalty": "What a wrong answer loses against an abstention."},
     defaults=dcpo.defaults,
     abstention=True,
 )

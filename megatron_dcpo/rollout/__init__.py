@@ -24,6 +24,8 @@ __all__ = [
     "load_tokenizer",
 ]
 
+_OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "tokenizer_config.json")
+
 
 def build_local_engine(choice: str, model_dir: str | Path, options: VllmOptions) -> Engine:
     """Return an engine in this process. ``choice``: ``auto``, ``vllm`` or ``transformers``.
@@ -45,6 +47,10 @@ def load_tokenizer(model_dir: str | Path) -> Any:
     spec = Path(model_dir) / "tokenizer.json"
     if spec.is_file():
         check_ids(read_json_object(spec), str(spec))  # the library would make room for the largest id
+    elif not any(
+        (Path(model_dir) / name).is_file() for name in _OTHER_TOKENIZERS
+    ):  # it would make one of a single token
+        raise UserError(f"{model_dir} has no tokenizer.json; put the files of the model's tokenizer there")
     try:
         return auto_class("AutoTokenizer").from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises plain Exception, others whatever their readers meet

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_dcpo.errors import check_world_size, one_line
+from megatron_dcpo.errors import UserError, check_world_size, one_line, port_in_use
 from megatron_dcpo.runtime.device import backend, current_device, has_cuda, set_threads
 from megatron_dcpo.runtime.megatron_on_cpu import ensure
 from megatron_dcpo.runtime.megatron_private import default_store
@@ -105,7 +105,7 @@ def initialize(
 ) -> Topology:
     """Set up the default group and Megatron's groups; one process without ``torchrun`` is a world of one.
 
-    Raises :class:`UserError` when the parallel sizes do not divide the world size.
+    Raises :class:`UserError` when the parallel sizes do not divide the world size, or the port of the job is in use.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     experts = expert_model_parallel_size * (expert_tensor_parallel_size or tensor_model_parallel_size)
@@ -119,7 +119,12 @@ def initialize(
             os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
         # no device_id: with one every new group, of which Megatron makes several per rank, is an ncclCommSplit of the whole
         # world. Barriers of this group run over gloo.
-        dist.init_process_group(backend(), timeout=timedelta(minutes=timeout_minutes))
+        try:
+            dist.init_process_group(backend(), timeout=timedelta(minutes=timeout_minutes))
+        except dist.DistNetworkError as error:
+            if used := port_in_use(error, "MASTER_PORT"):
+                raise UserError(used) from None
+            raise
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size,

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from megatron_dcpo.errors import UserError, did_you_mean, one_line
+from megatron_dcpo.runtime.paths import places
 
 
 def is_import_path(text: str) -> bool:
@@ -22,7 +23,7 @@ def is_import_path(text: str) -> bool:
 def load_object(path: str, option: str) -> Any:
     """Return the object that ``path`` names, for the configuration's ``option``.
 
-    A file is looked up in the working directory; its own directory is not put on ``sys.path``. Raises :class:`UserError`
+    A file is seen from the working directory; its own directory is not put on ``sys.path``. Raises :class:`UserError`
     when there is no such file, module or name, or when importing it fails.
     """
     place, _, name = path.rpartition(":")
@@ -61,7 +62,7 @@ def check_signature(function: Any, path: str, option: str, *arguments: str) -> N
 
 def _load_file(file: Path, path: str, option: str) -> ModuleType:
     if not file.is_file():
-        raise UserError(f"{option}={path}: no such file {file} (looked up in {Path.cwd()})")
+        raise UserError(f"{option}={path}: no such file {file}{places(file)}")
     # the same file is one module, under a name that no other file has
     name = f"megatron_dcpo_user_{file.stem}_{hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:8]}"
     if name in sys.modules:

@@ -65,9 +65,7 @@ def check_loggers(config: Config) -> None:
             check_signature(load_object(name, "logging.to"), name, "logging.to", "directory", "config", "first_step")
         elif name not in PACKAGES:
             hint = did_you_mean(name, PACKAGES)
-            raise UserError(
-                f"logging.to={name}: unknown logger{hint}; known: {', '.join(PACKAGES)}, or file.py:function"
-            )
+            raise UserError(f"logging.to={name}: unknown logger{hint}, or write file.py:function of your own")
         elif importlib.util.find_spec(PACKAGES[name]) is None:
             raise UserError(
                 f"logging.to={name}, but the package {PACKAGES[name]} is not installed; pip install {PACKAGES[name]}, or "

@@ -1,24 +1,20 @@
-"""What can be known about a run before anything is allocated: a dry run of its configuration."""
+"""What can be refused before anything is allocated: processes, packages, layout, vocabulary, lengths."""
 
 from __future__ import annotations
 
-import math
-import os
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 from megatron_dcpo.config import Config
-from megatron_dcpo.data.gym import is_gym
+from megatron_dcpo.data.mixture import LoadedSource
 from megatron_dcpo.data.prompts import find_template
 from megatron_dcpo.errors import UserError, check_world_size
-from megatron_dcpo.evaluation.heldout import benchmark_names, check_validation, named_sources
+from megatron_dcpo.evaluation.heldout import HeldOut, named_sources
+from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.judging.verifiers import check_verifier
 from megatron_dcpo.runtime.device import capabilities
-from megatron_dcpo.training.loggers import check_loggers
 from megatron_dcpo.weights.architecture import Architecture, read_architecture
 from megatron_dcpo.weights.layout import Layout
 from megatron_dcpo.weights.planner import check_layout, check_options
-from megatron_dcpo.weights.table import number_of_parameters
 
 
 def check_processes(config: Config, processes: int | None) -> None:
@@ -72,43 +68,28 @@ def check_model(config: Config) -> Architecture:
     return arch
 
 
-def describe(config: Config) -> dict[str, Any]:
-    """Return the facts of a run. Model and data may be absent on the machine that checks (``(not here)``), never wrong."""
-    from megatron_dcpo.objectives import build_method
+def check_vocabulary(config: Config, arch: Architecture, vocabulary: TokenBytes) -> None:
+    """Raise :class:`UserError` when the tokenizer has ids that the model has no embedding of."""
+    if len(vocabulary.table) > arch.vocab_size:
+        raise UserError(
+            f"the tokenizer of {config.model.path} has {len(vocabulary.table)} tokens, its config.json a vocab_size of "
+            f"{arch.vocab_size}; give the model its own tokenizer"
+        )
 
-    method = build_method(config.objective)
-    check_processes(config, int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None)
-    check_loggers(config)
-    check_pass_through(config)
-    parallel, training, evaluation = config.parallel, config.training, config.evaluation
-    if evaluation.interval:
-        check_validation(config)
-    sizes = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, parallel.context_parallel_size
-    responses = config.data.prompts_per_step * config.rollout.group_size
-    if os.path.exists(config.model.path):
-        arch = check_model(config)
-        parameters = number_of_parameters(arch)
-        model = f"{config.model.path}: {arch.name}, {parameters:,} parameters"
-    elif config.model.path.startswith((".", "/")):
-        raise UserError(f"model directory {config.model.path} does not exist; pass a Hugging Face checkpoint directory")
-    else:
-        model = f"{config.model.path} (not here)"
-    paths = [source.path for source in config.data.sources]
-    data = ", ".join(path if Path(path).exists() or is_gym(path) else f"{path} (not here)" for path in paths)
-    return {
-        "objective": f"{config.objective.name}, preset {config.objective.preset}",
-        "objective options": str(method.options),
-        "model": model,
-        "data": data,
-        "processes": f"a multiple of {math.prod(sizes)}",
-        "responses per step": responses,
-        "responses per update": responses // training.updates_per_rollout,
-        "longest sequence": config.data.max_prompt_length + config.rollout.max_response_length,
-        "steps": training.steps,
-        **(
-            {"validation": f"every {evaluation.interval} steps on {', '.join(benchmark_names(evaluation))}"}
-            if evaluation.interval
-            else {}
-        ),
-        "run_dir": config.run_dir,
-    }
+
+def check_lengths(config: Config, arch: Architecture, sources: Sequence[LoadedSource], held_out: HeldOut | None) -> int:
+    """Return the length of the longest prompt. Raise :class:`UserError` when it and a response are more than the model has
+    positions, in training or in the validation."""
+    longest, response = max(len(p.token_ids) for s in sources for p in s.prompts), config.rollout.max_response_length
+    lengths = [(longest, response, "rollout.max_response_length")]
+    if held_out:
+        limit = config.evaluation.max_tokens
+        name = "evaluation.max_tokens" if limit else "rollout.max_response_length"
+        lengths.append((held_out.longest, limit or response, name))
+    for prompt, tokens, name in lengths:
+        if prompt + tokens > arch.max_position_embeddings:
+            raise UserError(
+                f"{name}={tokens} and a prompt of {prompt} tokens are more than {config.model.path} has positions "
+                f"(max_position_embeddings={arch.max_position_embeddings}); lower it, or data.max_prompt_length"
+            )
+    return longest

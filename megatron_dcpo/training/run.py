@@ -33,7 +33,7 @@ from megatron_dcpo.runtime.host_memory import ledger
 from megatron_dcpo.runtime.watchdog import Timers, Watchdog
 from megatron_dcpo.training.checkpointer import Checkpointer
 from megatron_dcpo.training.loggers import check_loggers
-from megatron_dcpo.training.preflight import check_model, check_processes
+from megatron_dcpo.training.preflight import check_lengths, check_model, check_processes, check_vocabulary
 from megatron_dcpo.training.recorder import Recorder
 from megatron_dcpo.training.sampler import Sampler
 from megatron_dcpo.training.sources import build_draw, build_judge, fingerprint_of, load_sources
@@ -72,13 +72,15 @@ def build(config: Config) -> Iterator[Run]:
     Raises :class:`UserError` on bad input.
     """
     method = build_method(config.objective)
-    check_model(config)
+    arch = check_model(config)
     check_processes(config, int(os.environ.get("WORLD_SIZE", "1")))
     check_loggers(config)
     tokenizer = load_tokenizer(config.model.path)
     vocabulary = token_bytes(tokenizer)
+    check_vocabulary(config, arch, vocabulary)
     sources = load_sources(config, tokenizer)
     held_out = load_held_out(config, tokenizer, vocabulary)
+    check_lengths(config, arch, sources, held_out)
     judge = build_judge(config, sources, tokens=vocabulary)
     parallel, directory = config.parallel, Path(config.run_dir)
     topology = distributed.initialize(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dcpo.errors import UserError, one_line
+from megatron_dcpo.runtime.paths import places
 from megatron_dcpo.runtime.text import read_json_object
 
 
@@ -90,7 +91,9 @@ def read_architecture(model_dir: str | Path) -> Architecture:
     model_dir = Path(model_dir)
     path = model_dir / "config.json"
     if not model_dir.is_dir():
-        raise UserError(f"model directory {model_dir} does not exist; pass a Hugging Face checkpoint directory")
+        raise UserError(
+            f"model directory {model_dir} does not exist{places(model_dir)}; pass a Hugging Face checkpoint directory"
+        )
     if not path.is_file():
         raise UserError(f"{path} is missing; {model_dir} is not a Hugging Face checkpoint directory")
     return parse_architecture(read_json_object(path), str(path))

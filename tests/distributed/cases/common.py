@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dcpo.config.sections import PLANNED, Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_dcpo.config.parallel import PLANNED, ParallelConfig
+from megatron_dcpo.config.sections import Config, DataConfig, ModelConfig, OptimizerConfig
 from megatron_dcpo.policy.batching import assign_to_ranks, sequence_length, split_micro_batches
 from megatron_dcpo.runtime.distributed import Topology, initialize
 from megatron_dcpo.types import TrainingSample

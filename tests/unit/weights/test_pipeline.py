@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_dcpo.config import ParallelConfig, validate
-from megatron_dcpo.config.sections import PLANNED
+from megatron_dcpo.config.parallel import PLANNED
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.weights.layout import UNEVEN_PIPELINE, Layout
 from megatron_dcpo.weights.pipeline import chunk_layers, layers_per_stage

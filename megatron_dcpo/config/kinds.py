@@ -1,0 +1,35 @@
+"""Kinds of values that several sections have."""
+
+from __future__ import annotations
+
+from typing import Annotated
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, ConfigDict, Field
+
+from megatron_dcpo.errors import did_you_mean
+from megatron_dcpo.runtime.plugins import is_import_path
+
+STRICT = ConfigDict(extra="forbid")
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
+QUESTIONS = ("exact", "f1", "choice")
+BUILT_IN = ("math", "code", *QUESTIONS)  # verifiers
+LOCAL = ("localhost", "127.0.0.1", "::1")
+
+
+def _verifier(name: str) -> str:
+    if "://" in name:
+        address = urlsplit(name)
+        if address.scheme != "https" and (address.scheme != "http" or address.hostname not in LOCAL):
+            raise ValueError("expected an https:// address; http:// is for this machine (http://localhost:PORT) alone")
+        if address.username or address.password or address.query:
+            raise ValueError("the address is shown in logs; leave the key out, and set DCPO_VERIFIER_KEY")
+    elif name not in BUILT_IN and not is_import_path(name):
+        expected = "math, code, exact, f1, choice, an import path as my_reward.py:verify, or an https:// address"
+        raise ValueError(f"expected {expected}{did_you_mean(name, BUILT_IN)}")
+    return name
+
+
+VerifierName = Annotated[str, AfterValidator(_verifier)]

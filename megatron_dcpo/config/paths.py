@@ -1,0 +1,64 @@
+"""The paths in a configuration, seen from the file that names them (``runtime/paths.py`` has the rule)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron_dcpo.runtime.paths import beside
+from megatron_dcpo.runtime.run_records import CONFIG, RUN
+
+
+def seen_from(values: dict[str, Any], file: Path) -> dict[str, Any]:
+    """Return the values of ``file`` with every path that is found beside it made absolute. A run directory's ``config.yaml``
+    has them as the run's working directory had them."""
+    if file.name == CONFIG and file.with_name(RUN).exists():
+        return values
+    for (section, key), find in _PATHS.items():
+        holder = values.get(section)
+        if isinstance(holder, dict) and key in holder:
+            holder[key] = find(holder[key], file.parent)
+    return values
+
+
+def _each(find: Callable[[str, Path], str]) -> Callable[[Any, Path], Any]:
+    """Return ``find`` for a text, or each one of a list; other values are left for the checks of their type."""
+
+    def found(value: Any, folder: Path) -> Any:
+        if isinstance(value, list):
+            return [found(one, folder) for one in value]
+        return find(value, folder) if isinstance(value, str) else value
+
+    return found
+
+
+def _import_path(text: str, folder: Path) -> str:
+    place, _, name = text.rpartition(":")
+    return f"{beside(place, folder)}:{name}" if place.endswith(".py") else text
+
+
+def _benchmarks(text: str, folder: Path) -> str:
+    named = [part.partition("=") for part in text.split(",")]
+    return ",".join(f"{name}{equal}{beside(path.strip(), folder)}" for name, equal, path in named)
+
+
+def _sources(value: Any, folder: Path) -> Any:
+    if isinstance(value, list):
+        return [_sources(one, folder) for one in value]
+    if isinstance(value, dict):
+        finds = {"path": _path, "verifier": _function, "template": _function}
+        return {key: finds[key](one, folder) if key in finds else one for key, one in value.items()}
+    return _path(value, folder)
+
+
+_path, _function = _each(beside), _each(_import_path)
+_PATHS: dict[tuple[str, str], Callable[[Any, Path], Any]] = {
+    ("model", "path"): _path,
+    ("data", "path"): _sources,
+    ("data", "template"): _function,
+    ("judging", "verifier"): _function,
+    ("objective", "name"): _function,
+    ("evaluation", "benchmarks"): _each(_benchmarks),
+    ("logging", "to"): _function,
+}
