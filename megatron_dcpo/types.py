@@ -110,7 +110,7 @@ class Judgement:
     ``boundary`` is None where text was judged whose tokens are not known.
     ``confidence`` is ``None`` exactly when ``status`` is not ``ok``. ``stated`` is the number as written when it is no
     valid confidence (``1.2``): the released code of the paper used it raw, so the preset ``verl_compat`` asks for it.
-    ``answered``: an answer begins in the reasoning block. ``marker_end`` is the first token that begins behind the
+    ``answered``: an answer begins in the reasoning block, behind the thinking. ``marker_end`` is the first token that begins behind the
     marker; None where that is not known.
     ``answer`` is what was judged: the content of the box, or the program; ``category``: how the program ended, or
     ``verifier_error``. Of a user's verifier: ``logged``; ``score``, R in [0, 1] where ``judging.graded`` asks for it.
@@ -130,6 +130,8 @@ class Judgement:
     score: float | None = None
     logged: Mapping[str, Any] | None = field(default=None, compare=False)
     abstained: bool = False  # the box says that the answer is not known
+    thinking_tokens: int | None = 0  # before the answer; None where the text's tokens are not known
+    thinking_characters: int = 0  # of the text
 
     @property
     def R(self) -> float:

@@ -41,7 +41,8 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--as-trained",
         metavar="CONFIG",
-        help="prompts as that run had them: its template, marker, longest response, and with --endpoint its tokenizer",
+        help="prompts as that run had them: its template, marker, thinking, longest response, and with --endpoint its "
+        "tokenizer",
     )
     parser.add_argument("--benchmarks", metavar="A,B", help="names (math500, aime24, ...) or NAME=PATH of a data file")
     parser.add_argument("--out", metavar="RUN", required=True, help="directory to write to")
@@ -63,6 +64,11 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--template", help="prompt template: paper, abstain, grpo, chat, raw, or my_prompt.py:render (default paper)"
+    )
+    parser.add_argument(
+        "--thinking",
+        choices=["off", "on", "auto"],
+        help="of models that think: off, on, or as the chat template has it (default off)",
     )
     parser.add_argument("--limit", type=positive_int, help="only the first problems of every benchmark")
     parser.add_argument("--data-dir", metavar="DIR", help="where benchmark files are (default: $DCPO_DATA, else data/)")
@@ -159,6 +165,7 @@ def as_trained(path: str, server: bool) -> dict[str, Any]:
     config = load_config(path)
     judging = config.judging
     options: dict[str, Any] = {"template": config.data.template, "marker": judging.marker}
+    options |= {"thinking": config.data.thinking}
     options |= {"verifier": judging.verifier, "threshold": judging.threshold}
     return (
         options

@@ -35,6 +35,7 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
         "loss_type": "objective.loss_aggregation",
         "mask_truncated_completions": "objective.mask_truncated",
         "report_to": "logging.to",
+        "chat_template_kwargs": "data.thinking",
         # verl
         "n": "rollout.group_size",
         "train_batch_size": "data.prompts_per_step",
@@ -64,6 +65,7 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
         "experiment_name": "run_dir",
         "compute_score": "judging.verifier",
         "log_prob_micro_batch_size_per_gpu": "training.micro_batch_size",
+        "apply_chat_template_kwargs": "data.thinking",
         # Megatron-LM
         "tp": _MODEL_PARALLEL,
         "tensor_parallel_size": _MODEL_PARALLEL,

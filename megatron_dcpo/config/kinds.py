@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from megatron_dcpo.errors import did_you_mean
 from megatron_dcpo.runtime.plugins import is_import_path
@@ -32,4 +32,10 @@ def _verifier(name: str) -> str:
     return name
 
 
+def _word(value: Any) -> Any:
+    """Return the word of a value that YAML reads as true or false."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+Thinking = Annotated[Literal["off", "on", "auto"], BeforeValidator(_word)]
 VerifierName = Annotated[str, AfterValidator(_verifier)]

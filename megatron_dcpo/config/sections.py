@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic.dataclasses import dataclass
 
-from megatron_dcpo.config.kinds import STRICT, NonNegative, Positive, Share, VerifierName
+from megatron_dcpo.config.kinds import STRICT, NonNegative, Positive, Share, Thinking, VerifierName
 from megatron_dcpo.config.parallel import ParallelConfig
 from megatron_dcpo.objectives.options import ObjectiveConfig
 from megatron_dcpo.sandbox.local import CodeLimits
@@ -98,6 +98,9 @@ class DataConfig:
     (docs/bring_your_own.md#data)."""
     template: str = "paper"
     """How a problem becomes a prompt: paper, abstain, grpo, chat, raw, or a function of yours, my_prompt.py:render."""
+    thinking: Thinking = "off"
+    """Whether the chat template asks for thinking, where it has that switch: off, on, or as the template has it (auto);
+    answer and confidence are read behind the end-of-thinking token (docs/rollout.md#thinking-models)."""
     prompts_per_step: Positive = 256
     """Prompts of a step; each gets rollout.group_size responses."""
     max_prompt_length: Positive = 1024

@@ -81,6 +81,7 @@ def load_prompts(
     marker: str = CONFIDENCE_TAG,
     untested: bool = False,
     keep_columns: bool = False,
+    thinking: str = "off",
 ) -> list[Prompt]:
     """Return the prompts of a data set: rendered, tokenized, each with an id of its own (equal problems stay separate
     groups).
@@ -88,10 +89,12 @@ def load_prompts(
     ``path_or_name``: a file, a directory with one data file, a hub name ``owner/name[:config][@split]``, or
     ``reasoning_gym:TASK``.
     Prompts of more than ``max_prompt_length`` tokens are dropped, ``limit`` keeps the first ones that are left
-    (``None`` or 0: all). ``marker`` is what the ``paper`` template asks the confidence line to begin with.
+    (``None`` or 0: all). ``marker`` is what the ``paper`` template asks the confidence line to begin with; ``thinking``:
+    off, on or auto.
     """
     records = load_records(path_or_name, task, untested, keep_columns)
-    return render_prompts(records, tokenizer, template, max_prompt_length, limit, marker, source=str(path_or_name))
+    options = template, max_prompt_length, limit, marker, str(path_or_name), thinking
+    return render_prompts(records, tokenizer, *options)
 
 
 def render_prompts(
@@ -102,6 +105,7 @@ def render_prompts(
     limit: int | None = None,
     marker: str = CONFIDENCE_TAG,
     source: str = "the data set",
+    thinking: str = "off",
 ) -> list[Prompt]:
     """Render records through the prompt template. Stops reading at ``limit`` prompts."""
     kept: list[Prompt] = []
@@ -109,7 +113,7 @@ def render_prompts(
     for record in records:
         if limit and len(kept) >= limit:
             break
-        messages, ids = prompts.render(tokenizer, record.messages, template, marker, record.form)
+        messages, ids = prompts.render(tokenizer, record.messages, template, marker, record.form, thinking)
         if max_prompt_length is not None and len(ids) > max_prompt_length:
             too_long += 1
             continue

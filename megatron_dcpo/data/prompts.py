@@ -12,7 +12,7 @@ What the first three ask for depends on the form of the answer (:data:`ASKS`): a
 option, a short answer, or one fenced program.
 
 All but ``raw`` go through the tokenizer's chat template with its generation prompt, without a system message of
-ours, and with thinking switched off where the template has that switch (Qwen3).
+ours, and with thinking switched off, or on, where the template has that switch (Qwen3).
 """
 
 from __future__ import annotations
@@ -153,23 +153,29 @@ def plain_text(messages: tuple[Message, ...]) -> str:
 
 
 def render(
-    tokenizer: Any, messages: tuple[Message, ...], template: str, marker: str = CONFIDENCE_TAG, form: str = "math"
+    tokenizer: Any,
+    messages: tuple[Message, ...],
+    template: str,
+    marker: str = CONFIDENCE_TAG,
+    form: str = "math",
+    thinking: str = "off",
 ) -> tuple[tuple[Message, ...], list[int]]:
-    """Return the messages as sent and their token ids, ready to be continued."""
+    """Return the messages as sent and their token ids, ready to be continued. ``thinking``: ``data.thinking``."""
     asked = ask(messages, template, marker, form)
     if not find_template(template).chat:
         return asked, list(tokenizer.encode(plain_text(asked)))
-    return asked, encode_chat(tokenizer, asked)
+    return asked, encode_chat(tokenizer, asked, thinking)
 
 
-def encode_chat(tokenizer: Any, messages: tuple[Message, ...]) -> list[int]:
-    """Return the token ids of a chat up to and including the generation prompt, thinking off where the template has
-    that switch."""
+def encode_chat(tokenizer: Any, messages: tuple[Message, ...], thinking: str = "off") -> list[int]:
+    """Return the token ids of a chat up to and including the generation prompt, ``thinking`` off or on where the template
+    has that switch, auto: as the template has it."""
     chat_template = getattr(tokenizer, "chat_template", None)
     if not chat_template:
         raise UserError("the tokenizer has no chat template; use the prompt template 'raw' or add chat_template.jinja")
     # A switch that the template does not have is ignored silently; a later release may refuse it.
-    options = {"enable_thinking": False} if "enable_thinking" in str(chat_template) else {}
+    switched = thinking != "auto" and "enable_thinking" in str(chat_template)
+    options = {"enable_thinking": thinking == "on"} if switched else {}
     text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **options)
     # The template writes the special tokens itself; adding them again would double Llama's <|begin_of_text|>.
     return list(tokenizer.encode(text, add_special_tokens=False))

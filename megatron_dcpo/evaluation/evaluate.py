@@ -127,12 +127,13 @@ def complete_at_once(stream: Stream, tokens: TokenBytes, eos_ids: Collection[int
 def rejudge(
     samples: Sequence[Sample], judge: Judge = judge_many, equivalent: Equivalent = equivalent_math
 ) -> list[Sample]:
-    """Return the same responses judged anew, for instance by a better verifier."""
+    """Return the same responses judged anew behind their thinking, for instance by a better verifier."""
     rows = [s.row or {"problem": s.problem, "answer": s.ground_truth} for s in samples]
     prompts = {str(i): Prompt(str(i), (), (), s.ground_truth, "", row=rows[i]) for i, s in enumerate(samples)}
     none = np.empty(0)
+    texts = [s.response[s.thinking_characters or 0 :] for s in samples]
     responses = [
-        Response(str(i), s.repeat, none, none, "stop" if s.finish_reason == "stop" else "length", 0, text=s.response)
+        Response(str(i), s.repeat, none, none, "stop" if s.finish_reason == "stop" else "length", 0, text=texts[i])
         for i, s in enumerate(samples)
     ]
     judged = [
@@ -227,5 +228,7 @@ def _sample(
         kind=record.kind,
         row=None if record.row is None else dict(record.row),
         form=record.form if record.form in ("choice", "short") else None,
+        thinking_characters=judgement.thinking_characters or None,
+        thinking_tokens=judgement.thinking_tokens or None,
         **_verdict(judgement),
     )

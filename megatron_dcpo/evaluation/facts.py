@@ -24,7 +24,9 @@ def sampling_text(settings: Mapping[str, Any], evaluation: Mapping[str, Any]) ->
         return ""
     repeats = evaluation.get("overall", {}).get("repeats")
     parts = [f"{label} {settings[key]}" for key, label in SAMPLING.items() if key in settings]
-    return ", ".join([*parts, f"template {settings['template']}"] + ([f"{repeats} responses each"] if repeats else []))
+    parts += [f"template {settings['template']}"]
+    parts += [f"thinking {settings['thinking']}"] if "thinking" in settings else []
+    return ", ".join([*parts, f"{repeats} responses each"] if repeats else parts)
 
 
 def origin(name: str, path: Path, steps: int) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import ChainMap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from megatron_dcpo.judging.programs import PackedTests
 from megatron_dcpo.judging.questions import check_questions, same_answer
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.judging.verifiers import FindVerifier, is_users, verifier_for, verifiers
-from megatron_dcpo.types import Prompt, Response
+from megatron_dcpo.types import Judgement, Prompt, Response
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class Problems:
 
     benchmark: LoadedBenchmark
     tests: PackedTests
-    judge: Judge
+    judge: Callable[..., Sequence[Judgement]]  # a ``Judge``, which takes the ``tokens`` of the tokenizer as well
     equivalent: Equivalent
 
 
@@ -131,7 +131,7 @@ class HeldOut:
                 [self.prompts[prompt_id] for prompt_id in dict.fromkeys(r.prompt_id for r in found)],
                 lambda _, found=found: [found],  # type: ignore[misc]
                 repeats=self.repeats,
-                judge=problems.judge,
+                judge=partial(problems.judge, tokens=self.tokens),
                 equivalent=problems.equivalent,
             )
         return [replace(s, token_confidence=None, min_logprob=None, reasoning_logprob=None) for s in samples]
@@ -147,7 +147,8 @@ class HeldOut:
         scored = score_samples(ordered, ("verbal",), resamples=0)
         values: dict[str, float] = {}
         for name, scores in scored["benchmarks"].items():
-            shown = headline(scored, "verbal", name) | {key: scores[key] for key in ("mean_length", "truncated_rate")}
+            lengths = ("mean_length", "mean_thinking", "truncated_rate")
+            shown = headline(scored, "verbal", name) | {key: scores[key] for key in lengths if key in scores}
             shown |= {f"abstention_{key}": value for key, value in scores.get("abstention", {}).items()}
             values |= {
                 f"evaluation/{name}/{key}": math.nan if value is None else float(value)
@@ -176,6 +177,7 @@ def load_held_out(config: Config, tokenizer: Any, tokens: TokenBytes) -> HeldOut
             limit=options.limit or None,
             marker=judging.marker,
             source=name,
+            thinking=config.data.thinking,
         )
         prompts |= {prompt.prompt_id: prompt for prompt in rendered}
     return HeldOut(problems, prompts, tokens, options.samples)

@@ -35,7 +35,8 @@ from megatron_dcpo.evaluation.samples import SETTINGS, Sample, SampleLog, check_
 from megatron_dcpo.evaluation.scoring import parse_kinds, score_samples
 from megatron_dcpo.judging.programs import PackedTests
 from megatron_dcpo.judging.questions import same_answer
-from megatron_dcpo.judging.token_bytes import token_bytes
+from megatron_dcpo.judging.thinking import KNOWN, check_thinking, keep_thinking
+from megatron_dcpo.judging.token_bytes import TokenBytes, token_bytes
 from megatron_dcpo.judging.users import check_error_rate
 from megatron_dcpo.judging.verifiers import reads_rows, verifier_for, verifiers
 from megatron_dcpo.rollout import SamplingConfig, VllmOptions, choose_engine
@@ -64,8 +65,8 @@ class EvaluationConfig:
     Exactly one of ``model`` (a Hugging Face directory), ``endpoint`` (the URL of an OpenAI-compatible server) and
     ``samples`` (a ``samples.jsonl``) is given. ``benchmarks`` and ``confidence`` are comma-separated names. ``marker``
     None: the confidence tag of ``samples``, else ``<conf>``. ``timeout`` is in seconds, for one sample. ``tokenizer``:
-    a directory whose tokenizer renders the prompts for ``endpoint``, as training does (thinking off); their token ids
-    are sent instead of messages. ``dtype`` auto: bf16 on a GPU, else fp32. ``batch_size``: responses of ``model``
+    a directory whose tokenizer renders the prompts for ``endpoint``, as training does; their token ids are sent instead
+    of messages. ``thinking``: as ``data.thinking``. ``dtype`` auto: bf16 on a GPU, else fp32. ``batch_size``: responses of ``model``
     sampled at once; 0: 512 by vLLM on a GPU, else 64.
     """
 
@@ -83,6 +84,7 @@ class EvaluationConfig:
     verifier: str = JudgingConfig.verifier
     threshold: float = JudgingConfig.threshold
     template: str = _saved("paper")
+    thinking: Literal["off", "on", "auto"] = "off"
     limit: int | None = None
     data_dir: str | None = None
     corrections: bool = _saved(False)
@@ -146,6 +148,7 @@ class EvaluationConfig:
         saved |= {"top_logprobs": self.top_logprobs, "model": model}
         # not in the settings of evaluations that know no other
         saved |= {} if self.marker == CONFIDENCE_TAG else {"marker": self.marker}
+        saved |= {} if self.thinking == "off" else {"thinking": self.thinking}
         saved |= {"verifier": self.verifier, "threshold": self.threshold} if reads_rows(self.verifier) else {}
         return saved | ({"tokenizer": self.tokenizer} if self.tokenizer else {})
 
@@ -259,7 +262,7 @@ def _new_samples(config: EvaluationConfig, progress: Progress | None, ranks: int
     weights = {"weights": _weights(Path(config.model))} if config.model else {}
     if config.model and rank == 0 and not config.fresh:  # before it is loaded
         check_samples(Path(config.out), config.settings(config.model) | weights, wanted, config.repeats)
-    model, render, complete = _server(config) if config.endpoint else _local_model(config, benchmarks)
+    model, tokens, render, complete = _server(config) if config.endpoint else _local_model(config, benchmarks)
     if config.endpoint and not config.fresh:
         check_samples(Path(config.out), config.settings(model), wanted, config.repeats)
     samples: list[Sample] = []
@@ -272,7 +275,7 @@ def _new_samples(config: EvaluationConfig, progress: Progress | None, ranks: int
                 render(problems.benchmark)[rank::ranks],
                 complete,
                 repeats=config.repeats,
-                judge=problems.judge,
+                judge=partial(problems.judge, tokens=tokens),
                 equivalent=problems.equivalent,
                 log=log,
                 keep_features=config.features,
@@ -293,13 +296,22 @@ def _weights(model: Path) -> dict[str, list[int]]:
     return {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in files}
 
 
-def _server(config: EvaluationConfig) -> tuple[str, Render, Complete]:
-    """Name of the model, the prompts of a benchmark (messages, or with ``tokenizer`` ids), the samples of ``endpoint``."""
+def _server(config: EvaluationConfig) -> tuple[str, TokenBytes, Render, Complete]:
+    """Name of the model, its tokens, the prompts of a benchmark (messages, or with ``tokenizer`` ids), the samples of
+    ``endpoint``. Without ``tokenizer`` nothing is known of the tokens but that ``<think>`` opens a thinking."""
     from megatron_dcpo.rollout import load_tokenizer
 
     assert config.endpoint is not None
     if config.tokenizer and config.api == "chat":
         raise UserError("--tokenizer sends token ids, which only --api completions takes; leave one of the two out")
+    if config.thinking == "on" and not config.tokenizer:
+        raise UserError(
+            "--thinking on needs --tokenizer DIR, which renders the prompts here; or leave it out, and switch the server "
+            """with --extra-body '{"chat_template_kwargs": {"enable_thinking": true}}'"""
+        )
+    tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else None
+    tokens = token_bytes(tokenizer) if config.tokenizer else TokenBytes((), KNOWN[0])
+    check_thinking(config.thinking, tokens.thinking, config.tokenizer or "")
     api_key = os.environ.get(config.api_key_env) or None
     model = config.model_name or served_model(config.endpoint, api_key)
     endpoint = Endpoint(
@@ -311,16 +323,13 @@ def _server(config: EvaluationConfig) -> tuple[str, Render, Complete]:
         concurrency=config.concurrency,
         timeout=config.timeout,
         attempts=config.attempts,
-        extra_body=config.extra_body,
+        extra_body=keep_thinking(tokenizer, tokens.thinking) | config.extra_body,
     )
 
     def as_messages(benchmark: LoadedBenchmark) -> list[Prompt]:
         return message_prompts(benchmark.records, config.template, config.limit, config.marker or CONFIDENCE_TAG)
 
-    if not config.tokenizer:
-        return model, as_messages, endpoint.complete
-    tokenizer = load_tokenizer(config.tokenizer)
-    return model, partial(as_ids, config, tokenizer), endpoint.complete
+    return model, tokens, partial(as_ids, config, tokenizer) if config.tokenizer else as_messages, endpoint.complete
 
 
 def as_ids(config: EvaluationConfig, tokenizer: Any, benchmark: LoadedBenchmark) -> list[Prompt]:
@@ -332,10 +341,13 @@ def as_ids(config: EvaluationConfig, tokenizer: Any, benchmark: LoadedBenchmark)
         limit=config.limit,
         marker=config.marker or CONFIDENCE_TAG,
         source=benchmark.name,
+        thinking=config.thinking,
     )
 
 
-def _local_model(config: EvaluationConfig, loaded: Sequence[LoadedBenchmark]) -> tuple[str, Render, Complete]:
+def _local_model(
+    config: EvaluationConfig, loaded: Sequence[LoadedBenchmark]
+) -> tuple[str, TokenBytes, Render, Complete]:
     """Return the same for a checkpoint directory, sampled in this process."""
     from megatron_dcpo.rollout import build_local_engine, load_tokenizer
     from megatron_dcpo.rollout.engine import check_model_dir
@@ -343,6 +355,8 @@ def _local_model(config: EvaluationConfig, loaded: Sequence[LoadedBenchmark]) ->
     assert config.model is not None
     check_model_dir(config.model)
     tokenizer = load_tokenizer(config.model)
+    tokens = token_bytes(tokenizer)
+    check_thinking(config.thinking, tokens.thinking, config.model)
     prompts = [len(p.token_ids) for b in loaded for p in as_ids(config, tokenizer, b)]
     gpu = capabilities().separate_memory
     many = gpu and choose_engine(config.engine, config.model) == "vllm"
@@ -356,7 +370,6 @@ def _local_model(config: EvaluationConfig, loaded: Sequence[LoadedBenchmark]) ->
         seed=config.seed,
     )
     engine = build_local_engine(config.engine, config.model, options)
-    tokens = token_bytes(tokenizer)
     stream = partial(engine.stream, sampling=config.sampling)
     complete = complete_at_once(stream, tokens, engine.eos_token_ids)
-    return config.model, partial(as_ids, config, tokenizer), complete
+    return config.model, tokens, partial(as_ids, config, tokenizer), complete

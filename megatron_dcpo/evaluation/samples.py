@@ -38,7 +38,8 @@ class Sample:
     without an answer. ``features``: what post-hoc predictors read (``posthoc.features``), where asked for. For programs
     ``answer`` is the program, ``ground_truth`` the key of its tests and ``category`` how it ended.
     ``row``: the columns that a verifier reads, ``logged`` what it gave; ``form`` of the answer to a question (``choice``,
-    ``short``); ``abstained``: the box says that the answer is not known.
+    ``short``); ``abstained``: the box says that the answer is not known. ``thinking_characters`` of ``response``, and
+    ``thinking_tokens``, are before the answer, where there is a thinking.
     """
 
     benchmark: str
@@ -67,12 +68,14 @@ class Sample:
     logged: dict[str, Any] | None = None
     form: str | None = None
     abstained: bool | None = None
+    thinking_characters: int | None = None
+    thinking_tokens: int | None = None
 
 
 # left out of the file where there is none
 _OPTIONAL = frozenset(
     {"mean_entropy", "features", "posthoc_confidence", "category", "reasoning_logprob", "reasoning_tokens", "kind"}
-    | {"row", "logged", "form", "abstained"}
+    | {"row", "logged", "form", "abstained", "thinking_characters", "thinking_tokens"}
 )
 
 
@@ -81,6 +84,8 @@ _RANGES = {
     "num_tokens": (0, 1 << 40),
     "repeat": (0, 1 << 40),
     "reasoning_tokens": (0, 1 << 40),
+    "thinking_characters": (0, 1 << 40),
+    "thinking_tokens": (0, 1 << 40),
     "token_confidence": (0, 1),
     "min_logprob": (-math.inf, 1e-3),
     "mean_entropy": (-1e-3, math.inf),

@@ -101,6 +101,8 @@ def _score(samples: Sequence[Sample], kinds: Sequence[str], bins: int, resamples
         "parse_rate": metrics.parse_rate([sample.confidence for sample in samples]),
         **violation_rates([sample.status for sample in samples]),
     }
+    if thinking := [sample.thinking_tokens for sample in samples if sample.thinking_tokens is not None]:
+        scores["mean_thinking"] = _mean(thinking)
     if any(sample.category is not None for sample in samples):
         categories = Counter(sample.category for sample in samples if sample.category is not None)
         scores["categories"] = {name: count / len(samples) for name, count in sorted(categories.items())}

@@ -7,13 +7,15 @@ The two blocks always partition the response (docs/algorithms.md#1-judging-from-
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_dcpo.judging.answers import BOXED, AnswerForm
 from megatron_dcpo.judging.token_bytes import TokenBytes
+
+FindStart = Callable[[bytes], int | None]  # where the answer begins (``thinking.answer_start``)
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,8 @@ class Split:
 
     ``content`` are the bytes of the response without its final EOS; ``marker`` is the byte offset of the marker in
     it, None when there is none. ``ended`` says whether the response closes with an EOS. ``marker_end`` is the first token
-    that begins behind the marker.
+    that begins behind the marker. ``start`` is the byte at which the answer begins, behind the thinking, None when there is
+    no answer; ``thinking`` counts the tokens before it.
     """
 
     boundary: int | None
@@ -30,11 +33,18 @@ class Split:
     content: bytes
     marker: int | None
     ended: bool
+    start: int | None = 0
+    thinking: int | None = 0
+
+    @property
+    def answer(self) -> bytes:
+        """Return the bytes behind the thinking."""
+        return b"" if self.start is None else self.content[self.start :]
 
     @property
     def reasoning(self) -> bytes:
-        """Return the bytes before the marker, all of them when there is none."""
-        return self.content if self.marker is None else self.content[: self.marker]
+        """Return those of them before the marker, all when there is none."""
+        return self.answer if self.marker is None else self.content[self.start : self.marker]
 
 
 def split_blocks(
@@ -43,8 +53,9 @@ def split_blocks(
     eos_ids: Collection[int],
     marker: str,
     form: AnswerForm = BOXED,
+    find_start: FindStart = lambda content: 0,
 ) -> Split:
-    """Split a response of T tokens.
+    """Split a response of T tokens, whose answer begins where ``find_start`` says.
 
     Without a marker the block is the EOS alone: ending there was the wrong decision, and so it carries the penalty.
     A truncated response without a marker has an empty confidence block.
@@ -53,29 +64,56 @@ def split_blocks(
     pieces = tokens.pieces(token_ids[: len(token_ids) - ended])
     content = b"".join(pieces)
     tag = marker.encode()
-    at = form.find_marker(content, tag)
+    start, at = _start_and_marker(content, tag, form, find_start)
+    ends = np.cumsum([*map(len, pieces)]) if at is not None or start else None
+    thinking = _thinking(ends, start, len(pieces))
     if at is None:
-        return Split(len(pieces), len(pieces), content, None, ended)
-    return Split(*_tokens_before(np.cumsum([*map(len, pieces)]), at, at + len(tag)), content, at, ended)
+        return Split(len(pieces), len(pieces), content, None, ended, start, thinking)
+    assert ends is not None
+    return Split(*_tokens_before(ends, at, at + len(tag)), content, at, ended, start, thinking)
 
 
-def split_text(text: str, marker: str, form: AnswerForm = BOXED, token_ends: np.ndarray | None = None) -> Split:
+def split_text(
+    text: str,
+    marker: str,
+    form: AnswerForm = BOXED,
+    token_ends: np.ndarray | None = None,
+    find_start: FindStart = lambda content: 0,
+) -> Split:
     """Split a response by its text, without its end token; ``token_ends`` as in ``Response``. Whether it ended is not known
     here."""
     content, tag = text.encode(errors="surrogatepass"), marker.encode()
-    at = form.find_marker(content, tag)
+    start, at = _start_and_marker(content, tag, form, find_start)
     if token_ends is None:
-        return Split(None, None, content, at, ended=False)
-    if at is None:  # all but an end token, which ends behind the text
-        boundary = int(np.searchsorted(token_ends, len(content), side="right"))
-        return Split(boundary, boundary, content, None, ended=False)
-    return Split(*_tokens_before(token_ends, at, at + len(tag)), content, at, ended=False)
+        return Split(None, None, content, at, False, start, 0 if start == 0 else None)
+    # all but an end token, which ends behind the text
+    boundary = int(np.searchsorted(token_ends, len(content), side="right"))
+    thinking = _thinking(token_ends, start, boundary)
+    if at is None:
+        return Split(boundary, boundary, content, None, False, start, thinking)
+    return Split(*_tokens_before(token_ends, at, at + len(tag)), content, at, False, start, thinking)
 
 
-def _tokens_before(ends: np.ndarray, first: int, second: int) -> tuple[int, int]:
-    """Return how many tokens begin before either byte."""
+def _start_and_marker(
+    content: bytes, tag: bytes, form: AnswerForm, find_start: FindStart
+) -> tuple[int | None, int | None]:
+    """Return where the answer begins, and the marker that is found behind it."""
+    start = find_start(content)
+    at = None if start is None else form.find_marker(content[start:] if start else content, tag)
+    return start, None if at is None or start is None else start + at
+
+
+def _thinking(ends: np.ndarray | None, start: int | None, everything: int) -> int:
+    """Return how many tokens begin before the answer."""
+    if start is None:
+        return everything
+    return _tokens_before(ends, start)[0] if start and ends is not None else 0
+
+
+def _tokens_before(ends: np.ndarray, *places: int) -> list[int]:
+    """Return how many tokens begin before each byte."""
     starts = np.concatenate([[0], ends])[:-1]
-    return int(np.searchsorted(starts, first)), int(np.searchsorted(starts, second))
+    return [int(place) for place in np.searchsorted(starts, places)]
 
 
 def ends_of_tokens(lengths: Sequence[int], text: str) -> np.ndarray | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from megatron_dcpo.judging.answers import BOXED, AnswerForm, Attempt, Outcome
@@ -15,6 +16,7 @@ from megatron_dcpo.judging.blocks import Split, ends_of_tokens, split_blocks, sp
 from megatron_dcpo.judging.confidence import parse_confidence
 from megatron_dcpo.judging.math.pool import verify_answers
 from megatron_dcpo.judging.questions import is_abstention
+from megatron_dcpo.judging.thinking import PROMPT_TOKENS, answer_start
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.types import CONFIDENCE_TAG, Judgement, Prompt, Response
 
@@ -39,10 +41,11 @@ def judge_many(
     """Judge responses, each to its prompt in ``prompts`` (by id), side by side where answers need algebra.
 
     A response with ``text`` is judged by its text, every other one by its token ids, which needs ``tokens`` and
-    ``eos_ids``. The answer is read in the reasoning block only, so that no confidence token can change R. A response
-    that closes with an EOS is finished whatever the engine reports.
+    ``eos_ids``. The answer is read in the reasoning block only, so that no confidence token can change R, and behind the
+    thinking, where the tokenizer of ``tokens`` has a token that ends it. A response that closes with an EOS is finished
+    whatever the engine reports.
     """
-    splits = [_split(response, tokens, eos_ids, marker, form) for response in responses]
+    splits = [_split(r, prompts[r.prompt_id], tokens, eos_ids, marker, form) for r in responses]
     attempts = []
     for response, split in zip(responses, splits, strict=True):
         prompt, reasoning = prompts[response.prompt_id], split.reasoning.decode(errors="replace")
@@ -50,7 +53,7 @@ def judge_many(
     judgements = []
     for response, split, attempt, outcome in zip(responses, splits, attempts, verifier(attempts), strict=True):
         finished = split.ended or response.finish_reason == "stop"
-        text = split.content.decode(errors="replace")
+        text = split.answer.decode(errors="replace")
         parsed = parse_confidence(text, marker=marker, finished=finished, opener=form.opener)
         judgements.append(
             Judgement(
@@ -61,13 +64,15 @@ def judge_many(
                 boundary=split.boundary,
                 length=len(response.logprobs if response.text is not None else response.token_ids),
                 stated=parsed.stated,
-                answered=form.opener.encode() in split.reasoning,
+                answered=split.start is not None and form.opener.encode() in split.reasoning,
                 marker_end=split.marker_end,
                 answer=attempt.answer,
                 category=outcome.category,
                 score=outcome.score,
                 logged=outcome.logged,
                 abstained=not outcome.correct and is_abstention(attempt.answer),
+                thinking_tokens=split.thinking,
+                thinking_characters=_characters(response, split),
             )
         )
     return judgements
@@ -103,10 +108,25 @@ def with_text(response: Response, tokens: TokenBytes, eos_ids: Collection[int]) 
 
 
 def _split(
-    response: Response, tokens: TokenBytes | None, eos_ids: Collection[int], marker: str, form: AnswerForm
+    response: Response,
+    prompt: Prompt,
+    tokens: TokenBytes | None,
+    eos_ids: Collection[int],
+    marker: str,
+    form: AnswerForm,
 ) -> Split:
+    tags = tokens.thinking if tokens else None
+    before = b"".join(tokens.pieces(prompt.token_ids[-PROMPT_TOKENS:])) if tokens and tags else b""
+    find_start = partial(answer_start, tags=tags, prompt=before)
     if response.text is not None:
-        return split_text(response.text, marker, form, response.token_ends)
+        return split_text(response.text, marker, form, response.token_ends, find_start)
     if tokens is None:
         raise ValueError(f"response to prompt {response.prompt_id!r}: token ids are judged with a vocabulary only")
-    return split_blocks(response.token_ids, tokens, eos_ids, marker, form)
+    return split_blocks(response.token_ids, tokens, eos_ids, marker, form, find_start)
+
+
+def _characters(response: Response, split: Split) -> int:
+    """Return the length of the thinking in the response's text."""
+    if split.start == 0:
+        return 0
+    return len(split.content[: split.start].decode(errors="replace" if response.text is None else "surrogatepass"))

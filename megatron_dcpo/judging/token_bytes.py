@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.judging.thinking import ThinkingTags, find_tags
 
 MOST_IDS = 1 << 24  # vocabularies have at most some 2 ** 18
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -23,9 +24,11 @@ _WORD_START = "\u2581"
 
 @dataclass(frozen=True)
 class TokenBytes:
-    """``table[id]`` are the bytes of token ``id``; ids beyond the table (padding of the vocabulary) stand for none."""
+    """``table[id]`` are the bytes of token ``id``; ids beyond the table (padding of the vocabulary) stand for none.
+    ``thinking``: what opens and ends the thinking, where the tokenizer has an end-of-thinking token."""
 
     table: tuple[bytes, ...]
+    thinking: ThinkingTags | None = None
 
     def __getitem__(self, token_id: int) -> bytes:
         return self.table[token_id] if 0 <= token_id < len(self.table) else b""
@@ -51,7 +54,8 @@ def token_bytes(tokenizer: Any) -> TokenBytes:
     to_bytes = {"byte_level": _byte_level, "sentencepiece": _sentencepiece}[_kind(spec)]
     pieces = {index: to_bytes(piece) for piece, index in _vocabulary(spec["model"])}
     pieces |= {token["id"]: token["content"].encode() for token in spec["added_tokens"]}
-    return TokenBytes(tuple(pieces.get(index, b"") for index in range(max(pieces, default=-1) + 1)))
+    table = tuple(pieces.get(index, b"") for index in range(max(pieces, default=-1) + 1))
+    return TokenBytes(table, find_tags({token["content"] for token in spec["added_tokens"]}))
 
 
 def check_ids(spec: dict[str, Any], source: str) -> None:

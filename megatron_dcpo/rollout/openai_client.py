@@ -18,6 +18,7 @@ import numpy as np
 from megatron_dcpo.data.prompts import plain_text
 from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.judging.blocks import ends_of_tokens
+from megatron_dcpo.judging.thinking import KNOWN
 from megatron_dcpo.rollout.engine import SamplingConfig, sample_seed
 from megatron_dcpo.runtime.http_json import HttpError, JsonClient
 from megatron_dcpo.types import Prompt, Response
@@ -174,7 +175,7 @@ def _response(prompt_id: str, repeat: int, choice: Mapping[str, Any], api: str) 
     """Return what a server says of one sample. Raises anything but a crash for what it should not say."""
     logged = choice.get("logprobs") or {}
     if api == "chat":
-        text = choice["message"].get("content") or ""
+        text = _with_reasoning(choice["message"])
         tokens = logged.get("content") or []
         logprobs = [row["logprob"] for row in tokens]
         lengths = [len(row.get("bytes") or str(row.get("token", "")).encode(errors="replace")) for row in tokens]
@@ -198,6 +199,16 @@ def _response(prompt_id: str, repeat: int, choice: Mapping[str, Any], api: str) 
         text=text,
         token_ends=ends_of_tokens(lengths, text) if len(lengths) == len(logprobs) else None,
     )
+
+
+def _with_reasoning(message: Mapping[str, Any]) -> Any:
+    """Return the text of a message, with the thinking that a server's reasoning parser took out of it between the tags that
+    the judge knows it by; without an answer it has not ended."""
+    text, thinking = message.get("content") or "", message.get("reasoning_content") or message.get("reasoning")
+    if not isinstance(thinking, str) or not isinstance(text, str):
+        return text
+    opening, end = (tag.decode() for tag in KNOWN[0])
+    return f"{opening}{thinking}{end}{text}" if text else f"{opening}{thinking}"
 
 
 def _checked_logprobs(values: Sequence[Any], dimensions: int) -> np.ndarray:

@@ -47,6 +47,7 @@ def step_metrics(samples: Sequence[TrainingSample], statistics: UpdateStatistics
         "calibration/auroc": summary["auroc"],
         "length/mean": float(np.mean(lengths)),
         "length/max": int(max(lengths)),
+        **thinking_metrics(judgements),
         "length/truncated": float(np.mean([s.response.finish_reason == "length" for s in samples])),
         "loss/policy": _mean_of_updates(statistics["losses"]),
         **loss_metrics(statistics["sums"]),
@@ -61,6 +62,12 @@ def step_metrics(samples: Sequence[TrainingSample], statistics: UpdateStatistics
         **{f"time/{phase}": value for phase, value in seconds.items()},
         **{f"memory/{name}": value for name, value in timers.memory.items()},
     }
+
+
+def thinking_metrics(judgements: Sequence[Judgement]) -> dict[str, float]:
+    """Return the mean number of tokens of a thinking, its end-of-thinking token included, where a response has one."""
+    lengths = [j.thinking_tokens for j in judgements if j.thinking_tokens]
+    return {"length/thinking": float(np.mean(lengths))} if lengths else {}
 
 
 def group_metrics(samples: Sequence[TrainingSample]) -> dict[str, float]:

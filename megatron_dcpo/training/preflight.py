@@ -9,6 +9,7 @@ from megatron_dcpo.data.mixture import LoadedSource
 from megatron_dcpo.data.prompts import find_template
 from megatron_dcpo.errors import UserError, check_world_size
 from megatron_dcpo.evaluation.heldout import HeldOut, named_sources
+from megatron_dcpo.judging.thinking import check_thinking
 from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.judging.verifiers import check_verifier
 from megatron_dcpo.runtime.device import capabilities
@@ -69,7 +70,9 @@ def check_model(config: Config) -> Architecture:
 
 
 def check_vocabulary(config: Config, arch: Architecture, vocabulary: TokenBytes) -> None:
-    """Raise :class:`UserError` when the tokenizer has ids that the model has no embedding of."""
+    """Raise :class:`UserError` when the tokenizer has ids that the model has no embedding of, or cannot end a thinking that
+    is on."""
+    check_thinking(config.data.thinking, vocabulary.thinking, config.model.path)
     if len(vocabulary.table) > arch.vocab_size:
         raise UserError(
             f"the tokenizer of {config.model.path} has {len(vocabulary.table)} tokens, its config.json a vocab_size of "

@@ -38,6 +38,7 @@ def load_sources(config: Config, tokenizer: Any) -> list[LoadedSource]:
             marker=judging.marker,
             untested=data.untested,
             keep_columns=is_users(verifier) or bool(data.order),
+            thinking=data.thinking,
         )
         _check_verifier(prompts, verifier, source.path)
         check_questions(verifier, prompts, source.path)
