@@ -45,8 +45,8 @@ def check_thinking(wanted: str, tags: ThinkingTags | None, tokenizer: str) -> No
 
 def keep_thinking(tokenizer: Any, tags: ThinkingTags | None) -> dict[str, Any]:
     """Return what a server is asked for so that the end-of-thinking token stays in its text, where that is a special
-    token."""
-    tokens = tokenizer.added_tokens_decoder.values() if tags else ()
+    token; nothing where there is no tokenizer."""
+    tokens = tokenizer.added_tokens_decoder.values() if tokenizer is not None and tags else ()
     special = any(token.special and token.content.encode() in tags for token in tokens if tags)
     return {"skip_special_tokens": False} if special else {}
 

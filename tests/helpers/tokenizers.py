@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -12,6 +15,7 @@ from megatron_dcpo.judging.token_bytes import TokenBytes, token_bytes
 from tests.helpers.data import real
 
 EOS = "<|im_end|>"
+THINK = ("<think>", "</think>")
 
 
 @cache
@@ -43,6 +47,18 @@ def byte_level() -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(EOS)])
     return tokenizer
+
+
+def save_qwen3(directory: Path) -> Path:
+    """Qwen's tokenizer with the two tokens of thinking that Qwen3's has, and the switch of its chat template."""
+    spec = json.loads(real("qwen_tokenizer/tokenizer.json").read_text())
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    spec["added_tokens"] += [{"id": 151667 + n, "content": tag, **plain} for n, tag in enumerate(THINK)]
+    shutil.copytree(real("qwen_tokenizer/tokenizer.json").parent, directory, dirs_exist_ok=True)
+    (directory / "tokenizer.json").write_text(json.dumps(spec))
+    with (directory / "chat_template.jinja").open("a") as template:
+        template.write("{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}")
+    return directory
 
 
 @cache

@@ -1,7 +1,6 @@
 """An evaluation against a server sends the prompts of the training, token for token, for every shipped configuration."""
 
 import json
-import shutil
 
 import pytest
 
@@ -12,8 +11,8 @@ from megatron_dcpo.data import load_benchmark, load_prompts
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.run import EvaluationConfig, _server
 from megatron_dcpo.rollout import load_tokenizer
-from tests.helpers.data import real
 from tests.helpers.paths import EXAMPLES, REPOSITORY
+from tests.helpers.tokenizers import save_qwen3
 
 CONFIGS = sorted(path for path in EXAMPLES.rglob("*.yaml") if path.name != "recipe.yaml")
 ROWS = {
@@ -37,13 +36,7 @@ def tokenizer_of(tmp_path_factory):
         if qwen not in kept:
             directory = REPOSITORY / "examples" / "quickstart" / "policy"
             if qwen:
-                source, directory = real("qwen_tokenizer/tokenizer.json").parent, tmp_path_factory.mktemp("qwen")
-                shutil.copytree(source, directory, dirs_exist_ok=True)
-                switch = (
-                    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
-                )
-                with (directory / "chat_template.jinja").open("a") as template:
-                    template.write(switch)
+                directory = save_qwen3(tmp_path_factory.mktemp("qwen"))
             kept[qwen] = directory, load_tokenizer(directory)
         return kept[qwen]
 
@@ -56,13 +49,14 @@ def test_the_ids_are_those_of_the_training(path, tokenizer_of, tmp_path, monkeyp
     directory, tokenizer = tokenizer_of(config)
     file = tmp_path / "toy.jsonl"
     file.write_text("\n".join(map(json.dumps, ROWS.get(config.judging.verifier, ROWS["math"]))))
-    trained = load_prompts(file, tokenizer, config.data.template, marker=config.judging.marker)
+    asked = {"marker": config.judging.marker, "thinking": config.data.thinking}
+    trained = load_prompts(file, tokenizer, config.data.template, **asked)
 
     options = as_trained(str(path), server=True)
     assert options["tokenizer"] == config.model.path
     options |= {"out": tmp_path, "endpoint": "http://localhost/v1", "model_name": "m", "tokenizer": str(directory)}
     monkeypatch.setattr(rollout, "load_tokenizer", {str(directory): tokenizer}.get)  # it takes seconds
-    _, render, complete = _server(EvaluationConfig(**options))
+    _, _, render, complete = _server(EvaluationConfig(**options))
     endpoint = complete.__self__
     assert endpoint.api == "completions"
     assert endpoint.sampling.max_tokens == config.rollout.max_response_length
@@ -71,7 +65,7 @@ def test_the_ids_are_those_of_the_training(path, tokenizer_of, tmp_path, monkeyp
     assert len(sent) == len(ROWS.get(config.judging.verifier, ROWS["math"]))
     if "qwen" in config.run_dir:
         text = tokenizer.decode(sent[0])
-        assert text.endswith(THINKING_OFF)
+        assert text.endswith(THINKING_OFF if config.data.thinking == "off" else "<|im_start|>assistant\n")
         assert text.count("<|im_start|>") == 2
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from megatron_dcpo.config import load_config
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.planning.advice import advice
 from megatron_dcpo.planning.plan import Machine, make_plan
 from megatron_dcpo.planning.report import reshard_facts
 from tests.helpers.paths import EXAMPLES
@@ -14,6 +15,7 @@ GPUS = {  # the others: (8,)
     "qwen3_30b_a3b": (8, 64, 512),
     "llama3.1_70b": (32, 64, 512),
     "llama3.1_70b/math/dcpo_lora": (8, 64, 512),
+    "qwen3_8b/math/dcpo_thinking": (16, 64),
 }
 LARGE = [path for path in SHIPPED if path.parent.name in ("math", "code")]
 
@@ -31,10 +33,24 @@ def test_fits_gpus_of_80_gb(path):
 
 
 def test_the_large_ones_are_all_here():
-    assert len(LARGE) == 52
+    assert len(LARGE) == 53
     for path in LARGE:
         family, name = path.relative_to(EXAMPLES).parts[0], load_config(path).model.path
         assert name.startswith("runs/") or name.endswith(f"/{FAMILIES[family]}")
+
+
+def test_thinking_of_32k_needs_the_sequence_divided_or_recomputation():
+    path, model = EXAMPLES / "qwen3_8b" / "math" / "dcpo_thinking.yaml", MODELS / "Qwen3-8B"
+
+    def planned(*options):
+        return make_plan(load_config(path, [f"model.path={model}", *options]), Machine(gpus=16))
+
+    whole = planned("parallel.context_parallel_size=1")
+    assert planned().tokens_per_micro_batch == whole.tokens_per_micro_batch == 1024 + 32768
+    assert not whole.fits
+    assert "parallel.recompute_granularity=full" in advice(whole)
+    assert any("larger parallel.context_parallel_size" in one for one in advice(whole))
+    assert planned("parallel.context_parallel_size=1", "parallel.recompute_granularity=full").fits
 
 
 def test_an_adapter_with_experts_is_refused_as_in_training():
