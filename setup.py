@@ -31,7 +31,10 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_dcpo", "megatron_dcpo.*"]),
-    package_data={"megatron_dcpo.evaluation": ["report.html.j2", "live.html.j2", "style.css", "published.csv"]},
+    package_data={
+        "megatron_dcpo.evaluation": ["report.html.j2", "live.html.j2", "style.css", "published.csv"],
+        "megatron_dcpo.planning": ["models/*/*/config.json"],
+    },
     install_requires=[
         "torch>=2.6",
         "megatron-core>=0.16,<0.17",

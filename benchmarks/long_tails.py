@@ -30,7 +30,7 @@ ALTERNATIVES = {
     "after": ("rollout.max_staleness=2", "rollout.oversample=2"),
 }
 CONFIG = REPOSITORY / "examples" / "qwen3_8b" / "math" / "dcpo.yaml"
-MODEL = REPOSITORY / "tests" / "fixtures" / "models" / "Qwen3-8B"  # its config.json
+MODEL = REPOSITORY / "megatron_dcpo" / "planning" / "models" / "Qwen" / "Qwen3-8B"  # its config.json
 
 
 def solution_lengths(data: Path) -> list[int]:

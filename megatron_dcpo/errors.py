@@ -57,6 +57,19 @@ def validation_message(error: Any) -> str:
     return f"{'.'.join(map(str, first['loc']))}: {message} (found {first['input']!r})"
 
 
+def pip_install(extra: str) -> str:
+    """Return the line that installs the packages of an ``extra`` of setup.py, wherever this package came from."""
+    from importlib.metadata import PackageNotFoundError, requires
+
+    try:
+        listed = [text.partition(";") for text in requires("megatron-dcpo") or ()]
+    except PackageNotFoundError:  # run from a checkout that is not installed
+        listed = []
+    packages = [f"'{name.strip()}'" for name, _, marker in listed if f'extra == "{extra}"' in marker.replace("'", '"')]
+    isolation = "--no-build-isolation " * (extra == "gpu")  # it is built against the torch that is installed
+    return f"pip install {isolation}" + (" ".join(packages) or f"'.[{extra}]'")
+
+
 def port_in_use(error: BaseException, where: str) -> str | None:
     """Return what to say of an error of torch's store whose port another process has; None of other errors."""
     if "EADDRINUSE" not in str(error):

@@ -12,6 +12,7 @@ import logging
 import pickle
 import random
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,9 @@ def load_checkpoint(directory: Path, iteration: int, policy: Policy, optimizer: 
         _check_parts(path, optimizer)
         try:
             wanted = _sharded_state(policy, optimizer, is_loading=True)
-            loaded = dist_checkpointing.load(wanted, str(path), SharedRead(policy.topology.replica_group))
+            with warnings.catch_warnings():  # of torch, about the type of Megatron's shards
+                warnings.filterwarnings("ignore", "Please use DTensor instead", FutureWarning)
+                loaded = dist_checkpointing.load(wanted, str(path), SharedRead(policy.topology.replica_group))
         finally:
             metadata_of.cache_clear()
             CHECKED.clear()

@@ -6,12 +6,15 @@ At the end: options and types of arguments that several verbs share.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import importlib
 import io
+import json
 import logging
 import os
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +22,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from megatron_dcpo import __version__
-from megatron_dcpo.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, Stopped, UserError
+from megatron_dcpo.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, Stopped, UserError, one_line
 from megatron_dcpo.runtime.text import printable
 
 if TYPE_CHECKING:
@@ -84,6 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         if os.environ.get("RANK", "0") == "0" or _ranks_differ():
             print(printable(f"dcpo {args.verb}: error: {error}"), file=sys.stderr)
+        _tell_launcher(str(error))
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         print(f"dcpo {args.verb}: interrupted", file=sys.stderr)
@@ -132,6 +136,16 @@ class _Formatter(logging.Formatter):
 
 def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     sys.stderr.write(printable("".join(traceback.format_exception(kind, error, trace)), lines=True))
+    _tell_launcher(f"{kind.__name__}: {error}")
+
+
+def _tell_launcher(message: str) -> None:
+    """Write the error that ends this rank where ``dcpo launch`` and torchrun read it."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        from megatron_dcpo.runtime.files import write_atomically
+
+        with contextlib.suppress(OSError):
+            write_atomically(Path(file), json.dumps({"message": one_line(message, 500), "timestamp": int(time.time())}))
 
 
 def _ranks_differ() -> bool:

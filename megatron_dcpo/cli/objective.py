@@ -13,11 +13,35 @@ from typing import Any
 
 from megatron_dcpo.cli import VERBS
 
+INPUT = """\
+the input:
+  {"method": "dcpo", "options": {"lam": 0.5}, "responses": [
+    {"prompt_id": "p", "correct": 1, "confidence": 0.9, "status": "ok", "n_reasoning": 2, "n_confidence": 1,
+     "logprobs": [-1.0, -0.5, -0.2], "old_logprobs": [-1.1, -0.5, -0.2]},
+    {"prompt_id": "p", "correct": 0, "confidence": null, "status": "missing", "n_reasoning": 2, "n_confidence": 0,
+     "logprobs": [-0.7, -0.3], "old_logprobs": [-0.7, -0.3]}]}
+
+  method, options  objective.name and the options of objective (dcpo config objective)
+  prompt_id        responses with the same one are a group
+  correct          0 or 1, or a reward between
+  confidence       what is stated, or null
+  status           ok, missing, multiple, unparsable, out_of_range, trailing_text, before_box or truncated
+  logprobs, old_logprobs   of the n_reasoning + n_confidence tokens; the second at the time of sampling
+  engine_logprobs, ref_logprobs, entropy   the same, where tis_level, kl_coef, entropy_coef need them
+  abstained        true or false (default), for ternary
+"""
+
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Register the verb; ``run`` is its main."""
-    parser: argparse.ArgumentParser = subparsers.add_parser("objective", help=VERBS["objective"], description=__doc__)
-    parser.add_argument("--input", required=True, metavar="FILE", help="JSON: method, options, responses ('-': stdin)")
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "objective",
+        help=VERBS["objective"],
+        description=__doc__,
+        epilog=INPUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--input", required=True, metavar="FILE", help="JSON as below ('-': stdin)")
     parser.add_argument("--json", action="store_true", help="machine-readable output on stdout")
     parser.set_defaults(run=run)
     return parser

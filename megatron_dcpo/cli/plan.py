@@ -13,7 +13,8 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "plan",
         help=VERBS["plan"],
-        description="Plan a run from its configuration alone: nothing is started, and model.path needs only config.json.",
+        description="Plan a run from its configuration alone: nothing is started, and model.path needs only config.json, "
+        "or is a name of the hub.",
     )
     parser.add_argument("--config", required=True, metavar="FILE", help="YAML file with the run's options")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="options that override the file")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
-from megatron_dcpo.errors import UserError, did_you_mean, one_line
+from megatron_dcpo.errors import UserError, did_you_mean, one_line, pip_install
 from megatron_dcpo.runtime.text import parse_json
 from megatron_dcpo.types import REASONING_GYM
 
@@ -75,7 +75,7 @@ def gym_rows(path: str) -> list[dict[str, Any]]:
     its metadata, and in ``reasoning_gym`` what makes it again. Raises :class:`UserError`."""
     task = parse_gym(path)
     if importlib.util.find_spec("reasoning_gym") is None:
-        raise UserError(f"{path}: the package reasoning-gym is not installed; pip install 'megatron-dcpo[gym]'")
+        raise UserError(f"{path}: the package reasoning-gym is not installed; {pip_install('gym')}")
     root = str(Path(__file__).resolve().parents[2])
     environment = {**os.environ, "PYTHONHASHSEED": HASH_SEED}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))

@@ -169,6 +169,13 @@ def soft_targets(samples: Sequence[Sample]) -> np.ndarray:
 
 # ------------------------------------------------------------------------------------------------ fitting
 
+_FEATURES = "features (sample with dcpo evaluate --repeats 20 --features)"
+_NEEDS = {
+    "response": "log-probs of its reasoning (sample with dcpo evaluate --model, or from an endpoint that returns log-probs)",
+    "mean": _FEATURES,
+    "full": _FEATURES,
+}
+
 
 def fit(
     method: str,
@@ -196,18 +203,20 @@ def fit(
         raise UserError(f"temperature does not read {source}, which is no probability; take platt or isotonic")
     outside = [is_held_out(problem_of(sample), held_out, seed) for sample in samples]
     targets = soft_targets(samples) if method == "confclass" else np.array([float(s.correct) for s in samples])
-    hint = "; sample with --features" if method == "confclass" else ""
 
     def side(name: str, chosen: Sequence[bool]) -> tuple[np.ndarray, np.ndarray]:
         index = [i for i, taken in enumerate(chosen) if taken]
         inputs, known = inputs_of([samples[i] for i in index], source)
         if not len(known):
-            raise UserError(f"no samples with {source} for {name}; more problems are needed{hint}")
+            if not index:
+                raise UserError(f"no problem is {name}; give more problems, or another --held-out")
+            needs = _NEEDS.get(source, f"a confidence of the kind {source}")
+            raise UserError(f"--kind {method}: none of the {len(index)} responses that are {name} has {needs}")
         return inputs, targets[np.array(index)[known]]
 
     if held_out:
-        side("holding out", outside)
-    inputs, goals = side("fitting", [not out for out in outside])
+        side("held out", outside)
+    inputs, goals = side("fitted", [not out for out in outside])
     if goals.min() == goals.max():
         raise UserError("every response is " + ("correct" if goals.min() else "wrong") + ": nothing to learn from")
     if method == "confclass":
@@ -217,7 +226,7 @@ def fit(
             [not out and stop is chosen for out, stop in zip(outside, stops, strict=True)] for chosen in (False, True)
         ]
         both = all(any(chosen) for chosen in sides)
-        fitted, stopping = (side("fitting", c) for c in sides) if both else ((inputs, goals), (inputs, goals))
+        fitted, stopping = (side("fitted", c) for c in sides) if both else ((inputs, goals), (inputs, goals))
         weights: Weights = _fit_perceptron(*fitted, *stopping, seed, epochs, width)
     elif method == "logistic":
         weights = _fit_logistic(inputs, goals)

@@ -29,6 +29,7 @@ ALIASES = {
 }
 REQUIRED = ("prompt_id", "correct", "status", "n_reasoning", "n_confidence", "old_logprobs", "logprobs")
 PER_TOKEN = ("logprobs", "old_logprobs", "engine_logprobs", "ref_logprobs", "entropy")
+_SEE_HELP = "; dcpo objective --help shows an input"
 COLUMNS = ("old_logprobs", "engine_logprobs", "ref_logprobs")
 
 
@@ -41,7 +42,7 @@ def evaluate(group: Mapping[str, Any]) -> dict[str, Any]:
     method = build_method(parse_options(group.get("method", "dcpo"), group.get("options") or {}))
     responses = group.get("responses")
     if not isinstance(responses, list) or not responses or not all(isinstance(r, dict) for r in responses):
-        raise UserError("input: responses must be a non-empty list of objects")
+        raise UserError(f"input: responses must be a non-empty list of objects{_SEE_HELP}")
     samples = [
         sample(parse_judgement(response, i), response["old_logprobs"], i) for i, response in enumerate(responses)
     ]
@@ -118,7 +119,7 @@ def parse_judgement(response: Mapping[str, Any], index: int) -> Judgement:
     where = f"responses[{index}]"
     for name in REQUIRED:
         if name not in response:
-            raise UserError(f"{where}: {name} is missing")
+            raise UserError(f"{where}: {name} is missing{_SEE_HELP}")
     status = _status(response["status"], where)
     n_reasoning, n_confidence = (_count(response[name], name, where) for name in ("n_reasoning", "n_confidence"))
     length = n_reasoning + n_confidence
@@ -152,7 +153,7 @@ def read(path: str) -> Mapping[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError(f"--input {path}: {' '.join(str(error).split())}") from None
     if not isinstance(group, dict):
-        raise UserError(f"--input {path}: expected an object with method, options and responses")
+        raise UserError(f"--input {path}: expected an object with method, options and responses{_SEE_HELP}")
     return group
 
 

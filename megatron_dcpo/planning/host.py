@@ -9,11 +9,11 @@ from collections.abc import Callable
 import torch
 
 from megatron_dcpo.config import Config
+from megatron_dcpo.planning.hub import architecture_of
 from megatron_dcpo.planning.plan import GB, Machine
 from megatron_dcpo.planning.traffic import Rates
 from megatron_dcpo.runtime.device import device_count, host_memory_total, peak_tflops, total_memory
 from megatron_dcpo.runtime.dtypes import torch_dtype
-from megatron_dcpo.weights.architecture import read_architecture
 from megatron_dcpo.weights.layout import Layout
 
 LIBRARIES_GB = 1.0  # of a process on the CPU: torch, Megatron, transformers, as measured (benchmarks/RESULTS.md)
@@ -37,7 +37,7 @@ def this_machine(config: Config, response_tokens: int = 0) -> tuple[Machine, Rat
 
 def _measure(config: Config) -> tuple[float, float]:
     """Return the TFLOP/s of a product as wide as the model's MLP on 512 tokens, and the GB/s of a copy."""
-    arch, dtype = read_architecture(config.model.path), torch_dtype(config.model.params_dtype)
+    arch, dtype = architecture_of(config.model.path), torch_dtype(config.model.params_dtype)
     hidden, ffn = arch.hidden_size, arch.ffn_hidden_size
     tokens, weight = torch.ones(512, hidden, dtype=dtype), torch.ones(hidden, ffn, dtype=dtype)
     product = 2 * 512 * hidden * ffn / _seconds(lambda: tokens @ weight)

@@ -9,10 +9,11 @@ from typing import Literal
 from megatron_dcpo.config import Config
 from megatron_dcpo.errors import UserError, check_world_size
 from megatron_dcpo.objectives import build_method
+from megatron_dcpo.planning.hub import architecture_of
 from megatron_dcpo.planning.memory import Activations, State, expert_replicas, stage_activations, stage_state
 from megatron_dcpo.planning.traffic import BytesSent, Rates, Seconds, Work, step_seconds, step_traffic
 from megatron_dcpo.runtime.dtypes import dtype_bytes
-from megatron_dcpo.weights.architecture import Architecture, read_architecture
+from megatron_dcpo.weights.architecture import Architecture
 from megatron_dcpo.weights.layout import Layout
 from megatron_dcpo.weights.planner import check_layout, check_options
 from megatron_dcpo.weights.reshard_plan import check_engine, most_received
@@ -138,7 +139,8 @@ class Plan:
 def make_plan(config: Config, machine: Machine, rates: Rates | None = None) -> Plan:
     """Plan ``config`` on ``machine``. Raises :class:`UserError` when the layout does not divide the model or the GPUs."""
     rates = rates or Rates()
-    arch = read_architecture(config.model.path)
+    arch = architecture_of(config.model.path)
+    _check_positions(arch, config)
     # on GPUs ``auto`` means Transformer Engine, whatever this machine has
     layout = Layout.of(config.parallel, machine.processor == "gpu" and config.model.transformer_impl != "local")
     check_layout(arch, layout)
@@ -178,6 +180,15 @@ def make_plan(config: Config, machine: Machine, rates: Rates | None = None) -> P
         resharding=resharding,
         seconds=seconds,
     )
+
+
+def _check_positions(arch: Architecture, config: Config) -> None:
+    prompt, response = config.data.max_prompt_length, config.rollout.max_response_length
+    if prompt + response > arch.max_position_embeddings:
+        raise UserError(
+            f"data.max_prompt_length={prompt} and rollout.max_response_length={response} are more than {config.model.path} "
+            f"has positions (max_position_embeddings={arch.max_position_embeddings}); lower one of them"
+        )
 
 
 def _check_gpus(layout: Layout, context_parallel_size: int, gpus: int) -> int:

@@ -13,9 +13,9 @@ from rich.table import Table
 
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.planning.advice import advice, less_recomputation
+from megatron_dcpo.planning.hub import architecture_of
 from megatron_dcpo.planning.plan import GB, Plan
 from megatron_dcpo.runtime.dtypes import dtype_bytes
-from megatron_dcpo.weights.architecture import read_architecture
 from megatron_dcpo.weights.layout import Layout
 from megatron_dcpo.weights.pipeline import layers_per_stage
 from megatron_dcpo.weights.planner import check_layout, check_options
@@ -157,7 +157,7 @@ def _gb(nbytes: float) -> str:
 def reshard_facts(config: Any, gpus: int | None = None) -> dict[str, Any]:
     """Return the plan of one synchronization as plain data; bytes. Raises :class:`UserError` on a layout that does not
     fit."""
-    arch, layout = read_architecture(config.model.path), Layout.of(config.parallel)
+    arch, layout = architecture_of(config.model.path), Layout.of(config.parallel)
     check_layout(arch, layout)
     check_options(arch, layout, config.model, config.parallel)
     model_parallel = layout.width * layout.pipeline_model_parallel_size

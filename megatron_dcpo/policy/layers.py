@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_dcpo.errors import UserError, one_line
+from megatron_dcpo.errors import UserError, one_line, pip_install
 from megatron_dcpo.policy.context_parallel import gather_keys_and_values
 from megatron_dcpo.runtime.device import capabilities
 
@@ -49,7 +49,7 @@ def use_transformer_engine(choice: str) -> bool:
     if problem:
         raise UserError(
             f"model.transformer_impl={choice}: on a GPU the layers are Transformer Engine's, which cannot be used "
-            f"({problem}); install it (pip install 'megatron-dcpo[gpu]'), or set model.transformer_impl=local, which "
+            f"({problem}); install it ({pip_install('gpu')}), or set model.transformer_impl=local, which "
             "is several times slower"
         )
     return True

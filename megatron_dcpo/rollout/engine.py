@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from megatron_dcpo.errors import UserError
+from megatron_dcpo.errors import UserError, pip_install
 from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.runtime.text import read_json_object
 from megatron_dcpo.types import Prompt, Response, ResponseKey
@@ -156,7 +156,7 @@ def choose_engine(choice: str, model_dir: str | Path) -> Literal["vllm", "transf
     """
     if choice == "transformers" or (choice == "auto" and not capabilities().separate_memory):
         return "transformers"
-    reason = "vLLM is not installed (on a GPU: pip install 'megatron-dcpo[vllm]'; without one: make setup-engine)"
+    reason = f"vLLM is not installed (on a GPU: {pip_install('vllm')}; without one: make setup-engine)"
     if find_spec("vllm") is not None:
         try:
             reason = unsupported(read_architecture(model_dir))

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_dcpo.errors import UserError, one_line
+from megatron_dcpo.errors import UserError, one_line, pip_install
 from megatron_dcpo.rollout.engine import (
     Engine,
     EngineError,
@@ -250,7 +250,7 @@ class _Nccl:
             raise UserError("rollout.weight_transfer=nccl needs a GPU for the training; set it to files")
         if find_spec("vllm") is None:
             raise UserError(
-                "rollout.weight_transfer=nccl needs vLLM beside the trainer as well (pip install 'megatron-dcpo[vllm]')"
+                f"rollout.weight_transfer=nccl needs vLLM beside the trainer as well ({pip_install('vllm')})"
             )
         self.url, self.call = url, call
         self.group: Any = None

@@ -75,6 +75,7 @@ PAIRS = {
     "coupled": ("coupled_accuracy", "coupled_calibration"),
     "dcpo": ("dcpo_accuracy", "dcpo_calibration"),
 }
+SHOWN = {"proposition": "accuracy, mean confidence", "coupled": "coupled objective", "dcpo": "DCPO"}
 
 
 def probe_policy(config: Config, batches: int) -> dict[str, Any]:
@@ -273,13 +274,13 @@ def summary_lines(found: dict[str, Any]) -> list[str]:
     for name, conflict in found["conflict"].items():
         plain, fisher = conflict["plain"][ALL], conflict["fisher"][ALL]
         lines.append(
-            f"{name:11} accuracy against calibration: cosine {plain['cosine']:+.3f} (Fisher {fisher['cosine']:+.3f}), "
+            f"{SHOWN[name]:25} gradients of accuracy and calibration: cosine {plain['cosine']:+.3f} (Fisher {fisher['cosine']:+.3f}), "
             f"norms {plain['accuracy_norm']:.2e} and {plain['calibration_norm']:.2e}"
         )
     for part in BASELINES:
         ratio = found["gradients"][part]["signal_to_noise"]
-        shown = "–" if ratio is None else f"{ratio:.2f}"
-        lines.append(f"{part:15} signal to noise of the confidence gradient: {shown}")
+        shown = "needs at least two batches (--batches)" if ratio is None else f"{ratio:.2f}"
+        lines.append(f"{part.replace('_', ' '):25} signal to noise of the confidence gradient: {shown}")
     return lines
 
 
@@ -291,7 +292,7 @@ def draw_probe(found: dict[str, Any], path: Path) -> None:
         for axes, metric in ((plain, "plain"), (fisher, "fisher")):
             for shift, (name, color) in zip((-0.27, 0.0, 0.27), zip(PAIRS, PALETTE, strict=False), strict=True):
                 values = [found["conflict"][name][metric][group]["cosine"] for group in groups]
-                axes.bar(np.arange(len(groups)) + shift, values, 0.25, color=color, label=name)
+                axes.bar(np.arange(len(groups)) + shift, values, 0.25, color=color, label=SHOWN[name])
             axes.axhline(0, color="#777777", lw=0.8)
             axes.set(ylim=(-1, 1), title=f"cosine, accuracy against calibration ({metric})")
             axes.set_xticks(np.arange(len(groups)), groups, rotation=45, ha="right")

@@ -126,13 +126,20 @@ def read_weight_map(model_dir: Path) -> dict[str, str]:
 
 @torch.no_grad()
 def load_into(reader: HFReader, copies: Iterable[Copy], parameters: Mapping[str, torch.Tensor]) -> None:
-    """Execute ``copies`` from the checkpoint into ``parameters``; padding rows are set to zero."""
+    """Execute ``copies`` from the checkpoint into ``parameters``; padding rows are set to zero. Raises :class:`UserError`
+    where a weight is NaN or infinite."""
     for name in {copy.megatron for copy in copies if copy.megatron in parameters}:
         parameters[name].zero_()
     for copy in copies:
         source = reader.slice(copy.hf)
         values = source[copy.hf_start : copy.hf_stop] if copy.dim == 0 else source[:, copy.hf_start : copy.hf_stop]
-        parameters[copy.megatron].narrow(copy.dim, copy.start, copy.length).copy_(values)
+        loaded = parameters[copy.megatron].narrow(copy.dim, copy.start, copy.length).copy_(values)
+        if not loaded.is_meta and not torch.isfinite(loaded).all():
+            file = reader.model_dir / read_weight_map(reader.model_dir).get(copy.hf, SINGLE_FILE)
+            kind = "NaN" if loaded.isnan().any() else "infinity"
+            raise UserError(
+                f"{file}: tensor {copy.hf} has {kind} in it (as {name_of(loaded.dtype)}); take a sound checkpoint"
+            )
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,9 @@ pytestmark = in_cuda_wheels
 
 @pytest.fixture(scope="module")
 def made() -> dict[str, Any]:
-    return printed_by("vllm_configuration", str(REPOSITORY / "tests" / "fixtures" / "models" / "Qwen3-8B"))
+    return printed_by(
+        "vllm_configuration", str(REPOSITORY / "megatron_dcpo" / "planning" / "models" / "Qwen" / "Qwen3-8B")
+    )
 
 
 COMMON = {

@@ -7,15 +7,15 @@ from pathlib import Path
 from megatron_dcpo.config import load_config
 from tests.helpers.paths import EXAMPLES, REPOSITORY
 
-MODELS = REPOSITORY / "tests" / "fixtures" / "models"  # the public config.json files
+MODELS = REPOSITORY / "megatron_dcpo" / "planning" / "models"  # the public config.json files
 FAMILIES = {
-    "smollm2": "SmolLM2-135M-Instruct",
-    "qwen3_8b": "Qwen3-8B",
-    "qwen3_14b": "Qwen3-14B",
-    "qwen3_32b": "Qwen3-32B",
-    "qwen3_30b_a3b": "Qwen3-30B-A3B",
-    "llama3.1_8b": "Llama-3.1-8B-Instruct",
-    "llama3.1_70b": "Llama-3.1-70B-Instruct",
+    "smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "qwen3_8b": "Qwen/Qwen3-8B",
+    "qwen3_14b": "Qwen/Qwen3-14B",
+    "qwen3_32b": "Qwen/Qwen3-32B",
+    "qwen3_30b_a3b": "Qwen/Qwen3-30B-A3B",
+    "llama3.1_8b": "meta-llama/Llama-3.1-8B-Instruct",
+    "llama3.1_70b": "meta-llama/Llama-3.1-70B-Instruct",
 }
 SHIPPED = sorted(path for path in EXAMPLES.rglob("*.yaml") if path.name != "recipe.yaml")
 

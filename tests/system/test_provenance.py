@@ -47,6 +47,7 @@ def test_a_resume_says_what_differs_and_keeps_what_was(finished: Path, tmp_path:
     assert done.returncode == 0, done.stderr[-2000:]
     assert "resumed with objective.lam=1.0, before 0.5" in done.stderr
     assert "resumed with optimizer.lr=1e-05, before 0.0003" in done.stderr
+    assert "FutureWarning" not in done.stderr
     assert [entry["after_step"] for entry in json.loads((tmp_path / "run" / "run.json").read_text())["launches"]] == [
         0,
         2,

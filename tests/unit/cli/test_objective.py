@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_dcpo.cli import main
 from megatron_dcpo.cli import objective as verb
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.objectives import worksheet
@@ -90,3 +92,22 @@ def test_reference_log_probs_may_be_given() -> None:
     rows = [response(ref_logprobs=[-1.1] * 3), response(correct=0, ref_logprobs=[-1.1] * 3)]
     with_kl = worksheet.evaluate(group(*rows, options={"kl_coef": 0.1}))["loss"]
     assert with_kl > worksheet.evaluate(group(*rows))["loss"]
+
+
+def test_the_input_that_help_shows_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every key that is read and every status stands in it, and the example is scored."""
+    with pytest.raises(SystemExit):
+        main(["objective", "--help"])
+    text = capsys.readouterr().out
+    example, keys = text[text.index("{") : text.rindex("}") + 1], text[text.rindex("}") :]
+    scored = worksheet.evaluate(json.loads(example))
+    assert scored["R"] == [1.0, 0.0]
+    assert {*worksheet.REQUIRED, *worksheet.PER_TOKEN, *worksheet.STATUSES, "confidence", "abstained"} <= set(
+        re.findall(r"\w+", text)
+    )
+    assert all(status in keys for status in worksheet.STATUSES)
+
+
+def test_errors_of_form_point_to_the_help() -> None:
+    with pytest.raises(UserError, match="dcpo objective --help shows an input"):
+        worksheet.evaluate({"responses": [{"prompt_id": "p"}]})

@@ -175,7 +175,7 @@ def test_missing_inputs_give_no_confidence() -> None:
 def test_errors_are_named(tmp_path: Path) -> None:
     bare = [replace(s, features=None) for s in SAMPLES]
     for arguments, message in (
-        (("confclass", bare), "sample with --features"),
+        (("confclass", bare), "sample with dcpo evaluate --repeats 20 --features"),
         (("platt", [replace(s, correct=True) for s in SAMPLES]), "every response is correct"),
         (("platt", SAMPLES[:1]), "more problems"),
         (("guess", SAMPLES), "unknown method 'guess'"),
@@ -224,3 +224,21 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     written = read_samples(tmp_path / "run" / "samples.jsonl")
     assert [s.posthoc_confidence for s in written] == posthoc.Posthoc.load(out).predict(other)
     assert main([*fit, "--source", "nothing", "--out", out]) == 2
+
+
+@pytest.mark.parametrize(
+    ("method", "samples", "message"),
+    [
+        (
+            "logistic",
+            SAMPLES,
+            r"--kind logistic: none of the \d+ responses that are held out has log-probs of its reasoning",
+        ),
+        ("confclass", [replace(s, features=None) for s in SAMPLES], "held out has features .sample with dcpo evaluate"),
+        ("platt", [replace(s, token_confidence=None) for s in SAMPLES], "has a confidence of the kind token"),
+        ("logistic", with_logprobs()[:1], "no problem is (held out|fitted); give more problems"),
+    ],
+)
+def test_what_is_missing_is_said_in_words(method: str, samples: list[Sample], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        posthoc.fit(method, samples)

@@ -161,7 +161,10 @@ def test_a_frozen_policy_has_weights_and_an_adapter(plan):
 
 def test_layers_of_every_stage_are_shown(capsys):
     """40 layers on 8 stages, fewer where the output layer is: the time of the slowest stage falls, nothing else changes."""
-    config, model = str(EXAMPLES / "qwen3_14b" / "math" / "dcpo.yaml"), REPOSITORY / "tests/fixtures/models/Qwen3-14B"
+    config, model = (
+        str(EXAMPLES / "qwen3_14b" / "math" / "dcpo.yaml"),
+        REPOSITORY / "megatron_dcpo/planning/models/Qwen/Qwen3-14B",
+    )
     command = ["plan", "--config", config, "--gpus", "64", f"model.path={model}", f"{PP}=8", f"{TP}=4"]
     written = "parallel.megatron.pipeline_model_parallel_layout=Et*5|(t*5|)*4(t*6|)*2t*3L"
     found = {}
@@ -197,7 +200,10 @@ def test_layers_of_every_stage_are_shown(capsys):
 def test_responses_of_32k_fit_with_context_parallelism(capsys, name, gpus, tp, cp, recompute):
     """Each rank has 1 / CP of a sequence's activations; weights and optimizer state are as without."""
     family = name.lower().replace("-", "_")
-    config, model = str(EXAMPLES / family / "math" / "dcpo.yaml"), REPOSITORY / "tests/fixtures/models" / name
+    config, model = (
+        str(EXAMPLES / family / "math" / "dcpo.yaml"),
+        REPOSITORY / "megatron_dcpo/planning/models/Qwen" / name,
+    )
     long = ["rollout.max_response_length=32768", "training.max_tokens_per_micro_batch=33792"]
     facts = []
     for size in (1, cp):

@@ -9,7 +9,7 @@ from megatron_dcpo.rollout.vllm_host import VllmOptions, cache_bytes
 from megatron_dcpo.weights.architecture import read_architecture
 from tests.helpers.paths import REPOSITORY
 
-ARCH = read_architecture(REPOSITORY / "tests" / "fixtures" / "models" / "Qwen3-8B")
+ARCH = read_architecture(REPOSITORY / "megatron_dcpo" / "planning" / "models" / "Qwen" / "Qwen3-8B")
 TOKEN = 2 * 36 * 8 * 128 * 2  # keys and values of 36 layers, 8 groups of 128, bf16
 WEIGHTS = 2 * 8_190_735_360
 OPTIONS = VllmOptions(max_model_len=4024, max_num_seqs=8, gpu_memory_utilization=0.5)

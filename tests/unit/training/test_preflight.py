@@ -72,7 +72,7 @@ ILLEGAL = [
 ]
 
 
-EXPERTS = "model.path=tests/fixtures/models/Qwen3-30B-A3B"
+EXPERTS = "model.path=megatron_dcpo/planning/models/Qwen/Qwen3-30B-A3B"
 ILLEGAL += [
     ([EXPERTS, "rollout.engine=server", "rollout.endpoint=http://host/v1"], "rollout.engine=server does not get"),
     ([EXPERTS, "model.adapter.rank=2"], "model.adapter has no factors for experts"),

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from megatron_dcpo.objectives import ObjectiveConfig, as_method, build_method, resolve
-from megatron_dcpo.training.probe import parts_of, without_regularizers
+from megatron_dcpo.training.probe import BASELINES, PAIRS, parts_of, summary_lines, without_regularizers
+from megatron_dcpo.policy.gradient_probe import ALL
 from megatron_dcpo.types import Judgement
 from tests.helpers.objective_cases import samples_of
 
@@ -34,3 +35,20 @@ def test_the_probes_parts_add_up_to_the_objectives() -> None:
             for a, b, expected in zip(parts[f"{name}_accuracy"], parts[f"{name}_calibration"], whole, strict=True):
                 assert a.advantages + b.advantages == pytest.approx(expected.advantages, abs=1e-9)
         assert all(not sample.advantages[:3].any() for sample in parts["counterfactual"]), "confidence tokens only"
+
+
+def test_the_summary_is_in_words() -> None:
+    """One batch has no noise to measure: the line says what it needs."""
+    one = {"cosine": -0.25, "accuracy_norm": 1.0, "calibration_norm": 2.0}
+    lines = summary_lines(
+        {
+            "conflict": {name: {"plain": {ALL: one}, "fisher": {ALL: one}} for name in PAIRS},
+            "gradients": {BASELINES[0]: {"signal_to_noise": None}, BASELINES[1]: {"signal_to_noise": 1.5}},
+        }
+    )
+    text = "\n".join(lines)
+    assert "proposition" not in text
+    assert "accuracy, mean confidence" in lines[0]
+    assert lines[3].endswith("needs at least two batches (--batches)")
+    assert lines[4].startswith("counterfactual ")
+    assert lines[4].endswith("1.50")

@@ -33,7 +33,7 @@ def test_peak_by_name(monkeypatch, name, peak):
 
 
 def test_utilization_of_the_training_phase(monkeypatch):
-    arch = read_architecture(REPOSITORY / "tests/fixtures/models/Qwen3-8B")
+    arch = read_architecture(REPOSITORY / "megatron_dcpo/planning/models/Qwen/Qwen3-8B")
     layout = Layout.of(ParallelConfig(tensor_model_parallel_size=2), transformer_engine=True)
     policy = SimpleNamespace(arch=arch, layout=layout, topology=SimpleNamespace(world_size=8))
     samples = [SimpleNamespace(prompt_ids=range(200), response_ids=range(1800))] * 16
@@ -54,7 +54,7 @@ def test_utilization_of_the_training_phase(monkeypatch):
 
 def test_planned_memory_stands_beside_the_measured(monkeypatch):
     path = REPOSITORY / "examples" / "qwen3_8b" / "math" / "dcpo.yaml"
-    config = load_config(path, [f"model.path={REPOSITORY / 'tests/fixtures/models/Qwen3-8B'}"])
+    config = load_config(path, [f"model.path={REPOSITORY / 'megatron_dcpo/planning/models/Qwen/Qwen3-8B'}"])
     assert recorder.planned_memory(config, 8) == {}, "nothing on the CPU"
     monkeypatch.setattr(recorder, "capabilities", lambda: SimpleNamespace(separate_memory=True))
     plan = make_plan(config, Machine(gpus=8))

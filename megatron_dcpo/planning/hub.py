@@ -1,0 +1,34 @@
+"""The sizes of a model that is not on this machine: the public ``config.json`` files in ``models/``, or the hub's."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+
+from megatron_dcpo.errors import UserError, one_line
+from megatron_dcpo.weights.architecture import Architecture, read_architecture
+
+MODELS = Path(__file__).with_name("models")
+_HUB_NAME = re.compile(r"(?!\.)[\w.-]+/(?!\.)[\w.-]+")
+
+
+def architecture_of(path: str) -> Architecture:
+    """Return the architecture of a model directory, else of the public model of that name. Raises :class:`UserError`."""
+    if Path(path).is_dir() or not _HUB_NAME.fullmatch(path) or Path(path).parent.is_dir():
+        return read_architecture(path)
+    return read_architecture(MODELS / path if (MODELS / path).is_dir() else _fetched(path))
+
+
+@functools.cache
+def _fetched(name: str) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(name, "config.json")).parent
+    except (OSError, ValueError) as error:  # of the network, the hub, or its name rules
+        known = sorted(file.parent.relative_to(MODELS).as_posix() for file in MODELS.glob("*/*/config.json"))
+        raise UserError(
+            f"model.path={name} is no directory, and the hub does not give its config.json ({one_line(error, 150)}); "
+            f"put that file into {name}/, or take one that is known here: {', '.join(known)}"
+        ) from None

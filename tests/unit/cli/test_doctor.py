@@ -1,0 +1,41 @@
+"""The lines of ``dcpo doctor`` and of errors that say how to install something can be followed."""
+
+import importlib.metadata
+import re
+
+import pytest
+
+from megatron_dcpo.cli.doctor import EXTRAS, OPTIONAL, examine
+from megatron_dcpo.errors import pip_install
+from tests.helpers.paths import REPOSITORY
+
+
+@pytest.mark.parametrize("extra", sorted(set(EXTRAS.values())))
+def test_an_extra_is_named_by_its_packages(extra, monkeypatch):
+    """This project is on no index: its extras are named by what they install, as setup.py has it."""
+    (declared,) = re.findall(rf'"{extra}": \["([^"]+)"\]', (REPOSITORY / "setup.py").read_text())
+    monkeypatch.setattr(importlib.metadata, "requires", lambda _: ["torch>=2", f'{declared}; extra == "{extra}"'])
+    isolation = "--no-build-isolation " if extra == "gpu" else ""
+    assert pip_install(extra) == f"pip install {isolation}'{declared}'"
+
+
+def test_without_metadata_the_checkout_is_installed(monkeypatch):
+    def nothing(_):
+        raise importlib.metadata.PackageNotFoundError
+
+    monkeypatch.setattr(importlib.metadata, "requires", nothing)
+    assert pip_install("vllm") == "pip install '.[vllm]'"
+
+
+def test_what_is_missing_comes_with_a_line(monkeypatch):
+    monkeypatch.setattr("megatron_dcpo.cli.doctor._version", lambda name: None)
+    advice = {finding.name: finding.advice for finding in examine()}
+    assert all("pip install " in advice[name] for name in (*EXTRAS, "flash-attn", "sentencepiece", "torch"))
+    assert set(EXTRAS) <= set(OPTIONAL)
+
+
+def test_nothing_tells_to_install_this_project_from_an_index():
+    """``pip install 'megatron-dcpo[gpu]'`` would look for it on PyPI."""
+    files = [*REPOSITORY.glob("megatron_dcpo/**/*.py"), *REPOSITORY.glob("docs/*.md"), *REPOSITORY.glob("*.md")]
+    assert len(files) > 100
+    assert not [str(file) for file in files if re.search(r"pip install '?megatron-dcpo", file.read_text())]
