@@ -57,7 +57,9 @@ def save_qwen3(directory: Path) -> Path:
     shutil.copytree(real("qwen_tokenizer/tokenizer.json").parent, directory, dirs_exist_ok=True)
     (directory / "tokenizer.json").write_text(json.dumps(spec))
     with (directory / "chat_template.jinja").open("a") as template:
-        template.write("{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}")
+        template.write(
+            "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
+        )
     return directory
 
 
