@@ -28,7 +28,9 @@ RECORDS = "real_model_records.tar.xz"
 METHODS = MappingProxyType(
     {"base": "before RL", "grpo": "GRPO", "dcpo": "DCPO", "dcpo_proper": "DCPO-proper", "rlcr": "RLCR"}
 )
-PARTS = MappingProxyType({"test": "Test", "ood": "Out of distribution"})
+PARTS = MappingProxyType(
+    {"test": "Test", "ood": "Out of distribution", "validation": "Validation, on which all choices are made"}
+)
 STEPS = ("reward/accuracy", "confidence/mean", "calibration/ece", "calibration/auroc", "entropy", "length/mean")
 RESAMPLES = 1000
 
@@ -40,7 +42,7 @@ def pack(runs: Path, out: Path) -> int:
     """Write the records of the evaluations below ``runs`` to ``out``; return the number of files."""
     kept: dict[str, bytes] = {}
     for method in METHODS:
-        for path in [runs / method / part / "samples.jsonl" for part in (*PARTS, "validation")]:
+        for path in [runs / method / part / "samples.jsonl" for part in PARTS]:
             if path.is_file():
                 kept[f"{method}/{path.parent.name}.jsonl"] = path.read_bytes()
         if (metrics := runs / method / "metrics.jsonl").is_file():
@@ -66,7 +68,7 @@ def load(archive: Path, scratch: Path) -> dict[str, dict[str, list[Sample]]]:
 
 def confidences(of: Samples, part: str) -> dict[str, np.ndarray]:
     """Return every confidence of one policy on ``part``: stated, made from it or from log-probs, and controls."""
-    samples, validation = of[part], of.get("validation")
+    samples, validation = of[part], of.get("validation") if part != "validation" else None
     found = {"stated": as_confidences([s.confidence for s in samples])}
     if validation:
         for name, (method, source) in {
@@ -76,7 +78,8 @@ def confidences(of: Samples, part: str) -> dict[str, np.ndarray]:
         }.items():
             predictor, _ = fit(method, validation, source, held_out=0)
             found[name] = as_confidences(predictor.predict(samples))
-    found["agreement with the other responses"] = agreement(samples)
+    if any(s.repeat for s in samples):
+        found["agreement with the other responses"] = agreement(samples)
     found["lookup, one number per task and size"] = as_confidences(lookup_confidence(samples))
     return found
 
@@ -133,6 +136,8 @@ def tables(archive: Path, out: Path, scratch: Path) -> str:
     lines = ["# Tables of the real model", "", f"Made by `python -m lab real-model` from `{RECORDS}` alone.", ""]
     for part, title in PARTS.items():
         of_part = {name: of for name, of in runs.items() if part in of}
+        if not of_part:
+            continue
         lines += [f"## {title}", "", *_policies(of_part, part), *_confidences(of_part, part), *_by_task(of_part, part)]
     lines += ["## Steps", "", *_steps(archive)]
     (out / "real_model_tables.md").write_text("\n".join(lines))
@@ -145,15 +150,15 @@ def _policies(runs: Mapping[str, Samples], part: str) -> list[str]:
         if name in runs:
             samples = runs[name][part]
             r = records(samples, as_confidences([s.confidence for s in samples]))
-            any_right = np.bincount(r.problem, weights=r.correct) > 0
+            problems, repeats = r.problem.max() + 1, max(s.repeat for s in samples) + 1
             length = np.mean([s.num_tokens for s in samples])
             malformed = np.mean([s.status != "ok" for s in samples])
             accuracy = shown(resampled(r, lambda c, y: float(y.mean())))
             mean, spread = np.nanmean(r.confidence), np.nanstd(r.confidence)
-            cells = (f"{any_right.mean():.3f}", f"{mean:.3f}", f"{spread:.3f}", f"{length:.1f}", f"{malformed:.4f}")
-            rows.append((title, str(len(any_right)), accuracy, *cells))
+            cells = (f"{mean:.3f}", f"{spread:.3f}", f"{length:.1f}", f"{malformed:.4f}")
+            rows.append((title, f"{problems} x {repeats}", accuracy, *cells))
     text = "Policies, with 95 % intervals over problems (bootstrap); one training each."
-    columns = ("problems", "accuracy", "any of 4 right", "mean c", "sd of c", "tokens", "violations")
+    columns = ("responses", "accuracy", "mean c", "sd of c", "tokens", "violations")
     return table(text, columns, rows)
 
 
@@ -171,7 +176,8 @@ def _confidences(runs: Mapping[str, Samples], part: str) -> list[str]:
             band = bands([r])[1]
             scores = (shown(resampled(r, ece)), f"{band:.3f}", f"{pce(r.confidence, r.correct):.3f}")
             skill = 1 - brier(r.confidence, r.correct) / base
-            ranks = (shown(resampled(r, auroc)), f"{auroc_within(r):.3f}")
+            within = "–" if kind.startswith("lookup") else f"{auroc_within(r):.3f}"  # it leaves out the problem itself
+            ranks = (shown(resampled(r, auroc)), within)
             rows.append((f"{title}: {kind}", *scores, shown(resampled(r, brier)), f"{skill:+.3f}", *ranks))
     text = (
         "Confidences. Band: what 95 % of calibrated models with responses as alike within a problem stay below in ECE. "

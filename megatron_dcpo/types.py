@@ -110,8 +110,8 @@ class Judgement:
     ``boundary`` is None where text was judged whose tokens are not known.
     ``confidence`` is ``None`` exactly when ``status`` is not ``ok``. ``stated`` is the number as written when it is no
     valid confidence (``1.2``): the released code of the paper used it raw, so the preset ``verl_compat`` asks for it.
-    ``answered``: an answer begins in the reasoning block, behind the thinking. ``marker_end`` is the first token that begins behind the
-    marker; None where that is not known.
+    ``answered``: an answer begins in the reasoning block, behind the thinking. ``marker_end`` is the first token that
+    begins behind the marker; None where that is not known.
     ``answer`` is what was judged: the content of the box, or the program; ``category``: how the program ended, or
     ``verifier_error``. Of a user's verifier: ``logged``; ``score``, R in [0, 1] where ``judging.graded`` asks for it.
     """

@@ -66,8 +66,8 @@ class EvaluationConfig:
     ``samples`` (a ``samples.jsonl``) is given. ``benchmarks`` and ``confidence`` are comma-separated names. ``marker``
     None: the confidence tag of ``samples``, else ``<conf>``. ``timeout`` is in seconds, for one sample. ``tokenizer``:
     a directory whose tokenizer renders the prompts for ``endpoint``, as training does; their token ids are sent instead
-    of messages. ``thinking``: as ``data.thinking``. ``dtype`` auto: bf16 on a GPU, else fp32. ``batch_size``: responses of ``model``
-    sampled at once; 0: 512 by vLLM on a GPU, else 64.
+    of messages. ``thinking``: as ``data.thinking``. ``dtype`` auto: bf16 on a GPU, else fp32. ``batch_size``: responses of
+    ``model`` sampled at once; 0: 512 by vLLM on a GPU, else 64.
     """
 
     out: str | Path
@@ -323,7 +323,7 @@ def _server(config: EvaluationConfig) -> tuple[str, TokenBytes, Render, Complete
         concurrency=config.concurrency,
         timeout=config.timeout,
         attempts=config.attempts,
-        extra_body=keep_thinking(tokenizer, tokens.thinking) | config.extra_body,
+        extra_body={**keep_thinking(tokenizer, tokens.thinking), **config.extra_body},
     )
 
     def as_messages(benchmark: LoadedBenchmark) -> list[Prompt]:

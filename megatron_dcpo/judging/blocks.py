@@ -70,7 +70,8 @@ def split_blocks(
     if at is None:
         return Split(len(pieces), len(pieces), content, None, ended, start, thinking)
     assert ends is not None
-    return Split(*_tokens_before(ends, at, at + len(tag)), content, at, ended, start, thinking)
+    boundary, marker_end = _tokens_before(ends, at, at + len(tag))
+    return Split(boundary, marker_end, content, at, ended, start, thinking)
 
 
 def split_text(
@@ -91,7 +92,8 @@ def split_text(
     thinking = _thinking(token_ends, start, boundary)
     if at is None:
         return Split(boundary, boundary, content, None, False, start, thinking)
-    return Split(*_tokens_before(token_ends, at, at + len(tag)), content, at, False, start, thinking)
+    boundary, marker_end = _tokens_before(token_ends, at, at + len(tag))
+    return Split(boundary, marker_end, content, at, False, start, thinking)
 
 
 def _start_and_marker(
