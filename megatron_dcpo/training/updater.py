@@ -95,15 +95,9 @@ class Updater:
         An update whose loss or gradient is not finite is skipped; raises :class:`UserError` after too many in a row.
         """
         statistics: UpdateStatistics = {
-            "sums": {},
-            "maxima": {},
-            "losses": [],
-            "grad_norms": [],
-            "block_gradients": {},
-            "coefficients": {},
-            "learning_rate": 0.0,
-            "skipped": 0,
-        }
+            "sums": {}, "maxima": {}, "losses": [], "grad_norms": [], "block_gradients": {}, "coefficients": {},
+            "learning_rate": 0.0, "skipped": 0,
+        }  # fmt: skip
         mini_batches = split_groups(samples, self.training.updates_per_rollout)
         # Log-probs of the policy that sampled, needed as soon as a second update leaves it. On the only update of a rollout
         # the old policy is the current one, and its log-probs are those of the forward pass itself.
