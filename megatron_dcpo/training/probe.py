@@ -274,8 +274,8 @@ def summary_lines(found: dict[str, Any]) -> list[str]:
     for name, conflict in found["conflict"].items():
         plain, fisher = conflict["plain"][ALL], conflict["fisher"][ALL]
         lines.append(
-            f"{SHOWN[name]:25} gradients of accuracy and calibration: cosine {plain['cosine']:+.3f} (Fisher {fisher['cosine']:+.3f}), "
-            f"norms {plain['accuracy_norm']:.2e} and {plain['calibration_norm']:.2e}"
+            f"{SHOWN[name]:25} accuracy against calibration: cosine {plain['cosine']:+.3f} "
+            f"(Fisher {fisher['cosine']:+.3f}), norms {plain['accuracy_norm']:.2e} and {plain['calibration_norm']:.2e}"
         )
     for part in BASELINES:
         ratio = found["gradients"][part]["signal_to_noise"]

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from megatron_dcpo.objectives import ObjectiveConfig, as_method, build_method, resolve
-from megatron_dcpo.training.probe import BASELINES, PAIRS, parts_of, summary_lines, without_regularizers
 from megatron_dcpo.policy.gradient_probe import ALL
+from megatron_dcpo.training.probe import BASELINES, PAIRS, parts_of, summary_lines, without_regularizers
 from megatron_dcpo.types import Judgement
 from tests.helpers.objective_cases import samples_of
 
