@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 IN_ORDER := --dist loadfile --no-loadscope-reorder
 
 .PHONY: setup setup-engine setup-sandbox quickstart quickstart-moe smollm2 policy test test-full test-fast test-sandbox test-changed test-engine test-browser test-peft test-grid test-resilience test-soak test-slurm \
-	test-multinode test-gpu gpu-check attacks code-data reference-solutions check-transformer-engine test-cuda-wheels lint fuzz clean
+	test-multinode test-gpu gpu-check attacks code-data reference-solutions check-transformer-engine test-cuda-wheels lint fuzz pictures release clean
 
 setup: $(VENV)/.installed
 
@@ -162,6 +162,15 @@ test-cuda-wheels: $(CUDA_WHEELS)/.installed
 $(CUDA_WHEELS)/.installed: Dockerfile constraints.txt
 	PYTHON=$(PYTHON) tools/check_image.sh --without-a-gpu $(CUDA_WHEELS)
 	touch $@
+
+# what must be true of a release, and the tag to make: tree, version, changelog, documentation, suites, wheel
+release: setup
+	$(BIN)/python tools/release.py
+
+# docs/report.png and docs/live.png, from the quickstart's runs (apt-get install chromium)
+pictures: setup
+	test -f $(OUT)/report.html || $(MAKE) quickstart
+	$(BIN)/python tools/pictures.py $(OUT)
 
 clean:
 	rm -rf runs build *.egg-info

@@ -137,8 +137,9 @@ def load_into(reader: HFReader, copies: Iterable[Copy], parameters: Mapping[str,
         if not loaded.is_meta and not torch.isfinite(loaded).all():
             file = reader.model_dir / read_weight_map(reader.model_dir).get(copy.hf, SINGLE_FILE)
             kind = "NaN" if loaded.isnan().any() else "infinity"
+            as_what = f"{kind} in it, as {name_of(loaded.dtype)}"
             raise UserError(
-                f"{file}: tensor {copy.hf} has {kind} in it (as {name_of(loaded.dtype)}); take a sound checkpoint"
+                f"{file}: tensor {copy.hf} has {as_what}; take an intact checkpoint, or another params_dtype"
             )
 
 

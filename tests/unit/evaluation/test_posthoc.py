@@ -232,7 +232,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         (
             "logistic",
             SAMPLES,
-            r"--kind logistic: none of the \d+ responses that are held out has log-probs of its reasoning",
+            r"logistic: none of the \d+ responses that are held out has log-probs of its reasoning",
         ),
         ("confclass", [replace(s, features=None) for s in SAMPLES], "held out has features .sample with dcpo evaluate"),
         ("platt", [replace(s, token_confidence=None) for s in SAMPLES], "has a confidence of the kind token"),

@@ -10,7 +10,8 @@ from megatron_dcpo.policy import output_layer
 from megatron_dcpo.weights.architecture import parse_architecture
 from megatron_dcpo.weights.layout import Layout
 from megatron_dcpo.weights.reshard_plan import reshard_plan
-from tests.helpers.paths import EXAMPLES, REPOSITORY
+from tests.helpers.paths import EXAMPLES
+from tests.helpers.shipped import MODELS
 
 LLAMA_70B = {
     "architectures": ["LlamaForCausalLM"],
@@ -163,7 +164,7 @@ def test_layers_of_every_stage_are_shown(capsys):
     """40 layers on 8 stages, fewer where the output layer is: the time of the slowest stage falls, nothing else changes."""
     config, model = (
         str(EXAMPLES / "qwen3_14b" / "math" / "dcpo.yaml"),
-        REPOSITORY / "megatron_dcpo/planning/models/Qwen/Qwen3-14B",
+        MODELS / "Qwen/Qwen3-14B",
     )
     command = ["plan", "--config", config, "--gpus", "64", f"model.path={model}", f"{PP}=8", f"{TP}=4"]
     written = "parallel.megatron.pipeline_model_parallel_layout=Et*5|(t*5|)*4(t*6|)*2t*3L"
@@ -202,7 +203,7 @@ def test_responses_of_32k_fit_with_context_parallelism(capsys, name, gpus, tp, c
     family = name.lower().replace("-", "_")
     config, model = (
         str(EXAMPLES / family / "math" / "dcpo.yaml"),
-        REPOSITORY / "megatron_dcpo/planning/models/Qwen" / name,
+        MODELS / "Qwen" / name,
     )
     long = ["rollout.max_response_length=32768", "training.max_tokens_per_micro_batch=33792"]
     facts = []
