@@ -159,7 +159,7 @@ CASES: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
     "no data": (nothing, dry("data.path=nowhere.jsonl"), "nowhere.jsonl: no such data file (looked for in "),
     "a directory of several files": (two_data_files, dry("data.path=data"), "found a.jsonl, b.jsonl; name the file"),
     "an empty directory as data": (empty_directory, dry("data.path=empty"), "found none; name the file"),
-    "another kind of file": (data("a,b\n", "d.csv"), dry("data.path=d.csv"), "d.csv: unknown kind of data file"),
+    "another kind of file": (data("a,b\n", "d.tsv"), dry("data.path=d.tsv"), "d.tsv: unknown kind of data file"),
     "an empty file": (data(""), dry(), "train.jsonl: no problem with an answer in it"),
     "a line cut in half": (data(ROW + ROW[:20]), dry(), "train.jsonl:2: not valid JSON"),
     "a line that is no object": (data(ROW + "7\n"), dry(), "train.jsonl:2: not a JSON object but int"),

@@ -40,7 +40,7 @@ def test_the_large_ones_are_all_here():
 
 
 def test_thinking_of_32k_needs_the_sequence_divided_or_recomputation():
-    path, model = EXAMPLES / "qwen3_8b" / "math" / "dcpo_thinking.yaml", MODELS / "Qwen3-8B"
+    path, model = EXAMPLES / "qwen3_8b" / "math" / "dcpo_thinking.yaml", MODELS / "Qwen/Qwen3-8B"
 
     def planned(*options):
         return make_plan(load_config(path, [f"model.path={model}", *options]), Machine(gpus=16))
