@@ -12,7 +12,7 @@ from megatron_dcpo.runtime.device import current_device, empty_cache
 from tests.gpu import checks, needs
 from tests.helpers import memory
 from tests.helpers.launch import torchrun, torchrun_all
-from tests.helpers.paths import FIXTURES
+from tests.helpers.shipped import MODELS
 
 pytestmark = needs.CUDA
 SIZES = {"prompt_tokens": 512, "response_tokens": 1536, "micro_batch_size": 2}
@@ -29,7 +29,7 @@ def qwen3_06b(tmp_path_factory):
 
     path = tmp_path_factory.mktemp("qwen3_0.6b")
     torch.manual_seed(0)
-    config = AutoConfig.from_pretrained(FIXTURES / "models" / "Qwen3-0.6B")
+    config = AutoConfig.from_pretrained(MODELS / "Qwen" / "Qwen3-0.6B")
     with current_device():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(path)
