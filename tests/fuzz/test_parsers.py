@@ -50,6 +50,7 @@ from megatron_dcpo.judging.questions import (
     question_verifier,
     same_answer,
 )
+from megatron_dcpo.judging.thinking import KNOWN
 from megatron_dcpo.judging.token_bytes import TokenBytes, token_bytes
 from megatron_dcpo.objectives import worksheet
 from megatron_dcpo.rollout.engine import SamplingConfig
@@ -72,7 +73,7 @@ fuzz = settings(
     suppress_health_check=list(HealthCheck),
 )
 
-FRAGMENTS = ["<conf>", " Confidence: ", "0.83", "1", "-0", "1.5", "\\boxed{", "\\boxed{5}", "{", "}", "\\{", "```", "~~~~",
+FRAGMENTS = ["<think>", "</think>", "<conf>", " Confidence: ", "0.83", "1", "-0", "1.5", "\\boxed{", "\\boxed{5}", "{", "}", "\\{", "```", "~~~~",
              "```python\n", "\n", "\r\n", " ", "\t", "def f(x):\n return x", "x = 1\n", "####", "\\frac", "12", "\\sqrt[3]2",
              "^\\circ", "\\sin 30", "1,000", "1\\,000", "_{10}", ":", "3:4", "\\text{ cm}", "\\overline{3}", "\ud800",
              "\x1b[2J", "½", "√", "²", "数", "🙂", "e999", "%", "$", "=", "<", "\\in", "[1,2)", "Also output a single line",
@@ -154,6 +155,8 @@ def only(error: type[Exception], function: Callable[[], Any]) -> Any:
 # ---------------------------------------------------------------------------------------- what models write
 
 BYTES = TokenBytes((*(bytes([b]) for b in range(256)), b"<|im_end|>"))
+THINKS = TokenBytes(BYTES.table, KNOWN[0])
+OPENINGS = ["", "<think>\n", "<think>\n\n</think>\n\n"]
 
 
 @fuzz
@@ -179,6 +182,25 @@ def test_responses(text: str, key: str, finished: bool, form: Any) -> None:
     sample = Sample("b", "p", 0, key, text, *said, 0.5, -1.0, 3, ends)
     row = parse_json(sample_line(sample).encode())
     assert (row["response"], row["ground_truth"]) == (encodable(text), encodable(key))
+
+
+@fuzz
+@given(text=responses, opening=st.sampled_from(OPENINGS), finished=st.booleans(), form=st.sampled_from([BOXED, FENCED]))
+def test_responses_that_think(text: str, opening: str, finished: bool, form: Any) -> None:
+    """Ids and text give the same judgement; what is behind the thinking gives it alone."""
+    ids = np.array([*text.encode(errors="surrogatepass"), *([256] if finished else [])], np.int64)
+    by_id = Response("p", 0, ids, np.zeros(len(ids)), "stop" if finished else "length", 0)
+    prompts = {"p": Prompt("p", (), tuple(opening.encode()), "7", ""), "q": Prompt("q", (), (), "7", "")}
+    verifier = lambda attempts: [Outcome(a.answer == a.truth) for a in attempts]  # noqa: E731
+    options: dict[str, Any] = {"verifier": verifier, "form": form}
+    by_ids, by_text = judge_many([by_id, replace(by_id, text=text)], prompts, THINKS, {256}, **options)
+    rest = replace(by_id, prompt_id="q", text=text[by_text.thinking_characters :])
+    (alone,) = judge_many([rest], prompts, **options)
+    same = ("correct", "confidence", "status", "stated", "answer", "abstained")
+    assert [getattr(alone, name) for name in same] == [getattr(by_text, name) for name in same]
+    if "\ud800" not in text:
+        assert [getattr(by_ids, name) for name in same] == [getattr(by_text, name) for name in same]
+    assert 0 <= (by_ids.thinking_tokens or 0) <= by_ids.boundary <= by_ids.marker_end <= by_ids.length == len(ids)
 
 
 @fuzz

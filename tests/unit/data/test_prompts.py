@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from megatron_dcpo.data import prompts
 from megatron_dcpo.errors import UserError
-from tests.helpers.tokenizers import ByteTokenizer
+from megatron_dcpo.rollout import load_tokenizer
+from tests.helpers.tokenizers import ByteTokenizer, save_qwen3
 
 REFERENCE_SUFFIX = (
     "\n\nPlease put your final answer within \\boxed{}.\n\nAlso output a singal line at the end of the answer：CONFIDENCE:"
@@ -62,6 +65,26 @@ def test_thinking_is_switched_off_only_where_the_template_knows_it() -> None:
     prompts.render(ignores, user("x"), "grpo")
     assert knows.options == {"tokenize": False, "add_generation_prompt": True, "enable_thinking": False}
     assert ignores.options == {"tokenize": False, "add_generation_prompt": True}
+
+
+@pytest.mark.parametrize(("thinking", "switch"), [("off", False), ("on", True), ("auto", None)])
+def test_thinking_off_on_and_as_the_template_has_it(thinking: str, switch: bool | None) -> None:
+    knows, ignores = ByteTokenizer(), ByteTokenizer("{{ messages }}<think>")
+    for tokenizer in (knows, ignores):
+        prompts.render(tokenizer, user("x"), "paper", thinking=thinking)
+    assert knows.options.get("enable_thinking") is switch
+    assert "enable_thinking" not in ignores.options
+    assert prompts.render(ByteTokenizer(None), user("x"), "raw", thinking=thinking)[1] == [256, *b"x"]
+
+
+def test_qwen3_with_thinking_off_on_and_auto(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(save_qwen3(tmp_path))
+    ends = {}
+    for thinking in ("off", "on", "auto"):
+        ids = prompts.render(tokenizer, user("x"), "chat", thinking=thinking)[1]
+        ends[thinking] = tokenizer.decode(ids).partition("assistant\n")[2]
+    assert ends == {"off": "<think>\n\n</think>\n\n", "on": "", "auto": ""}
+    assert prompts.render(tokenizer, user("x"), "chat") == prompts.render(tokenizer, user("x"), "chat", thinking="off")
 
 
 def test_raw_is_the_bare_text_with_the_tokenizers_own_special_tokens() -> None:

@@ -21,6 +21,8 @@ from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.evaluate import Request
 from megatron_dcpo.evaluation.samples import read_samples
 from megatron_dcpo.judging.judge import judge_many
+from megatron_dcpo.judging.thinking import KNOWN
+from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.rollout import SamplingConfig
 from megatron_dcpo.rollout.engine import sample_seed
 from megatron_dcpo.rollout.openai_client import Endpoint, served_model
@@ -167,6 +169,33 @@ def test_odd_replies_are_named(server: FakeServer, reply: dict[str, Any]) -> Non
     server.reply = lambda body: (200, reply, {})
     with pytest.raises(UserError, match="unexpected reply"):
         all_of(endpoint(server).complete([Request(prompts(1)[0], (0,))]))
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
+def test_what_a_reasoning_parser_took_out_is_put_back(server: FakeServer, field: str) -> None:
+    """The answer is read behind it; without an answer the thinking has not ended."""
+    answers: list[tuple[str | None, str, float | None]] = [
+        ("\\boxed{0}\n<conf> 0.8", "ok", 0.8),
+        (None, "missing", None),
+        ("", "missing", None),
+    ]
+    for content, status, confidence in answers:
+        message = {"content": content, field: "try \\boxed{1} <conf> 0.1"}
+        choice = {"message": message, "finish_reason": "stop", "logprobs": None}
+        server.reply = lambda body, choice=choice: (200, {"choices": [choice]}, {})  # type: ignore[misc]
+        (one,) = all_of(endpoint(server).complete([Request(prompts(1)[0], (0,))])).values()
+        end = "</think>" + content if content else ""
+        assert one.text == f"<think>try \\boxed{{1}} <conf> 0.1{end}"
+        (judged,) = judge_many([one], {"p0": prompts(1)[0]}, TokenBytes((), KNOWN[0]))
+        assert (judged.status, judged.confidence, judged.answered) == (status, confidence, bool(content))
+
+
+def test_thinking_on_of_a_server_needs_the_tokenizer(
+    server: FakeServer, toy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command(server, toy, tmp_path / "out", "--thinking", "on")) == 2
+    assert "--thinking on needs --tokenizer DIR" in capsys.readouterr().err
+    assert not server.asked
 
 
 # ------------------------------------------------------------------------------------------------ the command
