@@ -60,7 +60,9 @@ def test_a_policy_that_thinks(policy: Path, tmp_path: Path) -> None:
         assert row["format/verifier_error"] == 0
         assert row["reward/accuracy"] > 0
         assert row["format/violation_rate"] < 1
-    logged = [json.loads(line) for file in sorted((tmp_path / "run" / "samples").glob("*.jsonl")) for line in file.open()]
+    logged = [
+        json.loads(line) for file in sorted((tmp_path / "run" / "samples").glob("*.jsonl")) for line in file.open()
+    ]
     assert any("</think>" in row["reasoning"] for row in logged)
     assert not any("</think>" in row["confidence_block"] for row in logged)
 
@@ -81,7 +83,9 @@ def test_a_policy_that_thinks(policy: Path, tmp_path: Path) -> None:
     done = run("evaluate", "--samples", validated, "--rejudge", "--verifier", own, "--out", again, "--resamples", 0)
     assert done.returncode == 0, done.stderr[-2000:]
     found = read_samples(again / "samples.jsonl")
-    assert [(s.correct, s.confidence, s.status) for s in found] == [(s.correct, s.confidence, s.status) for s in samples]
+    assert [(s.correct, s.confidence, s.status) for s in found] == [
+        (s.correct, s.confidence, s.status) for s in samples
+    ]
 
     out = tmp_path / "evaluated"
     done = run(

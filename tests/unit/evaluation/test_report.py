@@ -102,6 +102,15 @@ def test_other_sampling_stands_in_a_table_of_its_own(tmp_path: Path) -> None:
         assert f"temperature {temperature}, top-p 1.0, template raw, " in page
 
 
+def test_thinking_stands_in_a_table_of_its_own(tmp_path: Path) -> None:
+    for name, thinking in (("a", {}), ("b", {"thinking": "on"})):
+        evaluated(tmp_path / name)
+        (tmp_path / name / "settings.json").write_text(json.dumps({"template": "raw", **thinking}))
+    runs = find_runs([tmp_path])
+    assert len({run.alike for run in runs}) == 2
+    assert "template raw, thinking on, " in report.render_report(runs)
+
+
 def test_a_run_says_where_it_comes_from_and_what_it_was_warned_of(tmp_path: Path) -> None:
     for name, lam in (("one", 0.5), ("two", 1.0)):
         trained(tmp_path / name)

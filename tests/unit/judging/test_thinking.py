@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -158,7 +159,9 @@ def test_judged_again_from_the_sample_alone(
 
 
 pieces = st.lists(
-    st.sampled_from(["<think>", "</think>", "\\boxed{7}", "\\boxed{1}", "<conf> 0.5", "<conf>", "\n", "数", "<", "/think>"]),
+    st.sampled_from(
+        ["<think>", "</think>", "\\boxed{7}", "\\boxed{1}", "<conf> 0.5", "<conf>", "\n", "数", "<", "/think>"]
+    ),
     max_size=12,
 ).map("".join)
 
@@ -212,7 +215,7 @@ def test_both_parts_are_trained() -> None:
         assert (sample.weights > 0).all()
 
 
-def test_tokens_of_known_tokenizers(tmp_path: Path) -> None:
+def test_tokens_of_known_tokenizers() -> None:
     assert find_tags({"</think>", "<think>", EOS}) == KNOWN[0]
     assert find_tags({"[THINK]", "[/THINK]"}) == KNOWN[1]
     assert find_tags({EOS, "<think>"}) is None
@@ -223,7 +226,9 @@ def test_tokens_of_known_tokenizers(tmp_path: Path) -> None:
 
 
 def test_on_without_the_token_is_refused_in_one_line() -> None:
-    with pytest.raises(UserError, match=r"thinking=on: the tokenizer of MODEL has no end-of-thinking token \(</think>,"):
+    with pytest.raises(
+        UserError, match=r"thinking=on: the tokenizer of MODEL has no end-of-thinking token \(</think>,"
+    ):
         check_thinking("on", None, "MODEL")
     for wanted, tags in (("on", THINK), ("off", None), ("auto", None)):
         check_thinking(wanted, tags, "MODEL")
@@ -254,11 +259,11 @@ def test_the_tokens_of_qwen3(tmp_path: Path) -> None:
         assert tokenizer.decode(ids[: by_ids.boundary]) == text.removesuffix("<conf> Confidence: 0.8")
 
 
-def test_a_special_token_is_asked_for(tmp_path: Path) -> None:
-    class Magistral:
-        added_tokens_decoder = {n: AddedToken(tag.decode(), special=True) for n, tag in enumerate(KNOWN[1])}
-
-    assert keep_thinking(Magistral(), KNOWN[1]) == {"skip_special_tokens": False}
+def test_a_special_token_is_asked_for() -> None:
+    magistral = SimpleNamespace(
+        added_tokens_decoder={n: AddedToken(tag.decode(), special=True) for n, tag in enumerate(KNOWN[1])}
+    )
+    assert keep_thinking(magistral, KNOWN[1]) == {"skip_special_tokens": False}
     assert keep_thinking(None, KNOWN[0]) == {}
 
 
