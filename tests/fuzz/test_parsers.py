@@ -73,11 +73,11 @@ fuzz = settings(
     suppress_health_check=list(HealthCheck),
 )
 
-FRAGMENTS = ["<think>", "</think>", "<conf>", " Confidence: ", "0.83", "1", "-0", "1.5", "\\boxed{", "\\boxed{5}", "{", "}", "\\{", "```", "~~~~",
+FRAGMENTS = ["<conf>", " Confidence: ", "0.83", "1", "-0", "1.5", "\\boxed{", "\\boxed{5}", "{", "}", "\\{", "```", "~~~~",
              "```python\n", "\n", "\r\n", " ", "\t", "def f(x):\n return x", "x = 1\n", "####", "\\frac", "12", "\\sqrt[3]2",
              "^\\circ", "\\sin 30", "1,000", "1\\,000", "_{10}", ":", "3:4", "\\text{ cm}", "\\overline{3}", "\ud800",
              "\x1b[2J", "½", "√", "²", "数", "🙂", "e999", "%", "$", "=", "<", "\\in", "[1,2)", "Also output a single line",
-             "CONFIDENCE"]  # fmt: skip
+             "CONFIDENCE", "<think>", "</think>"]  # fmt: skip
 responses = st.one_of(
     st.text(st.characters(codec=None), max_size=200),
     st.lists(st.sampled_from(FRAGMENTS), max_size=30).map("".join),

@@ -61,7 +61,7 @@ def test_whatever_a_run_writes_down_is_an_option() -> None:
         ("model.adapter.targets", "list of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj", None, ()),
         ("training.async_save", "true or false or auto", "auto", ()),
         ("parallel.megatron.overlap_grad_reduce", "true or false", "false", ()),
-        ("objective.lam", "number >= 0 and <= 1", "0.5", ("dcpo", "coupled", "rlcr", "posthoc")),
+        ("objective.lam", "number >= 0 and <= 1", "0.5", ("dcpo", "coupled", "rlcr", "posthoc", "ternary")),
         ("objective.beta", "number", "0.01", ("ccgspg",)),
         ("objective.variant", "canonical, original", "canonical", ("rlcr",)),
     ],
