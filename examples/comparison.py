@@ -61,6 +61,8 @@ class Comparison:
 
     def train_method(self, method: str) -> None:
         run = self.out / method
+        if (run / "policy").is_dir():  # finished: written anew it would be another model to the evaluation
+            return
         self._call(
             run,
             "train",

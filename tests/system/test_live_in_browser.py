@@ -13,8 +13,8 @@ import pytest
 
 from megatron_dcpo.evaluation import live
 from tests.helpers.evaluated import trained
-from tests.system.test_report_in_browser import CHROMIUM
 from tests.unit.evaluation.test_live import SAMPLE
+from tools.pictures import CHROMIUM
 
 pytestmark = pytest.mark.skipif(
     not os.environ.get("DCPO_TEST_BROWSER") or CHROMIUM is None, reason="make test-browser runs this; it needs chromium"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import json
 import re
-import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +16,7 @@ from megatron_dcpo.evaluation.evaluate import write_evaluation
 from megatron_dcpo.evaluation.runs import find_runs
 from megatron_dcpo.evaluation.scoring import score_samples
 from tests.helpers.evaluated import make_samples, trained
-
-CHROMIUM = next(
-    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
-)
+from tools.pictures import CHROMIUM
 
 # Runs in a copy of the page once everything is loaded; what it finds is read from the dumped outer document.
 PROBE = """

@@ -129,7 +129,7 @@ def test_a_run_says_where_it_comes_from_and_what_it_was_warned_of(tmp_path: Path
     page = report.render_report(find_runs([tmp_path]))
     for shown in (
         "0.2.0 0123456789ab+",
-        "2026<wbr>",
+        "<td>2026-11-25 04:05</td>",
         "Options that differ (1)",
         "objective.lam",
         "&lt;optimizer.lr&gt;",
