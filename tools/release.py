@@ -18,10 +18,8 @@ CHECKS = (["check_docs.py"], ["options_page.py", "--check"], ["tested.py", "sand
 
 
 def version_of(root: Path) -> str:
-    (version,) = re.findall(
-        r'^__version__ = "([^"]+)"$', (root / "megatron_dcpo/__init__.py").read_text(), re.MULTILINE
-    )
-    return version
+    (found,) = re.findall(r'^__version__ = "([^"]+)"$', (root / "megatron_dcpo/__init__.py").read_text(), re.MULTILINE)
+    return found
 
 
 def version_problems(root: Path, version: str) -> Iterator[str]:
