@@ -21,7 +21,7 @@ def test_sections_options_and_one_option(capsys: pytest.CaptureFixture) -> None:
     assert main(["config", "objective.lam"]) == 0
     said = capsys.readouterr().out
     assert said.splitlines()[0] == "objective.lam: number >= 0 and <= 1 (default 0.5)"
-    assert said.splitlines()[-1] == "    read by dcpo, coupled, rlcr, posthoc"
+    assert said.splitlines()[-1] == "    read by dcpo, coupled, rlcr, posthoc, ternary"
 
 
 def test_examples_are_listed_and_printed(capsys: pytest.CaptureFixture) -> None:
