@@ -71,7 +71,7 @@ def test_a_curriculum_trains_on_the_least_first(tmp_path: Path) -> None:
         (("data.path=[a.jsonl,b/a.jsonl]",), "data.path: two sources are called a; give one of them another name"),
         (("data.path=[{path: a.jsonl, weight: 0}]",), "data.path.sources.0.weight: Input should be greater than 0"),
         (("data.path=[{path: a.jsonl, size: 3}]",), "options, size and seed are for path: reasoning_gym:TASK"),
-        (("data.path=[{path: a.jsonl, verifier: mth}]",), "expected math, code, an import path"),
+        (("data.path=[{path: a.jsonl, verifier: mth}]",), "expected math, code, exact, f1, choice, an import path"),
         (("data.path=[]",), "data.path.sources: Tuple should have at least 1 item"),
         (("data.path=3",), "data.path"),
     ],

@@ -79,7 +79,7 @@ def test_it_trains_and_its_option_counts(directory: Path) -> None:
     [
         (
             ("objective.name=nowhere.py:METHOD",),
-            "objective.name=nowhere.py:METHOD: no such file nowhere.py (looked up in",
+            "objective.name=nowhere.py:METHOD: no such file nowhere.py (looked for in",
         ),
         (("objective.name=my_method.py:METHODS",), "my_method.py has no 'METHODS'; did you mean 'METHOD'?"),
         (("objective.name=my_method.py:NUMBER",), "expected a Method of megatron_dcpo.objectives, got 3"),

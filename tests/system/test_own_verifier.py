@@ -114,9 +114,12 @@ def test_evaluation_keeps_what_judging_again_needs(directory: Path) -> None:
     ("overrides", "message"),
     [
         (("judging.verifier=my_reward.py:verfy",), "my_reward.py has no 'verfy'; did you mean 'verify'?"),
-        (("judging.verifier=mth",), "judging.verifier: expected math, code, an import path as my_reward.py:verify"),
+        (
+            ("judging.verifier=mth",),
+            "judging.verifier: expected math, code, exact, f1, choice, an import path as my_reward.py:verify",
+        ),
         (("judging.verifier=my_reward.py:extract_boxed",), "expected verify(response, answer, *, problem, **columns)"),
-        (("judging.graded=true",), "judging.graded and judging.threshold are for a verifier of your own"),
+        (("judging.graded=true",), "judging.graded and judging.threshold are for f1, or a verifier of your own"),
     ],
 )
 def test_a_bad_option_is_one_line(directory: Path, overrides: tuple[str, ...], message: str) -> None:

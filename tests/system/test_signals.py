@@ -80,7 +80,8 @@ def test_signal_cuts_a_long_rollout_short(tmp_path):
     shutil.copytree(QUICKSTART / "policy", policy)
     for name in ("config.json", "generation_config.json"):
         values = json.loads((policy / name).read_text())
-        (policy / name).write_text(json.dumps(values | {"eos_token_id": [281]}))
+        more = {"max_position_embeddings": 65536} if name == "config.json" else {}
+        (policy / name).write_text(json.dumps(values | {"eos_token_id": [281]} | more))
     run_dir = tmp_path / "run"
     process = start(run_dir, f"model.path={policy}", "rollout.max_response_length=50000", launch=2, log=log)
     beats = [run_dir / "heartbeat" / f"rank0000{rank}.json" for rank in (0, 1)]

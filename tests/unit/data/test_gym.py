@@ -90,5 +90,5 @@ def test_what_is_wrong_is_one_line(path: str, message: str) -> None:
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(gym.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"not installed; pip install 'megatron-dcpo\[gym\]'"):
+    with pytest.raises(UserError, match=r"not installed; pip install 'reasoning-gym=="):
         load_records(SMALL)
