@@ -17,8 +17,8 @@ import numpy as np
 from lab.fitted import Records
 from lab.results import read_archive, write_archive
 from lab.testtables import bands, table
-from megatron_dcpo.calibration import auroc, brier, ece, pce
-from megatron_dcpo.calibration.metrics import as_confidences
+from megatron_dcpo.calibration import auroc, binned_error, brier, ece, pce
+from megatron_dcpo.calibration.metrics import as_confidences, bootstrap_ci
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.posthoc import fit
 from megatron_dcpo.evaluation.samples import Sample, read_samples
@@ -32,7 +32,6 @@ PARTS = MappingProxyType(
     {"test": "Test", "ood": "Out of distribution", "validation": "Validation, on which all choices are made"}
 )
 STEPS = ("reward/accuracy", "confidence/mean", "calibration/ece", "calibration/auroc", "entropy", "length/mean")
-RESAMPLES = 1000
 
 Samples = Mapping[str, Sequence[Sample]]  # part -> judged samples of one policy
 Values = Callable[[np.ndarray, np.ndarray], float]
@@ -113,16 +112,9 @@ def auroc_within(r: Records) -> float:
     return float(np.nanmean([auroc(r.confidence[r.kind == k], r.correct[r.kind == k]) for k in np.unique(r.kind)]))
 
 
-def resampled(r: Records, value: Values, seed: int = 0) -> tuple[float, float, float]:
-    """Return ``value`` and the ends of its 95 % interval over problems (bootstrap)."""
-    rng, problems = np.random.default_rng(seed), r.problem.max() + 1
-    rows = [np.flatnonzero(r.problem == p) for p in range(problems)]
-    drawn = []
-    for _ in range(RESAMPLES):
-        index = np.concatenate([rows[p] for p in rng.integers(problems, size=problems)])
-        drawn.append(value(r.confidence[index], r.correct[index]))
-    low, high = np.nanquantile(drawn, (0.025, 0.975))
-    return value(r.confidence, r.correct), float(low), float(high)
+def resampled(r: Records, value: Values) -> tuple[float, float, float]:
+    """Return ``value`` and the ends of its 95 % interval over problems (bootstrap). Not for ECE: ``binned_error``."""
+    return value(r.confidence, r.correct), *bootstrap_ci(value, r.confidence, r.correct, r.problem)
 
 
 def shown(found: tuple[float, float, float]) -> str:
@@ -174,16 +166,19 @@ def _confidences(runs: Mapping[str, Samples], part: str) -> list[str]:
         for kind, confidence in found.items():
             r = records(runs[name][part], confidence)
             band = bands([r])[1]
-            scores = (shown(resampled(r, ece)), f"{band:.3f}", f"{pce(r.confidence, r.correct):.3f}")
+            corrected = shown(binned_error(r.confidence, r.correct, r.problem))
+            scores = (f"{ece(r.confidence, r.correct):.3f}", corrected, f"{band:.3f}")
+            scores += (f"{pce(r.confidence, r.correct):.3f}",)
             skill = 1 - brier(r.confidence, r.correct) / base
             within = "–" if kind.startswith("lookup") else f"{auroc_within(r):.3f}"  # it leaves out the problem itself
             ranks = (shown(resampled(r, auroc)), within)
             rows.append((f"{title}: {kind}", *scores, shown(resampled(r, brier)), f"{skill:+.3f}", *ranks))
     text = (
-        "Confidences. Band: what 95 % of calibrated models with responses as alike within a problem stay below in ECE. "
-        "Skill: 1 - Brier / Brier of the lookup. Fitted rows: on the policy's own validation responses."
+        "Confidences. ECE: plug-in, and corrected for its bias. Band: what 95 % of calibrated models with responses as "
+        "alike within a problem stay below in the plug-in. Skill: 1 - Brier / Brier of the lookup. Fitted rows: on the "
+        "policy's own validation responses."
     )
-    return table(text, ("ECE", "band", "PCE", "Brier", "skill", "AUROC", "AUROC within kinds"), rows)
+    return table(text, ("ECE", "corrected", "band", "PCE", "Brier", "skill", "AUROC", "AUROC within kinds"), rows)
 
 
 def _by_task(runs: Mapping[str, Samples], part: str) -> list[str]:
@@ -206,7 +201,7 @@ def _steps(archive: Path) -> list[str]:
     for name, content in sorted(read_archive(archive).items()):
         method, _, file = name.partition("/")
         if file == "metrics.jsonl":
-            steps = [json.loads(line) for line in content.decode().splitlines()]
+            steps = [row for row in map(json.loads, content.decode().splitlines()) if STEPS[0] in row]  # not step 0's
             middle = len(steps) // 2 - 2
             for label, part in (("first", steps[:5]), ("middle", steps[middle : middle + 5]), ("last", steps[-5:])):
                 means = [np.nanmean([np.nan if s.get(key) is None else s[key] for s in part]) for key in STEPS]
