@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
@@ -16,6 +17,7 @@ from megatron_dcpo.runtime.run_records import CONFIG, read_launches
 SAMPLING = {"temperature": "temperature", "top_p": "top-p", "top_k": "top-k", "max_tokens": "tokens at most"}
 # Options that differ without making another run of it.
 _OF_EVERY_RUN = ("run_dir", "seed", "training.resume")
+_RECENT = 10  # steps whose median says how long the others take
 
 
 def sampling_text(settings: Mapping[str, Any], evaluation: Mapping[str, Any]) -> str:
@@ -53,6 +55,18 @@ def options(path: Path) -> dict[str, Any]:
         return dict(flat(OmegaConf.to_container(OmegaConf.load(path / CONFIG))))
     except (OSError, OmegaConfBaseException, YAMLError, ValueError):
         return {}
+
+
+def total_steps(path: Path) -> int | None:
+    """Return ``training.steps`` of a run's ``config.yaml``, where there is one."""
+    steps = options(path).get("training.steps")
+    return steps if isinstance(steps, int) else None
+
+
+def seconds_left(rows: Sequence[Mapping[str, Any]], steps: int) -> float | None:
+    """Return how long the ``steps`` that are left take, by the median of the last ones; None where none was timed."""
+    recent = [row["time/step"] for row in rows if row.get("time/step")][-_RECENT:]
+    return steps * float(np.median(recent)) if recent else None
 
 
 def differences(paths: Mapping[str, Path]) -> list[tuple[str, list[str]]]:

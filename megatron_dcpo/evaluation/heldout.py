@@ -69,9 +69,13 @@ def load_problems(
         asked = verifier_for(form, wanted[benchmark.name], benchmark.name in BENCHMARKS)
         name = "code" if its_tests else VERIFIER if benchmark.is_gym else asked
         check_questions(name, benchmark.records, benchmark.source)
-        same = same_program if its_tests else same_answer if name in QUESTIONS else equivalent_math
-        problems.append(Problems(benchmark, its_tests, judge_of(judging, find, name), same))
+        problems.append(Problems(benchmark, its_tests, judge_of(judging, find, name), equivalence(name)))
     return problems
+
+
+def equivalence(verifier: str) -> Equivalent:
+    """Return what decides whether two answers that ``verifier`` judges are the same."""
+    return same_program if verifier == "code" else same_answer if verifier in QUESTIONS else equivalent_math
 
 
 def verifier_of(source: SourceConfig, judging: JudgingConfig) -> str:

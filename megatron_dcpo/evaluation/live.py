@@ -14,19 +14,16 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-import numpy as np
-import yaml
-
 from megatron_dcpo.calibration import diagrams
 from megatron_dcpo.calibration.summary import json_ready
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.evaluation.facts import seconds_left, total_steps
 from megatron_dcpo.evaluation.report import choose_samples, pages
 from megatron_dcpo.evaluation.runs import read_run
 from megatron_dcpo.runtime.text import printable
 
 ADDRESS = "127.0.0.1"
 _POINTS = 1000  # of a curve: what a screen shows
-_RECENT = 10  # steps whose median says how long the others take
 
 
 def live_server(run: str | Path, port: int) -> ThreadingHTTPServer:
@@ -63,20 +60,9 @@ def state(root: Path) -> dict[str, Any]:
 def _progress(root: Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return how far the run is; None for what is not known."""
     step, steps = max((row.get("step", 0) for row in rows), default=None), total_steps(root)
-    recent = [row for row in rows if row.get("time/step")][-_RECENT:]
-    left = None
-    if recent and steps and step is not None:
-        left = max(steps - step, 0) * float(np.median([row["time/step"] for row in recent]))
-    speed = recent[-1].get("tokens/s/step") if recent else None
+    left = seconds_left(rows, max(steps - step, 0)) if steps and step is not None else None
+    speed = next((row["tokens/s/step"] for row in reversed(rows) if row.get("tokens/s/step")), None)
     return {"step": step, "steps": steps, "tokens_per_second": speed, "seconds_left": left}
-
-
-def total_steps(root: Path) -> int | None:
-    """Return ``training.steps`` of the run's configuration, where there is one."""
-    try:
-        return int(yaml.safe_load((root / "config.yaml").read_text())["training"]["steps"])
-    except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
-        return None
 
 
 def _line(rows: Sequence[Mapping[str, Any]], key: str) -> list[list[float]]:

@@ -13,7 +13,6 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from megatron_dcpo.config import JudgingConfig, ValidationConfig
-from megatron_dcpo.config.kinds import QUESTIONS
 from megatron_dcpo.data import BENCHMARKS, LoadedBenchmark, render_prompts
 from megatron_dcpo.data.datasets import message_prompts
 from megatron_dcpo.data.gym import VERIFIER
@@ -23,18 +22,16 @@ from megatron_dcpo.evaluation.evaluate import (
     Complete,
     Progress,
     complete_at_once,
-    equivalent_math,
     evaluate_benchmark,
     rejudge,
     write_evaluation,
 )
-from megatron_dcpo.evaluation.heldout import judge_of, load_problems
+from megatron_dcpo.evaluation.heldout import equivalence, judge_of, load_problems
 from megatron_dcpo.evaluation.posthoc import TOP_LOGPROBS, Posthoc
-from megatron_dcpo.evaluation.programs import is_code, read_tests, same_program, write_tests
+from megatron_dcpo.evaluation.programs import is_code, read_tests, write_tests
 from megatron_dcpo.evaluation.samples import SETTINGS, Sample, SampleLog, check_samples, read_samples
 from megatron_dcpo.evaluation.scoring import parse_kinds, score_samples
 from megatron_dcpo.judging.programs import PackedTests
-from megatron_dcpo.judging.questions import same_answer
 from megatron_dcpo.judging.thinking import KNOWN, check_thinking, keep_thinking
 from megatron_dcpo.judging.token_bytes import TokenBytes, token_bytes
 from megatron_dcpo.judging.users import check_error_rate
@@ -234,8 +231,7 @@ def _judge_again(samples: list[Sample], tests: PackedTests, config: EvaluationCo
         places = [place for place, own in enumerate(names) if own == name]
         if places:
             judge = judge_of(config.judging, find, name)
-            equivalent = same_program if name == "code" else same_answer if name in QUESTIONS else equivalent_math
-            judged |= dict(zip(places, rejudge([samples[p] for p in places], judge, equivalent), strict=True))
+            judged |= dict(zip(places, rejudge([samples[p] for p in places], judge, equivalence(name)), strict=True))
     return [judged[place] for place in range(len(samples))]
 
 

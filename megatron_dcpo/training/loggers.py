@@ -23,7 +23,6 @@ from megatron_dcpo.runtime.plugins import check_signature, is_import_path, load_
 
 logger = logging.getLogger(__name__)
 
-PACKAGES = MappingProxyType({"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "swanlab": "swanlab"})
 ARTIFACTS = ("config.yaml", "report.html")  # of the run directory
 # what verl calls the same number
 VERL_NAMES = MappingProxyType(
@@ -63,13 +62,13 @@ def check_loggers(config: Config) -> None:
     for name in config.logging.to:
         if is_import_path(name):
             check_signature(load_object(name, "logging.to"), name, "logging.to", "directory", "config", "first_step")
-        elif name not in PACKAGES:
-            hint = did_you_mean(name, PACKAGES)
+        elif name not in OPENERS:
+            hint = did_you_mean(name, OPENERS)
             raise UserError(f"logging.to={name}: unknown logger{hint}, or write file.py:function of your own")
-        elif importlib.util.find_spec(PACKAGES[name]) is None:
+        elif importlib.util.find_spec(name) is None:
             raise UserError(
-                f"logging.to={name}, but the package {PACKAGES[name]} is not installed; pip install {PACKAGES[name]}, or "
-                "take it out of logging.to"
+                f"logging.to={name}, but the package {name} is not installed; pip install {name}, or take it out of "
+                "logging.to"
             )
 
 
@@ -77,8 +76,8 @@ def check_loggers(config: Config) -> None:
 def open_loggers(
     directory: Path, config: Config, first_step: int
 ) -> Iterator[Callable[[int, Mapping[str, Any]], None]]:
-    """Open the loggers of ``logging.to`` and yield what hands them the numbers of a step; finish them at the end."""
-    check_loggers(config)
+    """Open the loggers of ``logging.to``, which are checked, and yield what hands them the numbers of a step; finish them at
+    the end."""
     opened: dict[str, RunLogger] = {}
 
     def each(what: str, call: Callable[[RunLogger], None]) -> None:
@@ -216,6 +215,6 @@ class SwanLab:
         self.run.finish()
 
 
-OPENERS: Mapping[str, Open] = MappingProxyType(
+OPENERS: Mapping[str, Open] = MappingProxyType(  # by the name of the package, too
     {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow, "swanlab": SwanLab}
 )

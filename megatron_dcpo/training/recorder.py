@@ -19,6 +19,7 @@ from megatron_dcpo.calibration import json_ready
 from megatron_dcpo.checkpoints.saver import Saver, last_complete
 from megatron_dcpo.config import Config
 from megatron_dcpo.errors import UserError
+from megatron_dcpo.evaluation.facts import seconds_left
 from megatron_dcpo.evaluation.heldout import named_sources
 from megatron_dcpo.objectives import find_method
 from megatron_dcpo.planning.plan import Machine, make_plan
@@ -39,7 +40,6 @@ from megatron_dcpo.types import BLOCKS, TrainingSample
 logger = logging.getLogger(__name__)
 
 SAMPLES_PER_STEP = 32  # judged responses written
-RECENT = 10  # steps whose median says how long the others take
 
 
 class Recorder:
@@ -174,8 +174,8 @@ class Recorder:
             return
         total, seconds = self.config.training.steps, metrics["time/step"]
         probed = ", the gradient probe's pass included" if metrics["grad_norm/reasoning"] >= 0 else ""
-        recent = [row["time/step"] for row in self.rows[-RECENT:] if row.get("time/step")]
-        left = f"  {timedelta(seconds=round((total - step) * float(np.median(recent))))} left" if step < total else ""
+        rest = seconds_left(self.rows, total - step)
+        left = f"  {timedelta(seconds=round(rest))} left" if rest else ""
         loss = metrics["loss/policy"]
         logger.info("step %d/%d  %s  loss %+.4f  %.2f s  %s%s%s", step, total, line, loss, seconds, speed, left, probed)
 
