@@ -10,12 +10,8 @@ import base64
 import io
 import json
 import math
-import os
 import pickle
-import string
 import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -34,214 +30,25 @@ from megatron_dcpo.conversion.checkpoint_metadata import METADATA, read_metadata
 from megatron_dcpo.data.datasets import load_records
 from megatron_dcpo.data.files import read_json_lines, read_rows
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.evaluation.programs import normal_form, same_program
-from megatron_dcpo.evaluation.samples import Sample, read_samples, sample_line
+from megatron_dcpo.evaluation.samples import read_samples
 from megatron_dcpo.evaluation.scoring import CONFIDENCE_KINDS, score_samples
-from megatron_dcpo.judging.answers import BOXED, FENCED, Attempt, Outcome, extract_program
-from megatron_dcpo.judging.judge import judge_many
-from megatron_dcpo.judging.math import answer_forms, latex
-from megatron_dcpo.judging.math.equivalence import quick_verdict
+from megatron_dcpo.judging.answers import Attempt
 from megatron_dcpo.judging.questions import (
     check_questions,
-    chosen_letter,
-    f1,
-    is_abstention,
-    normalize,
     question_verifier,
-    same_answer,
 )
-from megatron_dcpo.judging.thinking import KNOWN
-from megatron_dcpo.judging.token_bytes import TokenBytes, token_bytes
+from megatron_dcpo.judging.token_bytes import token_bytes
 from megatron_dcpo.objectives import worksheet
 from megatron_dcpo.rollout.engine import SamplingConfig
 from megatron_dcpo.rollout.openai_client import Endpoint
 from megatron_dcpo.runtime.http_json import JsonClient
-from megatron_dcpo.runtime.text import encodable, parse_json, printable
-from megatron_dcpo.types import MALFORMED, Prompt, Response
+from megatron_dcpo.runtime.text import parse_json
+from megatron_dcpo.types import Prompt
 from megatron_dcpo.weights.architecture import parse_architecture
 from megatron_dcpo.weights.hf_checkpoint import HFReader
-from tests.helpers.hostile import HOSTILE
+from tests.fuzz.strategies import changed, fuzz, mutated, only, values
 from tests.helpers.paths import QUICKSTART
 from tests.helpers.tokenizers import byte_level
-
-AT_LENGTH = int(os.environ.get("DCPO_FUZZ", "0")) // 40
-fuzz = settings(
-    max_examples=AT_LENGTH or (50 if settings.get_current_profile_name() == "ci" else 150),
-    derandomize=not AT_LENGTH,
-    database=None,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
-
-FRAGMENTS = ["<conf>", " Confidence: ", "0.83", "1", "-0", "1.5", "\\boxed{", "\\boxed{5}", "{", "}", "\\{", "```", "~~~~",
-             "```python\n", "\n", "\r\n", " ", "\t", "def f(x):\n return x", "x = 1\n", "####", "\\frac", "12", "\\sqrt[3]2",
-             "^\\circ", "\\sin 30", "1,000", "1\\,000", "_{10}", ":", "3:4", "\\text{ cm}", "\\overline{3}", "\ud800",
-             "\x1b[2J", "½", "√", "²", "数", "🙂", "e999", "%", "$", "=", "<", "\\in", "[1,2)", "Also output a single line",
-             "CONFIDENCE", "<think>", "</think>"]  # fmt: skip
-responses = st.one_of(
-    st.text(st.characters(codec=None), max_size=200),
-    st.lists(st.sampled_from(FRAGMENTS), max_size=30).map("".join),
-    st.tuples(st.sampled_from(sorted(HOSTILE)), st.integers(1, 400)).map(lambda pair: HOSTILE[pair[0]](pair[1])),
-)
-leaves = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(),
-    st.integers().map(lambda n: n * 10**400),
-    st.floats(),
-    st.sampled_from(FRAGMENTS),
-    st.text(st.characters(codec=None), max_size=10),
-)
-
-
-def values(keys: list[str]) -> st.SearchStrategy[Any]:
-    """JSON values; their objects have mostly these keys."""
-    names = st.sampled_from(keys) | st.text(max_size=5)
-    return st.recursive(
-        leaves, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(names, inner, max_size=5), max_leaves=20
-    )
-
-
-def changed(base: Any, keys: list[str]) -> st.SearchStrategy[Any]:
-    """The JSON object ``base`` with some entries, at any depth, replaced or removed."""
-    edits = st.lists(st.tuples(st.integers(0, 1000), st.just(_REMOVED) | values(keys)), min_size=1, max_size=3)
-    return edits.map(lambda chosen: _edited(base, chosen))
-
-
-_REMOVED = object()
-
-
-def _edited(base: Any, edits: list[tuple[int, Any]]) -> Any:
-    root = json.loads(json.dumps(base))
-    for number, value in edits:
-        places = list(_places(root))
-        if not places:
-            break
-        container, key = places[number % len(places)]
-        if value is _REMOVED:
-            del container[key]
-        else:
-            container[key] = value
-    return root
-
-
-def _places(value: Any) -> Iterator[tuple[Any, Any]]:
-    for key in list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
-        yield value, key
-        yield from _places(value[key])
-
-
-def mutated(base: bytes) -> st.SearchStrategy[bytes]:
-    """``base`` with a few stretches overwritten, removed, inserted or repeated."""
-    edit = st.tuples(st.integers(0, max(1, len(base))), st.integers(0, 12), st.binary(max_size=12), st.integers(1, 3))
-    return st.lists(edit, min_size=1, max_size=4).map(lambda edits: _mutate(base, edits))
-
-
-def _mutate(base: bytes, edits: list[tuple[int, int, bytes, int]]) -> bytes:
-    for at, removed, inserted, times in edits:
-        base = base[:at] + inserted * times + base[at + removed :]
-    return base
-
-
-def only(error: type[Exception], function: Callable[[], Any]) -> Any:
-    """The result, None after ``error``; every other exception fails the test. The message is one that can be printed."""
-    try:
-        return function()
-    except error as refused:
-        printable(str(refused)).encode()
-        return None
-
-
-# ---------------------------------------------------------------------------------------- what models write
-
-BYTES = TokenBytes((*(bytes([b]) for b in range(256)), b"<|im_end|>"))
-THINKS = TokenBytes(BYTES.table, KNOWN[0])
-OPENINGS = ["", "<think>\n", "<think>\n\n</think>\n\n"]
-
-
-@fuzz
-@given(text=responses, key=responses, finished=st.booleans(), form=st.sampled_from([BOXED, FENCED]))
-def test_responses(text: str, key: str, finished: bool, form: Any) -> None:
-    """Ids and text give the same judgement, whose blocks partition the tokens, and a sample that is read as written."""
-    ids = np.array([*text.encode(errors="surrogatepass"), *([256] if finished else [])], np.int64)
-    ends = "stop" if finished else "length"
-    by_id = Response("p", 0, ids, np.zeros(len(ids)), ends, 0)
-    prompts = {"p": Prompt("p", (), (), key, "")}
-    verifier = lambda attempts: [Outcome(bool(quick_verdict(a.answer or "", a.truth))) for a in attempts]  # noqa: E731
-    by_ids, by_text = judge_many(
-        [by_id, replace(by_id, text=text)], prompts, BYTES, {256}, verifier=verifier, form=form
-    )
-    same = ("correct", "confidence", "status", "stated", "answered", "answer")
-    if finished or "\ud800" not in text:
-        assert [getattr(by_ids, name) for name in same] == [getattr(by_text, name) for name in same]
-    assert 0 <= by_ids.boundary <= by_ids.length == len(ids)
-    assert (by_ids.status == "ok") == (by_ids.confidence is not None)
-    assert by_ids.status in ("ok", *MALFORMED)
-    assert by_ids.confidence is None or 0 <= by_ids.confidence <= 1
-    said = (by_text.answer, key, bool(by_text.correct), by_text.confidence, by_text.status)
-    sample = Sample("b", "p", 0, key, text, *said, 0.5, -1.0, 3, ends)
-    row = parse_json(sample_line(sample).encode())
-    assert (row["response"], row["ground_truth"]) == (encodable(text), encodable(key))
-
-
-@fuzz
-@given(text=responses, opening=st.sampled_from(OPENINGS), finished=st.booleans(), form=st.sampled_from([BOXED, FENCED]))
-def test_responses_that_think(text: str, opening: str, finished: bool, form: Any) -> None:
-    """Ids and text give the same judgement; what is behind the thinking gives it alone."""
-    ids = np.array([*text.encode(errors="surrogatepass"), *([256] if finished else [])], np.int64)
-    by_id = Response("p", 0, ids, np.zeros(len(ids)), "stop" if finished else "length", 0)
-    prompts = {"p": Prompt("p", (), tuple(opening.encode()), "7", ""), "q": Prompt("q", (), (), "7", "")}
-    verifier = lambda attempts: [Outcome(a.answer == a.truth) for a in attempts]  # noqa: E731
-    options: dict[str, Any] = {"verifier": verifier, "form": form}
-    by_ids, by_text = judge_many([by_id, replace(by_id, text=text)], prompts, THINKS, {256}, **options)
-    rest = replace(by_id, prompt_id="q", text=text[by_text.thinking_characters :])
-    (alone,) = judge_many([rest], prompts, **options)
-    same = ("correct", "confidence", "status", "stated", "answer", "abstained")
-    assert [getattr(alone, name) for name in same] == [getattr(by_text, name) for name in same]
-    if "\ud800" not in text:
-        assert [getattr(by_ids, name) for name in same] == [getattr(by_text, name) for name in same]
-    assert 0 <= (by_ids.thinking_tokens or 0) <= by_ids.boundary <= by_ids.marker_end <= by_ids.length == len(ids)
-
-
-@fuzz
-@given(answer=responses, key=responses)
-@example(answer="1e999", key="1")
-@example(answer="0." + "9" * 190, key="1/" + "3" * 190)
-@example(answer=r"0.\overline{0}", key="²")
-def test_answers_of_mathematics(answer: str, key: str) -> None:
-    answer, key = answer[:300], key[:300]
-    assert quick_verdict(answer, key) in (True, False, None)
-    for form in (answer_forms.numeral, answer_forms.ratio, answer_forms.is_well_formed, answer_forms.is_braced_set):
-        form(answer)
-    answer_forms.units_differ(answer, key)
-    answer_forms.exact_number(answer)
-    latex.degrees_to_radians(latex.protect_letters(latex.drop_degrees(latex.spell_out(answer))))
-
-
-@fuzz
-@given(answer=responses, truth=responses, options=st.lists(responses, max_size=5))
-def test_answers_to_questions(answer: str, truth: str, options: list[str]) -> None:
-    assert isinstance(normalize(answer), str)
-    assert f1(answer, truth) == pytest.approx(f1(truth, answer))
-    assert 0 <= f1(answer, truth) <= 1
-    assert chosen_letter(answer, options) in (
-        None,
-        *"ABCDE"[: len(options)],
-        *("" if options else string.ascii_uppercase),
-    )
-    assert is_abstention(answer) in (True, False)
-    assert same_answer(answer, answer)
-
-
-@fuzz
-@given(a=responses, b=responses)
-def test_programs(a: str, b: str) -> None:
-    program = extract_program(a) or a
-    printable(program).encode()
-    assert same_program(program, program)
-    assert isinstance(normal_form(program), str)
-    assert same_program(program, b) == same_program(b, program)
-
 
 # ------------------------------------------------------------------------------------------ what data sets hold
 
