@@ -4,7 +4,7 @@
     python tools/tested.py SUITE            status 0 if it did, else 1 and the files that differ
     python tools/tested.py SUITE --record   write the digests of the sources to tests/SUITE/tested.sha256
 
-The sources are the suite's tests, the modules of the package that they import, and the room that the suite is named after.
+The sources are the suite's tests, the modules of the package that they import, and the subpackage of the suite's name.
 """
 
 from __future__ import annotations

@@ -74,13 +74,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     for noisy in ("httpx", "httpx2", "httpcore2", "urllib3", "matplotlib", "torch", "transformers"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     try:
-        return int(args.run(args))
+        status = int(args.run(args))
+        sys.stdout.flush()
+        return status
     except Stopped as stopped:
         if os.environ.get("RANK", "0") == "0":
             print(printable(f"dcpo {args.verb}: {stopped}"), file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(stopped.exit_status)  # everything is saved; a judge may still be busy with the abandoned rollout
+    except ModuleNotFoundError as error:
+        if args.debug or (error.name or "megatron_dcpo").startswith("megatron_dcpo"):
+            raise
+        print(
+            f"dcpo {args.verb}: error: {error.name} is not installed; call dcpo of .venv (make setup)", file=sys.stderr
+        )
+        return EXIT_USER_ERROR
+    except BrokenPipeError:  # the reader of stdout has enough: dcpo config | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (UserError, OSError) as error:
         refused = isinstance(error, UserError) or error.errno in _DISK_REFUSES
         if args.debug or not refused:

@@ -83,7 +83,8 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
     except UserError as error:
         message = str(error)
         for override in reversed(overrides):  # the file is not to blame
-            if override.partition("=")[0] in message:
+            name = override.partition("=")[0]
+            if name in message or f"unknown key {name.partition('.')[0]};" in message:
                 raise UserError(message.replace(f"{path}: ", f"{override}: ", 1)) from None
         raise
 

@@ -1,4 +1,4 @@
-"""Accuracy and calibration of a model: sample, judge, score, write. The engine is a function, so this room knows none.
+"""Accuracy and calibration of a model: sample, judge, score, write. The engine is a function, so none is known here.
 
 benchmarks --render--> prompts --complete--> responses --judge--> samples.jsonl --score--> evaluation.json, pictures
 """

@@ -126,7 +126,7 @@ def render_report(
 
 
 def pages() -> Environment:
-    """Return the templates of this room."""
+    """Return the templates of this subpackage."""
     loader = PackageLoader("megatron_dcpo.evaluation", "")
     return Environment(loader=loader, autoescape=True, trim_blocks=True, undefined=StrictUndefined)
 

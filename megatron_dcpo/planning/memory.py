@@ -26,7 +26,7 @@ from megatron_dcpo.weights.planner import interleavings, padded_vocab_size, plan
 from megatron_dcpo.weights.table import adapted, hf_shapes
 
 PARAMETER_ALIGNMENT, BUCKET_ALIGNMENT = 64, 128  # numbers; the distributed optimizer's buffers
-LOGITS_AT_ONCE = 1 << 26  # of a chunk on a GPU: policy/output_layer.py, which this room does not import
+LOGITS_AT_ONCE = 1 << 26  # of a chunk on a GPU: policy/output_layer.py, which planning does not import
 # Tied, on the first and the last pipeline stage: a bucket of its own.
 _SHARED = ("embedding.word_embeddings.weight", "output_layer.weight")
 

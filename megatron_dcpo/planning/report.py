@@ -16,6 +16,7 @@ from megatron_dcpo.planning.advice import advice, less_recomputation
 from megatron_dcpo.planning.hub import architecture_of
 from megatron_dcpo.planning.plan import GB, Plan
 from megatron_dcpo.runtime.dtypes import dtype_bytes
+from megatron_dcpo.runtime.text import counted
 from megatron_dcpo.weights.layout import Layout
 from megatron_dcpo.weights.pipeline import layers_per_stage
 from megatron_dcpo.weights.planner import check_layout, check_options
@@ -30,7 +31,7 @@ def print_plan(plan: Plan) -> None:
     layers = layers_per_stage(plan.arch.num_layers, layout)
     parameters = number_of_parameters(plan.arch)
     console.print(
-        f"{plan.arch.name}, {parameters / 1e9:.3g} billion parameters, on {plan.machine.gpus} "
+        f"{plan.arch.name}, {counted(parameters)} parameters, on {plan.machine.gpus} "
         f"{'process(es) of this CPU' if plan.on_cpu else 'GPUs'}: "
         f"TP {layout.tensor_model_parallel_size} x PP {layout.pipeline_model_parallel_size} x DP {plan.data_parallel}"
         + (f" x CP {cp}" if (cp := config.parallel.context_parallel_size) > 1 else "")

@@ -1,4 +1,4 @@
-"""Engines: what samples responses. The only room that knows transformers' and vLLM's generation."""
+"""Engines: what samples responses. The only subpackage that knows transformers' and vLLM's generation."""
 
 from __future__ import annotations
 

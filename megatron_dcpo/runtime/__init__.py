@@ -1,6 +1,6 @@
 """Devices, process groups, Megatron-core on the CPU, signals, watchdog, locks, timers.
 
-The only room that asks for CUDA: the others ask ``device.capabilities()``. Importing it imports no torch.
+The only subpackage that asks for CUDA: the others ask ``device.capabilities()``. Importing it imports no torch.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ def has_cuda() -> bool:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What the other rooms need to know of the device, instead of whether CUDA exists.
+    """What the other subpackages need to know of the device, instead of whether CUDA exists.
 
     ``separate_memory``: memory of the device is not the host's, so that moving data there and back makes room, and a
     sleeping engine gives some back. ``cpu_initialization``: Megatron creates parameters on the host.

@@ -1,4 +1,4 @@
-"""Files of a run directory that several rooms read: ``run.json``, an entry for every start, and ``warnings.jsonl``."""
+"""Files of a run directory that several subpackages read: ``run.json``, an entry for every start, and ``warnings.jsonl``."""
 
 from __future__ import annotations
 

@@ -32,6 +32,14 @@ def encodable(text: str) -> str:
     return _LONE_SURROGATE.sub("\ufffd", text)
 
 
+def counted(number: int) -> str:
+    """Return a large number in words: ``8.19 billion``, ``135 million``, ``125 thousand``."""
+    for size, word in ((1e9, "billion"), (1e6, "million"), (1e3, "thousand")):
+        if number >= size:
+            return f"{number / size:.3g} {word}"
+    return str(number)
+
+
 def parse_json(text: str | bytes) -> Any:
     """Return the JSON value in ``text``, its strings :func:`encodable`. NaN and Infinity are numbers.
 

@@ -11,6 +11,7 @@ from megatron_dcpo.runtime import distributed
 from megatron_dcpo.runtime.device import profile
 from megatron_dcpo.runtime.run_lock import lock_run_dir
 from megatron_dcpo.runtime.signals import RolloutAbandoned
+from megatron_dcpo.runtime.text import counted
 from megatron_dcpo.training import provenance
 from megatron_dcpo.training.run import Run, build
 from megatron_dcpo.training.weight_sync import export_policy
@@ -79,7 +80,7 @@ def _start(run: Run, done: int) -> None:
     first, rollout = run.policy.topology.rank == 0, run.config.rollout
     if first:
         parameters, engine = number_of_parameters(run.policy.arch), type(run.engine).__name__
-        logger.info("%.3g billion parameters, sampled by %s; handing over the weights", parameters / 1e9, engine)
+        logger.info("%s parameters, sampled by %s; handing over the weights", counted(parameters), engine)
     run.weight_sync.check_plan()
     run.weight_sync.push(version=done)
     run.recorder.log_evaluation(done, run.validator.validate(done) if run.validator else {})

@@ -22,6 +22,8 @@ STEPS = 5  # in a row, unless a watcher says otherwise
 def all_malformed(rows: Rows) -> str | None:
     if not _last(rows, "format/violation_rate", lambda rate: rate >= 1):
         return None
+    if rows[0].get("format/violation_rate", 1.0) < 0.5:
+        return "no response states a valid confidence any more: the updates destroyed the policy, lower optimizer.lr"
     return (
         "no response states a valid confidence: look at samples/ for what the policy writes; the prompt must ask for the "
         "line (data.template=paper), or the policy needs a supervised warm start"

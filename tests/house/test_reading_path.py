@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from tests.helpers.paths import REPOSITORY
-from tests.house.test_rooms import GRAPH, MODULES
+from tests.house.test_layers import GRAPH, MODULES
 
 TEXT = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8").split("\n## ")[1]
 EVERYWHERE = ("errors", "config", "runtime")

@@ -36,5 +36,5 @@ def test_a_step_builds_objects_of_few_classes(made: str) -> None:
     """Counted in a run, under ``sys.setprofile`` and ``threading.setprofile``: records, methods, and parts of the run."""
     classes = [name for names in CLASSES.findall(made) for name in names.split(", ")]
     assert {"Prompt", "Response", "Judgement", "TrainingSample", "MicroBatch", "TokenOutputs"} <= set(classes)
-    assert {"Method", "Sampler", "Updater"} <= set(classes), "the count sees other rooms too"
+    assert {"Method", "Sampler", "Updater"} <= set(classes), "the count sees other subpackages too"
     assert len(set(classes)) == len(classes) <= 15

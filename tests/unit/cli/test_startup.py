@@ -35,3 +35,17 @@ def test_a_light_verb_imports_what_it_uses(arguments: list[str], imported: set[s
         [sys.executable, "-c", code, *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=True
     )
     assert set(done.stdout.splitlines()[-1].split()) == imported
+
+
+def test_a_reader_that_has_enough_is_no_error() -> None:
+    script = f"{sys.executable} -m megatron_dcpo config rollout | head -n 1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", script], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 1)
+
+
+def test_a_python_without_the_libraries_is_told_so() -> None:
+    """``-S``: no site-packages."""
+    command = [sys.executable, "-S", "-m", "megatron_dcpo", "config"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "dcpo config: error: omegaconf is not installed; call dcpo of .venv (make setup)\n"

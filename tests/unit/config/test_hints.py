@@ -53,6 +53,8 @@ def test_names_of_other_systems(file: Path, override: str, expected: str) -> Non
 def test_an_override_is_blamed_and_not_the_file(file: Path) -> None:
     with pytest.raises(UserError, match=r"^optimizer.lr=fast: optimizer.lr: "):
         load_config(file, ["seed=2", "optimizer.lr=fast"])
+    with pytest.raises(UserError, match=r"^actor.clip=1: unknown key actor; "):
+        load_config(file, ["seed=2", "actor.clip=1"])
     file.write_text(BASE + "optimizer: {lr: fast}\n")
     with pytest.raises(UserError, match=r"c.yaml: optimizer.lr: "):
         load_config(file, ["seed=2"])

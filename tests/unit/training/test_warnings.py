@@ -69,6 +69,16 @@ def test_a_cause_is_said_once_with_what_to_try(name: str, tmp_path: Path) -> Non
     assert again.after(healthy(81) | HOPELESS[name]) == []
 
 
+def test_a_policy_that_was_destroyed_is_told_from_one_that_never_spoke(tmp_path: Path) -> None:
+    silent = {"step": 1, "format/violation_rate": 1.0}
+    (said,) = (text for step in range(1, 9) for text in Watched(tmp_path, [silent] * 5).after(silent))
+    assert "warm start" in said
+    (tmp_path / "warnings.jsonl").unlink()
+    watching = Watched(tmp_path, [healthy(1)])
+    (said,) = (text for _ in range(6) for text in watching.after(silent))
+    assert "lower optimizer.lr" in said
+
+
 def test_one_good_step_ends_a_row(tmp_path: Path) -> None:
     watching = Watched(tmp_path, [])
     for step in range(1, 60):

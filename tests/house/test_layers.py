@@ -1,4 +1,4 @@
-"""The rules of docs/architecture.md, held against the code: floors, circles, who asks for CUDA, private names, sizes."""
+"""The rules of docs/architecture.md, held against the code: layers, circles, who asks for CUDA, private names, sizes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.helpers.paths import REPOSITORY
 
 PACKAGE = REPOSITORY / "megatron_dcpo"
 
-# A module imports its own room and lower floors, never its own floor's other rooms or a higher one.
-FLOORS = (
+# A module imports its own subpackage and lower layers, never its own layer's other subpackages or a higher one.
+LAYERS = (
     ("types", "errors"),
     ("runtime",),
     ("objectives", "calibration", "sandbox"),
@@ -28,7 +28,7 @@ FLOORS = (
     ("training",),
     ("cli",),
 )
-FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+LAYER = {subpackage: layer for layer, subpackages in enumerate(LAYERS) for subpackage in subpackages}
 # where private names of torch and Megatron may stand
 FOREIGN = ("torch", "megatron")
 PRIVATE_NAMES = ("megatron_dcpo.runtime.megatron_private", "megatron_dcpo.runtime.megatron_on_cpu")
@@ -57,12 +57,12 @@ def imports_of(path: Path) -> set[str]:
 GRAPH = {name: {target for target in imports_of(path) if target in MODULES} - {name} for name, path in MODULES.items()}
 
 
-def room(module: str) -> str:
+def subpackage(module: str) -> str:
     return module.split(".")[1] if "." in module else "cli"  # the package itself and __main__ are the command line
 
 
-def test_every_room_has_a_floor() -> None:
-    assert {room(module) for module in MODULES} - {"__main__"} == set(FLOOR)
+def test_every_subpackage_has_a_layer() -> None:
+    assert {subpackage(module) for module in MODULES} - {"__main__"} == set(LAYER)
 
 
 def test_arrows_point_down() -> None:
@@ -70,9 +70,9 @@ def test_arrows_point_down() -> None:
         f"{module} -> {target}"
         for module, targets in GRAPH.items()
         for target in targets
-        if room(module) not in (room(target), "__main__")
+        if subpackage(module) not in (subpackage(target), "__main__")
         and target != "megatron_dcpo"
-        and FLOOR[room(target)] >= FLOOR[room(module)]
+        and LAYER[subpackage(target)] >= LAYER[subpackage(module)]
     ]
     assert not upward, "\n".join(upward)
 
@@ -87,9 +87,9 @@ def test_there_is_no_circle() -> None:
 
 
 @pytest.mark.parametrize("name", PURE)
-def test_pure_rooms_know_neither_megatron_nor_vllm(name: str) -> None:
+def test_pure_subpackages_know_neither_megatron_nor_vllm(name: str) -> None:
     for module, path in MODULES.items():
-        if room(module) == name:
+        if subpackage(module) == name:
             outside = {target.split(".")[0] for target in imports_of(path)}
             assert not outside & {"megatron", "vllm", "lab"}, module
 
@@ -110,10 +110,10 @@ def test_calibration_does_without_torch() -> None:
 
 
 def test_only_runtime_asks_for_cuda() -> None:
-    """Other rooms read ``runtime.device.capabilities()``."""
+    """Other subpackages read ``runtime.device.capabilities()``."""
     asking = []
     for module, path in MODULES.items():
-        if room(module) == "runtime":
+        if subpackage(module) == "runtime":
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if (isinstance(node, ast.Attribute) and node.attr in ("cuda", "is_cuda", "has_cuda")) or (
@@ -201,7 +201,7 @@ def test_sizes() -> None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno
     }
     assert not {name: n for name, n in functions.items() if n > 70}
-    assert not {module: n for module, n in lines.items() if room(module) == "objectives" and n > 200}
+    assert not {module: n for module, n in lines.items() if subpackage(module) == "objectives" and n > 200}
     decisions = (REPOSITORY / "docs" / "decisions.md").read_text(encoding="utf-8")
     limits = re.findall(
         r"The package has at most ([\d,]+) lines", decisions
