@@ -98,7 +98,13 @@ def open_loggers(
     try:
         for name in config.logging.to:
             opener: Open = load_object(name, "logging.to") if is_import_path(name) else OPENERS[name]
-            opened[name] = opener(directory, config, first_step)
+            try:
+                opened[name] = opener(directory, config, first_step)
+            except Exception as error:
+                why = f"{type(error).__name__}: {one_line(error, 300)}"
+                raise UserError(
+                    f"logging.to={name} cannot be opened ({why}); mend it, or take it out of logging.to"
+                ) from None
         yield log
     finally:
         if opened.keys() - {"tensorboard"}:

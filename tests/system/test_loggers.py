@@ -126,6 +126,14 @@ def test_a_logger_that_fails_does_not_end_the_run(tmp_path):
     assert len(metrics(tmp_path / "run")) == 2
 
 
+def test_a_logger_that_cannot_be_opened_ends_the_run_in_one_line(tmp_path):
+    (tmp_path / "mine.py").write_text("def opened(directory, config, first_step): raise OSError('no such project')\n")
+    done = train(tmp_path, "training.steps=1", "logging.to=[mine:opened]")
+    assert done.returncode == 2
+    assert "logging.to=mine:opened cannot be opened (OSError: no such project); mend it" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("to", "said"),
     [
