@@ -1,4 +1,4 @@
-"""``python -m lab test|test-tables|world2|real-model|theory``: run the lab."""
+"""``python -m lab test|test-tables|world2|real-model|controls|theory``: run the lab."""
 
 from __future__ import annotations
 
@@ -46,11 +46,15 @@ def _parser() -> argparse.ArgumentParser:
     tables.add_argument("--grid", type=Path, help="the --grid of a test whose cells to publish first")
     real = verbs.add_parser("real-model", help="tables of the real model, from the published samples")
     real.add_argument("--runs", type=Path, help="the evaluated runs to publish first, for instance runs/smollm2")
+    controls = verbs.add_parser("controls", help="probes and P(true) of the real model's policies, which must be there")
+    controls.add_argument("--runs", type=Path, required=True, help="as for real-model")
+    controls.add_argument("--methods", default="grpo,dcpo", help="default: %(default)s")
     theory = verbs.add_parser("theory", help="the exact small cases")
     theory.add_argument("--smoke", action="store_true", help="short simulations")
-    for verb, run in ((test, _test), (tables, _tables), (second, _world2), (real, _real), (theory, _theory)):
+    runs = (test, _test), (tables, _tables), (second, _world2), (real, _real), (controls, _controls), (theory, _theory)
+    for verb, run in runs:
         verb.set_defaults(run=run)
-        if verb is not test:
+        if verb not in (test, controls):
             verb.add_argument(
                 "--out", type=Path, default=DOCS, help="where tables and figures go (default: %(default)s)"
             )
@@ -92,6 +96,14 @@ def _real(args: argparse.Namespace) -> None:
         logging.info("%d files packed", real_model.pack(args.runs, args.out / real_model.RECORDS))
     with tempfile.TemporaryDirectory() as scratch:
         print(real_model.tables(args.out / real_model.RECORDS, args.out, Path(scratch)))
+
+
+def _controls(args: argparse.Namespace) -> None:
+    from lab.controls import write_controls
+    from lab.real_model import PARTS
+
+    for method in args.methods.split(","):
+        write_controls(args.runs, method, tuple(PARTS))
 
 
 def _theory(args: argparse.Namespace) -> None:

@@ -14,11 +14,12 @@ from types import MappingProxyType
 
 import numpy as np
 
-from lab.fitted import Records
+from lab.fitted import Records, isotonic
 from lab.results import read_archive, write_archive
 from lab.testtables import bands, table
 from megatron_dcpo.calibration import auroc, binned_error, brier, ece, pce
-from megatron_dcpo.calibration.metrics import as_confidences, bootstrap_ci
+from megatron_dcpo.calibration.diagrams import comparison_grid, save
+from megatron_dcpo.calibration.metrics import as_confidences, bin_rows, bootstrap_ci
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.posthoc import fit
 from megatron_dcpo.evaluation.samples import Sample, read_samples
@@ -34,6 +35,7 @@ PARTS = MappingProxyType(
 STEPS = ("reward/accuracy", "confidence/mean", "calibration/ece", "calibration/auroc", "entropy", "length/mean")
 
 Samples = Mapping[str, Sequence[Sample]]  # part -> judged samples of one policy
+Controls = Mapping[str, Mapping[str, Mapping[str, list[float]]]]  # method -> part -> name -> a number per sample
 Values = Callable[[np.ndarray, np.ndarray], float]
 
 
@@ -41,9 +43,10 @@ def pack(runs: Path, out: Path) -> int:
     """Write the records of the evaluations below ``runs`` to ``out``; return the number of files."""
     kept: dict[str, bytes] = {}
     for method in METHODS:
-        for path in [runs / method / part / "samples.jsonl" for part in PARTS]:
-            if path.is_file():
-                kept[f"{method}/{path.parent.name}.jsonl"] = path.read_bytes()
+        for part in PARTS:
+            for name, file in {f"{part}.jsonl": "samples.jsonl", f"{part}.controls.json": "controls.json"}.items():
+                if (path := runs / method / part / file).is_file():
+                    kept[f"{method}/{name}"] = path.read_bytes()
         if (metrics := runs / method / "metrics.jsonl").is_file():
             kept[f"{method}/metrics.jsonl"] = metrics.read_bytes()
     if not kept:
@@ -59,14 +62,38 @@ def load(archive: Path, scratch: Path) -> dict[str, dict[str, list[Sample]]]:
     found: dict[str, dict[str, list[Sample]]] = {}
     for name, content in read_archive(archive).items():
         method, _, file = name.partition("/")
-        if file != "metrics.jsonl":
+        if file.count(".") == 1 and file != "metrics.jsonl":
             (scratch / "samples.jsonl").write_bytes(content)
             found.setdefault(method, {})[file.removesuffix(".jsonl")] = list(read_samples(scratch / "samples.jsonl"))
     return found
 
 
-def confidences(of: Samples, part: str) -> dict[str, np.ndarray]:
-    """Return every confidence of one policy on ``part``: stated, made from it or from log-probs, and controls."""
+def controls_in(archive: Path) -> Controls:
+    """Return what ``lab/controls.py`` wrote, by method and part."""
+    found: dict[str, dict[str, dict[str, list[float]]]] = {}
+    for name, content in read_archive(archive).items():
+        if name.endswith(".controls.json"):
+            method, _, file = name.partition("/")
+            found.setdefault(method, {})[file.removesuffix(".controls.json")] = json.loads(content)
+    return found
+
+
+def draw(runs: Mapping[str, Samples], path: Path) -> None:
+    """Write the picture: stated confidence against accuracy on the test problems, of every policy."""
+    bins, notes = {}, {}
+    for name, title in METHODS.items():
+        if "test" in runs.get(name, {}):
+            samples = runs[name]["test"]
+            stated, right = [s.confidence for s in samples], [s.correct for s in samples]
+            bins[title] = bin_rows(as_confidences(stated), right)
+            notes[title] = f"accuracy {np.mean(right):.2f}\nECE {ece(as_confidences(stated), right):.3f}"
+    if bins:
+        save(comparison_grid(bins, notes, columns=len(bins)), path)
+
+
+def confidences(of: Samples, part: str, controls: Mapping[str, Mapping[str, list[float]]]) -> dict[str, np.ndarray]:
+    """Return every confidence of one policy on ``part``: stated, made from it or from log-probs, and controls (of
+    ``lab/controls.py``, by part, where they were made)."""
     samples, validation = of[part], of.get("validation") if part != "validation" else None
     found = {"stated": as_confidences([s.confidence for s in samples])}
     if validation:
@@ -77,6 +104,10 @@ def confidences(of: Samples, part: str) -> dict[str, np.ndarray]:
         }.items():
             predictor, _ = fit(method, validation, source, held_out=0)
             found[name] = as_confidences(predictor.predict(samples))
+    found |= {name: np.array(values) for name, values in controls.get(part, {}).items()}
+    if validation and "P(true)" in found:
+        known = np.array(controls["validation"]["P(true)"])
+        found["P(true), isotonic"] = isotonic(known, np.array([float(s.correct) for s in validation]))(found["P(true)"])
     if any(s.repeat for s in samples):
         found["agreement with the other responses"] = agreement(samples)
     found["lookup, one number per task and size"] = as_confidences(lookup_confidence(samples))
@@ -123,15 +154,17 @@ def shown(found: tuple[float, float, float]) -> str:
 
 
 def tables(archive: Path, out: Path, scratch: Path) -> str:
-    """Write ``real_model_tables.md`` to ``out``; return its text."""
+    """Write ``real_model_tables.md`` and ``real_model.png`` to ``out``; return the text."""
     runs = load(archive, scratch)
     lines = ["# Tables of the real model", "", f"Made by `python -m lab real-model` from `{RECORDS}` alone.", ""]
     for part, title in PARTS.items():
         of_part = {name: of for name, of in runs.items() if part in of}
         if not of_part:
             continue
-        lines += [f"## {title}", "", *_policies(of_part, part), *_confidences(of_part, part), *_by_task(of_part, part)]
+        rows = _confidences(of_part, part, controls_in(archive))
+        lines += [f"## {title}", "", *_policies(of_part, part), *rows, *_by_task(of_part, part)]
     lines += ["## Steps", "", *_steps(archive)]
+    draw(runs, out / "real_model.png")
     (out / "real_model_tables.md").write_text("\n".join(lines))
     return "\n".join(lines)
 
@@ -154,12 +187,12 @@ def _policies(runs: Mapping[str, Samples], part: str) -> list[str]:
     return table(text, columns, rows)
 
 
-def _confidences(runs: Mapping[str, Samples], part: str) -> list[str]:
+def _confidences(runs: Mapping[str, Samples], part: str, controls: Controls) -> list[str]:
     rows = []
     for name, title in METHODS.items():
         if name not in runs:
             continue
-        found = confidences(runs[name], part)
+        found = confidences(runs[name], part, controls.get(name, {}))
         base = brier(
             found["lookup, one number per task and size"], np.array([float(s.correct) for s in runs[name][part]])
         )

@@ -1,0 +1,95 @@
+"""Confidences that need the policy itself, of a real model: linear probes on its hidden states, and P(true).
+
+``python -m lab controls --runs runs/smollm2 --methods grpo,dcpo`` reads ``METHOD/validation/samples.jsonl`` and the other
+evaluations beside it, runs the policy over every response once more, and writes ``METHOD/PART/controls.json``: lists in the
+order of the samples. Whatever is fitted is fitted on the validation problems.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_dcpo.evaluation.samples import Sample, read_samples
+
+PROBES = ("prompt", "response")
+QUESTION = "Is this answer correct? Reply with Yes or No."
+BATCH = 64
+
+
+def write_controls(runs: Path, method: str, parts: Sequence[str]) -> None:
+    """Write the controls of one policy for the ``parts`` that were evaluated; ``validation`` must be one of them."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    directory = runs / "policy" if method == "base" else runs / method / "policy"
+    model = AutoModelForCausalLM.from_pretrained(directory).eval()
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    samples = {part: list(read_samples(path)) for part in parts if (path := _samples(runs, method, part)).is_file()}
+    found = {part: _passes(model, tokenizer, of) for part, of in samples.items()}
+    fitted = {name: _probe(found["validation"][name], samples["validation"]) for name in PROBES}
+    for part, values in found.items():
+        written = {f"{name} probe": fitted[name].predict_proba(values[name])[:, 1].tolist() for name in PROBES}
+        written["P(true)"] = values["p_true"].tolist()
+        _samples(runs, method, part).with_name("controls.json").write_text(json.dumps(written))
+        logging.info("%s/%s: %d responses", method, part, len(samples[part]))
+
+
+def _samples(runs: Path, method: str, part: str) -> Path:
+    return runs / method / part / "samples.jsonl"
+
+
+def _passes(model: Any, tokenizer: Any, samples: Sequence[Sample]) -> dict[str, np.ndarray]:
+    """Return the last layer's hidden state at the end of the prompt and of the reasoning, [N, H] each, and P(true) [N]: the
+    probability of Yes against No after a second request."""
+    import torch
+
+    yes, no = (tokenizer.encode(word, add_special_tokens=False)[0] for word in ("Yes", "No"))
+    states: dict[str, list[Any]] = {"prompt": [], "response": [], "p_true": []}
+    for start in range(0, len(samples), BATCH):
+        batch = samples[start : start + BATCH]
+        asked = [[{"role": "user", "content": s.problem}] for s in batch]
+        # the confidence line is cut off: the probe reads the reasoning and the boxed answer
+        said = [{"role": "assistant", "content": s.response.partition("<conf>")[0].rstrip()} for s in batch]
+        again = {"role": "user", "content": QUESTION}
+        prompts = [tokenizer.apply_chat_template(a, add_generation_prompt=True, tokenize=False) for a in asked]
+        texts = {
+            "prompt": prompts,
+            "response": [p + s["content"] for p, s in zip(prompts, said, strict=True)],
+            "p_true": [
+                tokenizer.apply_chat_template([*a, s, again], add_generation_prompt=True, tokenize=False)
+                for a, s in zip(asked, said, strict=True)
+            ],
+        }
+        for name, text in texts.items():
+            ids = [tokenizer.encode(t, add_special_tokens=False) for t in text]
+            width = max(map(len, ids))
+            tokens = torch.tensor(
+                [[0] * (width - len(i)) + i for i in ids]
+            )  # to the left: the last position is the last
+            mask = torch.tensor([[0] * (width - len(i)) + [1] * len(i) for i in ids])
+            places = (mask.cumsum(-1) - 1).clamp(min=0)
+            with torch.inference_mode():
+                last = model.model(tokens, attention_mask=mask, position_ids=places).last_hidden_state[:, -1]
+                if name == "p_true":
+                    logits = model.lm_head(last)
+                    last = torch.sigmoid(logits[:, yes] - logits[:, no])
+            states[name].append(last.float().numpy())
+    return {name: np.concatenate(values) for name, values in states.items()}
+
+
+def _probe(hidden: np.ndarray, samples: Sequence[Sample]) -> Any:
+    """Return a logistic regression on standardized states; its penalty is chosen by five folds of the problems."""
+    from sklearn.linear_model import LogisticRegressionCV
+    from sklearn.model_selection import GroupKFold
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    right = np.array([s.correct for s in samples])
+    folds = list(GroupKFold(5).split(hidden, right, [s.prompt_id for s in samples]))
+    regression = LogisticRegressionCV(Cs=np.logspace(-5, 0, 6), cv=folds, scoring="neg_log_loss", max_iter=2000)
+    return make_pipeline(StandardScaler(), regression).fit(hidden, right)
