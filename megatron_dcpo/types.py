@@ -77,6 +77,7 @@ class Response:
     it has. ``top_logprobs``: float32 [T, K], falling, of the raw logits, where asked for.
     ``text``: the response without its end token, where it is judged by its text; a server gives no ``token_ids``.
     ``token_ends``: int64 [T], the byte of the text behind each token, where that is known.
+    ``experts``: [P + T - 1, layers, k], the experts chosen for prompt and response, where they are to be replayed.
     """
 
     prompt_id: str
@@ -88,6 +89,7 @@ class Response:
     top_logprobs: np.ndarray | None = None
     text: str | None = None
     token_ends: np.ndarray | None = None
+    experts: np.ndarray | None = None
     step: int = 0
     segments: tuple[tuple[int, int], ...] = ()
 
@@ -180,6 +182,7 @@ class MicroBatch:
     ``columns``: what the loss reads of each response token, [N] each: ``advantages``, ``block_ids``, ``weights``,
     ``engine_logprobs``, and where samples have them ``old_logprobs`` and ``ref_logprobs``.
     ``is_part``: some response tokens of a micro-batch, of which no statistics are taken.
+    ``experts``: int16 [*tokens.shape, layers, k], the experts that routers take for each token; -1 leaves it to them.
 
     Under context parallelism ``tokens`` and ``position_ids`` are this rank's, [b, s / CP]. ``here`` int64 [n], ascending:
     the response tokens whose logits this rank has; ``rows`` of the others is -1.
@@ -195,6 +198,7 @@ class MicroBatch:
     R: Tensor
     columns: Mapping[str, Tensor]
     here: Tensor | None = None
+    experts: Tensor | None = None
     is_part: bool = False
 
     @cached_property

@@ -153,6 +153,10 @@ def _check_rollout(rollout: RolloutConfig, objective: ObjectiveConfig, source: s
             rollout.logprob_diff_alarm > 0,
             "does not go with rollout.logprob_diff_alarm: tokens of earlier policies differ from the trainer's",
         ),
+        (
+            rollout.routing_replay,
+            "does not go with rollout.routing_replay: what is continued has no experts of its first tokens",
+        ),
     ):
         if rollout.max_staleness and refused:
             raise UserError(f"{stale} {why}")

@@ -152,6 +152,8 @@ class RolloutConfig:
     """Longest response in tokens, EOS included; what is longer is truncated."""
     max_num_seqs: Positive = 512
     """Responses that an engine samples at once, at most."""
+    routing_replay: bool = False
+    """The training's forward pass takes the experts that the engine chose for each token (R3); of models with experts."""
     vllm: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Engine arguments of vLLM, passed on by name (docs/rollout.md#options-of-vllm)."""
     filter_groups: bool = False

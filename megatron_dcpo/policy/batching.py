@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_dcpo.policy.context_parallel import positions_of
+from megatron_dcpo.policy.routing_replay import collate_experts
 from megatron_dcpo.runtime.device import to_device
 from megatron_dcpo.types import MicroBatch, TrainingSample
 
@@ -216,6 +217,7 @@ def _slice_for_cp_rank(batch: MicroBatch, context_parallel: tuple[int, int]) -> 
         position_ids=batch.position_ids.reshape(-1)[order].view(count, -1),
         rows=rows,
         here=(rows >= 0).nonzero()[:, 0],
+        experts=None if batch.experts is None else batch.experts.flatten(0, 1)[order].unflatten(0, (count, -1)),
     )
 
 
@@ -231,6 +233,7 @@ def _micro_batch(
     rows = np.arange(lengths.sum()) + np.repeat(first + lengths - np.cumsum(lengths), lengths)
     owners = np.repeat(np.arange(len(samples)), lengths)
     targets = np.concatenate([np.zeros(0, np.int64), *(sample.response_ids for sample in samples)])
+    experts = collate_experts(samples, offsets, tokens.shape)
     return MicroBatch(
         tokens=to_device(tokens),
         position_ids=to_device(positions),
@@ -241,4 +244,5 @@ def _micro_batch(
         samples=tuple(samples),
         R=to_device([sample.R for sample in samples], torch.float32),
         columns={},
+        experts=None if experts is None else to_device(experts),
     )

@@ -21,6 +21,7 @@ from megatron_dcpo.policy.batching import collate, sequence_length
 from megatron_dcpo.policy.context_parallel import gather_over_context_parallel
 from megatron_dcpo.policy.model import Policy
 from megatron_dcpo.policy.output_layer import OutputLayer, fused_loss, token_outputs
+from megatron_dcpo.policy.routing_replay import end_replay, replayed
 from megatron_dcpo.types import MicroBatch, TokenOutputs, TrainingSample
 
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
@@ -132,7 +133,7 @@ def _run(
     )
     batches = [shapes(samples, splits) for _ in policy.chunks]
     longest = max(map(sequence_length, samples), default=1)
-    return get_forward_backward_func()(
+    found: list[Any] = get_forward_backward_func()(
         forward_step_func=partial(_forward_step, closure, {"fp32_output": False} if policy.config.bf16 else {}),
         data_iterator=batches if len(batches) > 1 else batches[0],
         model=list(policy.chunks),
@@ -142,13 +143,17 @@ def _run(
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
     )
+    if any(sample.response.experts is not None for sample in samples):
+        end_replay(policy.chunks)
+    return found
 
 
 def _forward_step(
     closure: Callable[..., Any], options: dict[str, Any], batches: Iterator[MicroBatch], model: Any
 ) -> tuple[Tensor, Any]:
     batch = next(batches)
-    output = model(batch.tokens, batch.position_ids, None, packed_seq_params=batch.packed_seq_params, **options)
+    with replayed(model, batch.experts):
+        output = model(batch.tokens, batch.position_ids, None, packed_seq_params=batch.packed_seq_params, **options)
     return output, partial(closure, batch)
 
 

@@ -30,7 +30,7 @@ _OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "tokenizer_config.json")
 def build_local_engine(choice: str, model_dir: str | Path, options: VllmOptions) -> Engine:
     """Return an engine in this process. ``choice``: ``auto``, ``vllm`` or ``transformers``.
 
-    The transformers engine takes ``dtype``, ``max_num_seqs`` and ``head_dtype`` of the options and samples on one rank.
+    The transformers engine takes ``dtype``, ``max_num_seqs``, ``head_dtype`` and ``record_experts`` of the options and samples on one rank.
     Raises :class:`UserError` when the model or what is chosen cannot be used.
     """
     if choose_engine(choice, model_dir) == "vllm":
@@ -38,7 +38,8 @@ def build_local_engine(choice: str, model_dir: str | Path, options: VllmOptions)
     size = options.tensor_model_parallel_size
     if size > 1:
         raise UserError(f"rollout.tensor_model_parallel_size={size} needs vLLM, which cannot be used here")
-    return TransformersEngine.from_pretrained(model_dir, options.dtype, options.max_num_seqs, options.head_dtype)
+    ours = options.dtype, options.max_num_seqs, options.head_dtype, options.record_experts
+    return TransformersEngine.from_pretrained(model_dir, *ours)
 
 
 def load_tokenizer(model_dir: str | Path) -> Any:

@@ -31,6 +31,7 @@ from megatron_dcpo.rollout.engine import (
     read_eos_token_ids,
     uniforms,
 )
+from megatron_dcpo.rollout.routing import ExpertRecorder, RecordedExperts
 from megatron_dcpo.runtime.device import current_device, fp32_head, fp32_product
 from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.runtime.signals import RolloutAbandoned, stop_requested
@@ -68,7 +69,10 @@ class TransformersEngine(Engine):
 
     tensor_model_parallel_size = 1
 
-    def __init__(self, model: Any, eos_token_ids: Sequence[int], max_num_seqs: int = 512) -> None:
+    def __init__(
+        self, model: Any, eos_token_ids: Sequence[int], max_num_seqs: int = 512, record_experts: bool = False
+    ) -> None:
+        self._recorder = ExpertRecorder(model) if record_experts else None
         self.model = model.eval().requires_grad_(False)
         self.eos_token_ids = tuple(eos_token_ids)
         self.max_num_seqs = max_num_seqs
@@ -82,10 +86,15 @@ class TransformersEngine(Engine):
 
     @classmethod
     def from_pretrained(
-        cls, model_dir: str | Path, dtype: str = "fp32", max_num_seqs: int = 512, head_dtype: str = "auto"
+        cls,
+        model_dir: str | Path,
+        dtype: str = "fp32",
+        max_num_seqs: int = 512,
+        head_dtype: str = "auto",
+        record_experts: bool = False,
     ) -> TransformersEngine:
-        """Load a Hugging Face checkpoint directory. ``head_dtype``: as ``model.head_dtype``. Raises :class:`UserError` when
-        it is missing or unreadable."""
+        """Load a Hugging Face checkpoint directory. ``head_dtype``: as ``model.head_dtype``. ``record_experts``: responses
+        have ``experts``. Raises :class:`UserError` when it is missing or unreadable."""
         check_model_dir(model_dir)
         redirect_transformers_logging()
         try:
@@ -101,7 +110,7 @@ class TransformersEngine(Engine):
         head = model.get_output_embeddings()
         if fp32_head(head_dtype) and head.weight.dtype != torch.float32:
             head.forward = partial(_fp32_logits, head)
-        return cls(model.to(current_device()), read_eos_token_ids(Path(model_dir)), max_num_seqs)
+        return cls(model.to(current_device()), read_eos_token_ids(Path(model_dir)), max_num_seqs, record_experts)
 
     def update_weights(self, buckets: Iterable[Sequence[WeightSlice]], version: int) -> None:
         for bucket in buckets:
@@ -133,7 +142,8 @@ class TransformersEngine(Engine):
         self, samples: Samples, sampling: SamplingConfig, step: int, partial: PartialRollout | None = None
     ) -> Iterator[list[Response]]:
         width = min(sampling.top_logprobs, self.model.config.get_text_config().vocab_size)
-        batch = _Batch(samples, sampling, step, self.weights_version, partial, width)
+        experts = RecordedExperts(len(samples), sampling.max_tokens) if self._recorder else None
+        batch = _Batch(samples, sampling, step, self.weights_version, partial, width, experts)
         eos = torch.tensor(self.eos_token_ids, dtype=torch.int64, device=current_device())
         slots, waiting = min(self.max_num_seqs, len(samples)), deque(range(len(samples)))
         running = _Running.none()
@@ -166,6 +176,8 @@ class TransformersEngine(Engine):
                 running.keep(keep)
                 token = token[keep]
             running.step(self.model, token)
+            if self._recorder and experts:
+                experts.note_tokens(running.rows, batch.count[running.rows], self._recorder.take(len(running.rows)))
 
     def _admit(self, running: _Running, waiting: deque[int], batch: _Batch, slots: int) -> _Running:
         """Give the free slots to samples that wait: those that continue, and those that begin, in a pass of their own."""
@@ -185,6 +197,10 @@ class TransformersEngine(Engine):
         order = {name: row for row, name in enumerate(distinct)}
         rows = torch.tensor([order[name] for name in names], device=current_device())
         logits, cache, mask, position = prefill(self.model, list(distinct.values()))
+        if self._recorder and batch.experts:
+            taken = self._recorder.take(len(distinct))
+            parts = [taken[order[name], -len(distinct[name]) :] for name in names]
+            batch.experts.note_prompts(places, parts)
         cache.batch_select_indices(rows)
         which = torch.tensor(places, device=current_device())
         return _Running(which, logits[rows], cache, mask[rows], position[rows])
@@ -227,7 +243,9 @@ class _Batch:
         version: int,
         partial: PartialRollout | None,
         tops: int,
+        experts: RecordedExperts | None,
     ) -> None:
+        self.experts = experts
         device, longest, total = current_device(), sampling.max_tokens, len(samples)
         self.samples, self.sampling, self.step, self.version = samples, sampling, step, version
         self.begun = [partial.so_far(*sample) if partial else None for sample in samples]
@@ -286,6 +304,7 @@ class _Batch:
                 finish_reason="stop" if stopped[place] else "length" if over[place] else "abort",
                 weights_version=self.version,
                 top_logprobs=tops[place, part] if self.sampling.top_logprobs else None,
+                experts=self.experts.of(row, lengths[place]) if self.experts else None,
                 step=self.step,
             )
             found.append(append_segment(self.begun[row], response))

@@ -34,6 +34,7 @@ from megatron_dcpo.rollout.engine import (
     read_eos_token_ids,
     request_seed,
 )
+from megatron_dcpo.rollout.routing import completed_experts, every_rank_returns_experts
 from megatron_dcpo.rollout.vllm_host import (
     VllmOptions,
     cache_bytes,
@@ -193,6 +194,7 @@ class VllmEngine(Engine):
             finish_reason="abort" if why is None else "stop" if why == "stop" else "length",
             weights_version=self.weights_version,
             top_logprobs=tops,
+            experts=completed_experts(prompt, len(ids), completion.routed_experts) if self.options.record_experts else None,
             step=step,
         )
 
@@ -311,9 +313,14 @@ class VllmEngine(Engine):
             arguments["hf_overrides"] = {"head_dtype": "float32"} | dict(arguments.get("hf_overrides") or {})
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             arguments["distributed_executor_backend"] = "external_launcher"
+        if options.record_experts:
+            arguments["enable_return_routed_experts"] = True
         try:
-            with preserve_process_state():
+            with preserve_process_state(), contextlib.ExitStack() as stack:
                 from vllm import LLM
+
+                if options.record_experts:
+                    stack.enter_context(every_rank_returns_experts())
 
                 from megatron_dcpo.rollout.vllm_weights import register
 

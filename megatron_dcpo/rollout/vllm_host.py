@@ -29,7 +29,7 @@ class VllmOptions:
     """``head_dtype``: as ``model.head_dtype``. ``max_model_len`` 0 is left to vLLM. ``responses``: asked for at once, where
     that is known and less than ``max_num_seqs``: on a CPU the cache is made for as many. ``dummy_weights``: start with
     random weights, the first update brings the real ones. ``raw_logprobs``: the engine reports log-probs of the raw logits
-    (fixed for its life; see ``engine.SamplingConfig``). ``arguments``: more of vLLM's engine arguments, by their names.
+    (fixed for its life; see ``engine.SamplingConfig``). ``record_experts``: responses have ``experts``. ``arguments``: more of vLLM's engine arguments, by their names.
     """
 
     dtype: str = "bf16"
@@ -41,6 +41,7 @@ class VllmOptions:
     responses: int = 0
     sleep: bool = True
     raw_logprobs: bool = False
+    record_experts: bool = False
     dummy_weights: bool = False
     seed: int = 0
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -52,6 +53,7 @@ _DECIDED = {
     "gpu_memory_utilization": "rollout.gpu_memory_utilization",
     "max_num_seqs": "rollout.max_num_seqs",
     "seed": "seed",
+    "enable_return_routed_experts": "rollout.routing_replay",
     "model": "model.path",
     "tokenizer": "model.path",
     **dict.fromkeys(("load_format", "weight_transfer_config", "logprobs_mode", "skip_tokenizer_init"), "the engine"),

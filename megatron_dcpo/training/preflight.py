@@ -66,6 +66,10 @@ def check_model(config: Config) -> Architecture:
             "with a mixture of experts rollout.engine=server does not get the policy's weights in this version; "
             "take vllm or transformers"
         )
+    if config.rollout.routing_replay and not arch.num_experts:
+        raise UserError(f"rollout.routing_replay=true: {config.model.path} has no experts; remove it")
+    if config.rollout.routing_replay and config.parallel.megatron.get("moe_router_fusion"):
+        raise UserError("rollout.routing_replay does not go with parallel.megatron.moe_router_fusion; remove one of them")
     return arch
 
 

@@ -192,6 +192,7 @@ def build_engine(config: Config, topology: Topology, held_out: HeldOut | None = 
             max_num_seqs=rollout.max_num_seqs,
             responses=share * rollout.group_size,
             sleep=ours.get("enable_sleep_mode", True),
+            record_experts=rollout.routing_replay,
             dummy_weights=True,
             seed=config.seed,
             arguments=vllm,

@@ -1,0 +1,77 @@
+"""Which experts an engine's routers choose, recorded for the trainer (``rollout.routing_replay``)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.rollout.engine import EngineError
+from megatron_dcpo.types import Prompt
+
+
+class ExpertRecorder:
+    """Records the choices of a transformers model's routers, forward pass by forward pass."""
+
+    def __init__(self, model: Any) -> None:
+        self._layers: list[torch.Tensor] = []
+        routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
+        if not routers:
+            raise UserError("rollout.routing_replay=true: no router is found in this model; remove it")
+        for router in routers:  # its output: logits, weights of the chosen, the chosen [tokens, k]
+            router.register_forward_hook(lambda _, __, output: self._layers.append(output[2]))
+
+    def take(self, rows: int) -> np.ndarray:
+        """Return the choices of the last forward pass, int16 [rows, width, layers, k]."""
+        taken = torch.stack(self._layers, 1).to(torch.int16).cpu().numpy()
+        self._layers.clear()
+        return taken.reshape(rows, -1, *taken.shape[1:])
+
+
+class RecordedExperts:
+    """The choices for the samples of a rollout: of each one's prompt, and of its tokens [max_tokens, layers, k]."""
+
+    def __init__(self, samples: int, max_tokens: int) -> None:
+        self._prompts: list[Any] = [None] * samples
+        self._shape = samples, max_tokens
+        self._tokens = np.zeros((0,))
+
+    def note_prompts(self, places: Sequence[int], choices: Sequence[np.ndarray]) -> None:
+        for place, each in zip(places, choices, strict=True):
+            self._prompts[place] = each
+        if not self._tokens.size:
+            self._tokens = np.zeros((*self._shape, *choices[0].shape[1:]), np.int16)
+
+    def note_tokens(self, rows: torch.Tensor, counts: torch.Tensor, choices: np.ndarray) -> None:
+        """Note the choices [rows, 1, layers, k] for the last of each row's ``counts`` tokens."""
+        self._tokens[rows.cpu().numpy(), counts.cpu().numpy() - 1] = choices[:, 0]
+
+    def of(self, row: int, tokens: int) -> np.ndarray:
+        """Return the choices for a prompt and ``tokens`` - 1 sampled tokens: the last one is not run."""
+        return np.concatenate([self._prompts[row], self._tokens[row, : max(tokens - 1, 0)]])
+
+
+@contextlib.contextmanager
+def every_rank_returns_experts() -> Iterator[None]:
+    """Let every rank of an engine keep the choices. vLLM keeps them on the first one, which has its only scheduler; here
+    each rank has one, which asks for them (``take_output`` in ``vllm/distributed/aux_output_connector/connector.py``)."""
+    from vllm.distributed.aux_output_connector import worker
+
+    with patch.object(worker, "get_tp_group", lambda: SimpleNamespace(is_first_rank=True)):
+        yield
+
+
+def completed_experts(prompt: Prompt, tokens: int, experts: Any) -> np.ndarray:
+    """Return the ``routed_experts`` of a completion of vLLM, [P + T - 1, layers, k]. Raises :class:`EngineError` where it has
+    those of another number of tokens."""
+    length = len(prompt.token_ids) + tokens - 1
+    if experts is None or len(experts) != length:
+        found = "none" if experts is None else len(experts)
+        raise EngineError(f"{prompt.prompt_id}: vLLM returned the experts of {found} tokens, not of {length}")
+    return np.asarray(experts)

@@ -1,0 +1,52 @@
+"""Routing replay: an engine's own choice of experts reaches the routers of the policy, in every layout and recomputed."""
+
+import numpy as np
+import pytest
+
+from megatron_dcpo.training.mismatch import ROUTING_MISMATCH_THRESHOLD
+from tests.helpers.launch import torchrun_all
+
+PACKED = {"sequence_packing": True}
+FULL = {"recompute_granularity": "full"}
+ONE_PROCESS = {
+    "padded": {},
+    "packed": PACKED,
+    "recomputed": PACKED | FULL,
+    "a_layer_recomputed": FULL | {"recompute_method": "block", "recompute_num_layers": 1},
+}
+TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+EP2 = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "use_distributed_optimizer": True}
+TWO_PROCESSES = {
+    "dp2": {},
+    "tp2_ep2": TP2 | EP2,
+    "tp2_packed_recomputed": TP2 | PACKED | FULL,
+    "pp2_recomputed": {"pipeline_model_parallel_size": 2} | FULL,
+    "vpp2_recomputed": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2} | FULL,
+    "cp2_packed": {"context_parallel_size": 2} | PACKED,
+    "cp2_recomputed": {"context_parallel_size": 2} | FULL,
+}
+EDGE = ROUTING_MISMATCH_THRESHOLD["fp32"]
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_models, tmp_path_factory):
+    made = {}
+    for processes, layouts in ((1, ONE_PROCESS), (2, TWO_PROCESSES)):
+        jobs = [("routing_replay", {"model": str(tiny_models("qwen3_moe", True)), "parallel": p}) for p in layouts.values()]
+        results = torchrun_all(jobs, processes, tmp_path_factory.mktemp(f"ranks{processes}"))
+        made |= dict(zip(layouts, results, strict=True))
+    return made
+
+
+@pytest.mark.parametrize("layout", [*ONE_PROCESS, *TWO_PROCESSES])
+def test_no_token_is_routed_otherwise(runs, layout):
+    """engine/routing_mismatch: 0 with the engine's choices, most tokens without. Gradients are those of one process."""
+    padded = runs["padded"][0]
+    for found in runs[layout]:
+        assert max(found["replayed/gaps"]) < EDGE / 5
+        assert np.mean(np.array(found["alone/gaps"]) > EDGE) > 0.9
+        for name in ("replayed", "alone"):
+            assert found[f"{name}/loss"] == pytest.approx(padded[f"{name}/loss"], rel=1e-4)
+            assert found[f"{name}/norm"] == pytest.approx(padded[f"{name}/norm"], rel=1e-3)
+    assert padded["replayed/norm"] != pytest.approx(padded["alone/norm"], rel=0.01)
+    assert len(set(padded["lengths"])) > 3
