@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 IN_ORDER := --dist loadfile --no-loadscope-reorder
 
 .PHONY: setup setup-engine setup-sandbox quickstart quickstart-moe smollm2 policy test test-full test-fast test-sandbox test-changed test-engine test-browser test-peft test-grid test-resilience test-soak test-slurm \
-	test-multinode test-gpu gpu-check attacks code-data reference-solutions check-transformer-engine test-cuda-wheels lint fuzz pictures release clean
+	test-multinode test-gpu gpu-check gpu-check-dry attacks code-data reference-solutions check-transformer-engine test-cuda-wheels lint fuzz pictures release clean
 
 setup: $(VENV)/.installed
 
@@ -118,6 +118,10 @@ test-gpu: setup
 # the same for a GPU machine without this repository or a network: an archive, and there `tools/gpu_check.sh run ARCHIVE`
 gpu-check: setup
 	PYTHON=$(BIN)/python tools/gpu_check.sh pack
+
+# the ten runs of half an hour on a GPU (tools/gpu_runs.py), each command looked up instead of run: minutes
+gpu-check-dry: setup
+	PYTHON=$(BIN)/python tools/gpu_check.sh dry
 
 lint: setup
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

@@ -45,7 +45,7 @@ def measurements() -> Iterator[Measurement]:
     )
 
 
-def write_policy(path: Path) -> Path:
+def write_policy(path: Path, vocabulary: int) -> Path:
     """Write the random policy, with the quickstart's tokenizer."""
     import policies
     import torch
@@ -53,7 +53,9 @@ def write_policy(path: Path) -> Path:
 
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(
-        Qwen3Config(**SHAPE, tie_word_embeddings=False, eos_token_id=policies.EOS, pad_token_id=281)
+        Qwen3Config(
+            **SHAPE | {"vocab_size": vocabulary}, tie_word_embeddings=False, eos_token_id=policies.EOS, pad_token_id=281
+        )
     )
     with torch.no_grad():  # the last norm makes hidden states of mean square 1
         model.lm_head.weight.normal_(std=(LOGIT / SHAPE["hidden_size"]) ** 0.5)
@@ -63,14 +65,16 @@ def write_policy(path: Path) -> Path:
     return path
 
 
-def measure(head: str, engine: str, tokens: int, megatron: Sequence[str]) -> dict[str, Any]:
+def measure(
+    head: str, engine: str, tokens: int, megatron: Sequence[str], vocabulary: int = SHAPE["vocab_size"]
+) -> dict[str, Any]:
     """Return the mismatch metrics of one step."""
     import policies
 
     from megatron_dcpo.training.mismatch import LARGEST, mismatch_metrics
 
     with tempfile.TemporaryDirectory() as scratch:
-        model = write_policy(Path(scratch, "model"))
+        model = write_policy(Path(scratch, "model"), vocabulary)
         options = ["model.params_dtype=bf16", f"model.head_dtype={head}", f"rollout.engine={engine}"]
         options += [f"parallel.megatron.{option}" for option in megatron]
         options = policies.overrides(model, Path(scratch, "run"), PROMPTS, GROUP, tokens, *options)
@@ -89,10 +93,11 @@ def main() -> None:
     parser.add_argument("--engine", default="transformers")
     parser.add_argument("--head", choices=("model", "fp32"), help="one of them only")
     parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--vocabulary", type=int, default=SHAPE["vocab_size"])
     parser.add_argument("--megatron", nargs="*", default=[], metavar="NAME=VALUE")
     args = parser.parse_args()
     for head in [args.head] if args.head else ["model", "fp32"]:
-        print(json.dumps(measure(head, args.engine, args.tokens, args.megatron)), flush=True)
+        print(json.dumps(measure(head, args.engine, args.tokens, args.megatron, args.vocabulary)), flush=True)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 #
 #     tools/gpu_check.sh pack [ARCHIVE]              here: the repository as committed and what such a machine lacks
 #     tools/gpu_check.sh run ARCHIVE [DIRECTORY]     there: unpack, install, test; prints one summary
+#     tools/gpu_check.sh runs ARCHIVE [DIRECTORY]    there: unpack, install, the ten runs of tools/gpu_runs.py in 28 minutes
+#     tools/gpu_check.sh dry [DIRECTORY]             here: the same ten, each command looked up instead of run
 #
 # The script travels in the archive: there, `tar -xOf ARCHIVE repository/tools/gpu_check.sh | bash -s run ARCHIVE`.
 #
@@ -48,8 +50,10 @@ pack() {
     [ "$size" -lt "$LARGEST" ] || fail "$archive has $size bytes, $LARGEST are allowed"
 }
 
-run() {
-    local archive=${1:-} python=${PYTHON:-python3} directory status=0 missing
+# unpacks and installs: sets directory and python, and the environment of what follows
+prepare() {
+    local archive=${1:-} missing
+    python=${PYTHON:-python3}
     [ -f "$archive" ] || fail "no such archive: '$archive'; make one with: tools/gpu_check.sh pack"
     if [ -n "${2:-}" ]; then
         mkdir -p "$2"
@@ -71,6 +75,23 @@ run() {
     export PYTHONPATH="$directory/repository:$directory/site" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
     export PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
     cd "$directory/repository"
+}
+
+runs() {
+    prepare "$@"
+    [ -n "${2:-}" ] || trap - EXIT # the logs are what it is for
+    echo "gpu_check.sh: logs and summary.json in $directory/runs" >&2
+    "$python" tools/gpu_runs.py "$directory/runs"
+}
+
+dry() {
+    cd "$(dirname "$0")/.."
+    "${PYTHON:-python3}" tools/gpu_runs.py "${1:-build/gpu_check_dry}" --pretend
+}
+
+run() {
+    local status=0
+    prepare "$@"
     # shellcheck disable=SC2086 # options, separated by spaces
     "$python" -m pytest -p no:cacheprovider -rs --junitxml="$directory/junit.xml" ${PYTEST:-} tests/gpu \
         >"$directory/log" 2>&1 || status=$?
@@ -81,6 +102,6 @@ run() {
 }
 
 case ${1:-} in
-    pack | run) "$@" ;;
-    *) fail "usage: gpu_check.sh pack [ARCHIVE] | run ARCHIVE [DIRECTORY]" ;;
+    pack | run | runs | dry) "$@" ;;
+    *) fail "usage: gpu_check.sh pack [ARCHIVE] | run ARCHIVE [DIRECTORY] | runs ARCHIVE [DIRECTORY] | dry [DIRECTORY]" ;;
 esac

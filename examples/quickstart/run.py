@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="options for all trainings")
     args = parser.parse_args()
     policy = HERE / "moe" / "policy" if args.experts else HERE / "policy"
-    start = (f"model.path={policy}",) if args.experts else ()
+    start = (f"model.path={policy}", "rollout.routing_replay=true") if args.experts else ()
     comparison = Comparison(
         folder=HERE,
         out=args.out,

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_dcpo.policy.context_parallel import positions_of
+from megatron_dcpo.policy.context_parallel import slice_for_rank
 from megatron_dcpo.policy.routing_replay import collate_experts
 from megatron_dcpo.runtime.device import to_device
 from megatron_dcpo.types import MicroBatch, TrainingSample
@@ -144,7 +144,7 @@ def collate(
         offsets = _offsets(batch, None if packing else width, chunks)
         micro_batch = _packed(batch, offsets, width, chunks) if packing else _padded(batch, offsets, rows, width)
         if cp > 1:
-            micro_batch = _slice_for_cp_rank(micro_batch, context_parallel)
+            micro_batch = slice_for_rank(micro_batch, context_parallel)
         yield dataclasses.replace(micro_batch, columns=_columns(batch)) if for_loss else micro_batch
 
 
@@ -198,27 +198,6 @@ def _packed(samples: Sequence[TrainingSample], offsets: Sequence[int], total: in
     longest = max(stop - start for start, stop in itertools.pairwise(bounds))
     params = PackedSeqParams("thd", cu, cu, None, None, longest, longest)
     return _micro_batch(samples, tokens, positions, offsets, params)
-
-
-def _slice_for_cp_rank(batch: MicroBatch, context_parallel: tuple[int, int]) -> MicroBatch:
-    """Return a micro-batch with the tokens of this context-parallel rank alone."""
-    count, width = batch.tokens.shape
-    ends = [row * width for row in range(count + 1)]
-    if batch.packed_seq_params is not None:
-        ends = batch.packed_seq_params.cu_seqlens_q.tolist()
-    order = torch.from_numpy(positions_of(list(itertools.pairwise(ends)), *context_parallel)).to(batch.tokens.device)
-    place = torch.full((count * width,), -1, device=order.device).index_copy_(
-        0, order, torch.arange(len(order), device=order.device)
-    )
-    rows = place[batch.rows]
-    return dataclasses.replace(
-        batch,
-        tokens=batch.tokens.reshape(-1)[order].view(count, -1),
-        position_ids=batch.position_ids.reshape(-1)[order].view(count, -1),
-        rows=rows,
-        here=(rows >= 0).nonzero()[:, 0],
-        experts=None if batch.experts is None else batch.experts.flatten(0, 1)[order].unflatten(0, (count, -1)),
-    )
 
 
 def _micro_batch(

@@ -7,6 +7,8 @@ sees whole responses. Its gradient goes back to the ranks that have the tokens, 
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dcpo.types import TokenOutputs
+from megatron_dcpo.types import MicroBatch, TokenOutputs
 
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region  # isort: skip
 
@@ -65,3 +67,24 @@ def gather_over_context_parallel(
     """Return the outputs of all ``count`` response tokens, of which this rank has those at ``here``. Differentiable,
     collective."""
     return TokenOutputs(*(_Gather.apply(values, here, count, group) for values in (outputs.logprobs, outputs.entropy)))
+
+
+def slice_for_rank(batch: MicroBatch, context_parallel: tuple[int, int]) -> MicroBatch:
+    """Return a micro-batch with the tokens of this context-parallel rank alone."""
+    count, width = batch.tokens.shape
+    ends = [row * width for row in range(count + 1)]
+    if batch.packed_seq_params is not None:
+        ends = batch.packed_seq_params.cu_seqlens_q.tolist()
+    order = torch.from_numpy(positions_of(list(itertools.pairwise(ends)), *context_parallel)).to(batch.tokens.device)
+    place = torch.full((count * width,), -1, device=order.device).index_copy_(
+        0, order, torch.arange(len(order), device=order.device)
+    )
+    rows = place[batch.rows]
+    return dataclasses.replace(
+        batch,
+        tokens=batch.tokens.reshape(-1)[order].view(count, -1),
+        position_ids=batch.position_ids.reshape(-1)[order].view(count, -1),
+        rows=rows,
+        here=(rows >= 0).nonzero()[:, 0],
+        experts=None if batch.experts is None else batch.experts.flatten(0, 1)[order].unflatten(0, (count, -1)),
+    )

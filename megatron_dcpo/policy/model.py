@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -18,6 +19,7 @@ from megatron_dcpo.policy.megatron_options import options_of
 from megatron_dcpo.runtime.device import capabilities, current_device, fp32_head
 from megatron_dcpo.runtime.distributed import Topology
 from megatron_dcpo.runtime.dtypes import torch_dtype
+from megatron_dcpo.runtime.megatron_private import APEX_KERNEL, without_asking_for_apex
 from megatron_dcpo.weights.architecture import Architecture, read_architecture
 from megatron_dcpo.weights.hf_checkpoint import HFReader, load_into
 from megatron_dcpo.weights.layout import UNEVEN_PIPELINE, Coordinates, Layout
@@ -113,8 +115,8 @@ def transformer_config(
         "moe_token_dispatcher_type": "alltoall",  # required with variable_seq_lengths, also without experts
         "perform_initialization": False,  # the weights come from a checkpoint
         "use_cpu_initialization": on_cpu,
-        # by a kernel of Apex's, also in the output layer of Transformer Engine's models
-        "gradient_accumulation_fusion": not on_cpu and find_spec("fused_weight_gradient_mlp_cuda") is not None,
+        # Transformer Engine's layers add it by their own product, Megatron's by a kernel of Apex's
+        "gradient_accumulation_fusion": not on_cpu and (transformer_engine or find_spec(APEX_KERNEL) is not None),
         "bias_activation_fusion": not on_cpu,
         "masked_softmax_fusion": False,
         "bias_dropout_fusion": not on_cpu,
@@ -204,19 +206,20 @@ def _build_chunk(arch: Architecture, layout: Layout, config: TransformerConfig, 
     pp, vp = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
     spec = layer_spec(config, layout.transformer_engine)
     layers = get_num_layers_to_build(config, at.virtual if vp > 1 else None, at.pipeline)
-    gpt = GPTModel(
-        config=config,
-        transformer_layer_spec=block_spec(spec, layers, layout.transformer_engine),
-        vocab_size=padded_vocab_size(arch, layout),
-        max_sequence_length=arch.max_position_embeddings,
-        pre_process=at.pipeline == at.virtual == 0,
-        post_process=at.pipeline == pp - 1 and at.virtual == vp - 1,
-        share_embeddings_and_output_weights=arch.tied_embeddings,
-        position_embedding_type="rope",
-        rotary_base=int(arch.rotary_base),
-        parallel_output=True,
-        vp_stage=at.virtual if vp > 1 else None,
-    ).to(current_device())
+    with without_asking_for_apex() if layout.transformer_engine else nullcontext():
+        gpt = GPTModel(
+            config=config,
+            transformer_layer_spec=block_spec(spec, layers, layout.transformer_engine),
+            vocab_size=padded_vocab_size(arch, layout),
+            max_sequence_length=arch.max_position_embeddings,
+            pre_process=at.pipeline == at.virtual == 0,
+            post_process=at.pipeline == pp - 1 and at.virtual == vp - 1,
+            share_embeddings_and_output_weights=arch.tied_embeddings,
+            position_embedding_type="rope",
+            rotary_base=int(arch.rotary_base),
+            parallel_output=True,
+            vp_stage=at.virtual if vp > 1 else None,
+        ).to(current_device())
     # Megatron knows Llama-3.1's scaling by its factor alone; the checkpoint's other numbers matter as much.
     gpt.rotary_pos_emb.inv_freq = rotary_inverse_frequencies(arch).to(current_device())
     gpt.model_type = ModelType.encoder_or_decoder

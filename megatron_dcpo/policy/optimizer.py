@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_dcpo.config import Config
 from megatron_dcpo.policy.megatron_options import options_of
 from megatron_dcpo.policy.model import Policy
-from megatron_dcpo.runtime.device import capabilities
+from megatron_dcpo.runtime.device import capabilities, expandable_segments
 from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.runtime.host_memory import Movable, ledger
 
@@ -163,15 +163,17 @@ class Offload:
         self._gradients_are_here()
 
     def offload(self) -> None:
-        """Offload before the engine starts or wakes up."""
+        """Offload before the engine starts or wakes up, whose memory is not torch's to grow."""
         if self.active and not self.state.away:
             for chunk in self.policy.chunks:
                 chunk.offload_grad_buffers()
             ledger.drop("gradients")
             self.state.offload()
+        expandable_segments(False)
 
     def reload(self) -> None:
         """Reload before training, while the engine sleeps; harmless when nothing was offloaded."""
+        expandable_segments(True)
         if self.state.away:
             self.state.reload()
             for chunk in self.policy.chunks:

@@ -30,7 +30,8 @@ _OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "tokenizer_config.json")
 def build_local_engine(choice: str, model_dir: str | Path, options: VllmOptions) -> Engine:
     """Return an engine in this process. ``choice``: ``auto``, ``vllm`` or ``transformers``.
 
-    The transformers engine takes ``dtype``, ``max_num_seqs``, ``head_dtype`` and ``record_experts`` of the options and samples on one rank.
+    The transformers engine takes ``dtype``, ``max_num_seqs``, ``head_dtype`` and ``record_experts`` of the options and
+    samples on one rank.
     Raises :class:`UserError` when the model or what is chosen cannot be used.
     """
     if choose_engine(choice, model_dir) == "vllm":

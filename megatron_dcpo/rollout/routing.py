@@ -68,8 +68,8 @@ def every_rank_returns_experts() -> Iterator[None]:
 
 
 def completed_experts(prompt: Prompt, tokens: int, experts: Any) -> np.ndarray:
-    """Return the ``routed_experts`` of a completion of vLLM, [P + T - 1, layers, k]. Raises :class:`EngineError` where it has
-    those of another number of tokens."""
+    """Return the ``routed_experts`` of a completion of vLLM, [P + T - 1, layers, k]. Raises :class:`EngineError` where they
+    are of another number of tokens."""
     length = len(prompt.token_ids) + tokens - 1
     if experts is None or len(experts) != length:
         found = "none" if experts is None else len(experts)

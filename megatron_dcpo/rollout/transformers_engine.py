@@ -199,8 +199,7 @@ class TransformersEngine(Engine):
         logits, cache, mask, position = prefill(self.model, list(distinct.values()))
         if self._recorder and batch.experts:
             taken = self._recorder.take(len(distinct))
-            parts = [taken[order[name], -len(distinct[name]) :] for name in names]
-            batch.experts.note_prompts(places, parts)
+            batch.experts.note_prompts(places, [taken[order[name], -len(distinct[name]) :] for name in names])
         cache.batch_select_indices(rows)
         which = torch.tensor(places, device=current_device())
         return _Running(which, logits[rows], cache, mask[rows], position[rows])
@@ -245,8 +244,7 @@ class _Batch:
         tops: int,
         experts: RecordedExperts | None,
     ) -> None:
-        self.experts = experts
-        device, longest, total = current_device(), sampling.max_tokens, len(samples)
+        device, longest, total, self.experts = current_device(), sampling.max_tokens, len(samples), experts
         self.samples, self.sampling, self.step, self.version = samples, sampling, step, version
         self.begun = [partial.so_far(*sample) if partial else None for sample in samples]
         draws = np.zeros((total, longest))

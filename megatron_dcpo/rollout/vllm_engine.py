@@ -124,7 +124,7 @@ class VllmEngine(Engine):
     ) -> Iterator[list[tuple[int, Any]]]:
         """Yield what each step of the engine finishes: the number of the sample, its completion (None: no token yet). A
         signal ends it early, but not between the ranks of one engine: they would no longer step together."""
-        engine, slots = self.llm.llm_engine, min(self.options.max_num_seqs, len(samples))
+        engine, slots = self.llm.llm_engine, min(self.options.at_once, len(samples))
         unfinished: dict[int, Any] = dict.fromkeys(range(len(samples)))
         for number, (prompt, i) in enumerate(samples):
             begun = partial.so_far(prompt, i) if partial else None
@@ -164,6 +164,7 @@ class VllmEngine(Engine):
             max_tokens=sampling.max_tokens - before,
             seed=request_seed(sampling.seed, begun.step if begun else step, prompt.prompt_id, index, before),
             logprobs=sampling.top_logprobs,
+            flat_logprobs=True,  # lists of numbers, not an object for each token
             stop_token_ids=list(self.eos_token_ids),
             ignore_eos=True,  # the ids above are the only end, as with every other engine
             detokenize=False,
@@ -179,22 +180,19 @@ class VllmEngine(Engine):
         if versions - {str(self.weights_version)}:
             raise EngineError(f"{prompt.prompt_id} was sampled by weights {versions}, not {self.weights_version}")
         ids, why = np.array(completion.token_ids, np.int64), completion.finish_reason
-        logprobs = [row[token].logprob for row, token in zip(completion.logprobs, ids.tolist(), strict=True)]
-        tops = None
-        if top_logprobs:
-            best = (
-                sorted((e.logprob for e in row.values()), reverse=True)[:top_logprobs] for row in completion.logprobs
-            )
-            tops = np.array(list(best), np.float32).reshape(len(ids), -1)
+        # of every position the token that was sampled, then the most probable ones, in order
+        logprobs = np.array(completion.logprobs.logprobs, np.float32).reshape(len(ids), 1 + top_logprobs)
         return Response(
             prompt_id=prompt.prompt_id,
             sample_index=index,
             token_ids=ids,
-            logprobs=np.array(logprobs, np.float32),
+            logprobs=logprobs[:, 0].copy(),
             finish_reason="abort" if why is None else "stop" if why == "stop" else "length",
             weights_version=self.weights_version,
-            top_logprobs=tops,
-            experts=completed_experts(prompt, len(ids), completion.routed_experts) if self.options.record_experts else None,
+            top_logprobs=logprobs[:, 1:] if top_logprobs else None,
+            experts=completed_experts(prompt, len(ids), completion.routed_experts)
+            if self.options.record_experts
+            else None,
             step=step,
         )
 
@@ -329,7 +327,7 @@ class VllmEngine(Engine):
                     dtype=dtype_name(options.dtype),
                     tensor_parallel_size=options.tensor_model_parallel_size,
                     gpu_memory_utilization=options.gpu_memory_utilization,
-                    max_num_seqs=options.max_num_seqs,
+                    max_num_seqs=options.at_once,
                     enforce_eager=options.arguments.get("enforce_eager", False) or not capabilities().cuda_graphs,
                     logprobs_mode="raw_logprobs" if options.raw_logprobs else "processed_logprobs",
                     load_format="dummy" if options.dummy_weights else "auto",
@@ -346,7 +344,7 @@ class VllmEngine(Engine):
         except (ValueError, torch.OutOfMemoryError) as error:  # what it says when the memory does not suffice
             raise UserError(
                 f"vLLM does not start: {one_line(error, 400)} (rollout.gpu_memory_utilization="
-                f"{options.gpu_memory_utilization:g}, max_num_seqs={options.max_num_seqs}, max_model_len="
+                f"{options.gpu_memory_utilization:g}, max_num_seqs={options.at_once}, max_model_len="
                 f"{options.max_model_len})"
             ) from None
         self._unlink_shared_memory()

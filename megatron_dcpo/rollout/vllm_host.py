@@ -27,9 +27,10 @@ _BLOCK = 128  # tokens; vLLM's largest block on the CPU
 @dataclass(frozen=True)
 class VllmOptions:
     """``head_dtype``: as ``model.head_dtype``. ``max_model_len`` 0 is left to vLLM. ``responses``: asked for at once, where
-    that is known and less than ``max_num_seqs``: on a CPU the cache is made for as many. ``dummy_weights``: start with
-    random weights, the first update brings the real ones. ``raw_logprobs``: the engine reports log-probs of the raw logits
-    (fixed for its life; see ``engine.SamplingConfig``). ``record_experts``: responses have ``experts``. ``arguments``: more of vLLM's engine arguments, by their names.
+    that is known and less than ``max_num_seqs``: the engine then has as many slots. ``dummy_weights``: start with random
+    weights, the first update brings the real ones. ``raw_logprobs``: the engine reports log-probs of the raw logits
+    (fixed for its life; see ``engine.SamplingConfig``). ``record_experts``: responses have ``experts``. ``arguments``: more
+    of vLLM's engine arguments, by their names.
     """
 
     dtype: str = "bf16"
@@ -45,6 +46,11 @@ class VllmOptions:
     dummy_weights: bool = False
     seed: int = 0
     arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def at_once(self) -> int:
+        """Return how many responses the engine samples at once."""
+        return min(self.max_num_seqs, self.responses or self.max_num_seqs)
 
 
 # What an option of ours decides, or the way the weights come.
@@ -94,8 +100,7 @@ def cache_bytes(arch: Architecture, options: VllmOptions, available: int, ranks:
             "Lower the longest request (rollout.max_response_length, rollout.vllm.max_model_len, --max-tokens) or take the "
             "transformers engine"
         )
-    at_once = min(options.max_num_seqs, options.responses or options.max_num_seqs)
-    return min((at_once + 1) * request, share)
+    return min((options.at_once + 1) * request, share)
 
 
 def prepare_environment() -> None:

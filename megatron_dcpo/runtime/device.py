@@ -172,6 +172,20 @@ def empty_cache() -> None:
         torch.cuda.empty_cache()
 
 
+def expandable_segments(on: bool) -> None:
+    """Let torch's allocator grow the segments that it has (training, whose sizes change), or not (around an engine, whose
+    pools cannot), with nothing kept from before. Nothing to do on the CPU, and where the environment says how."""
+    setting = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    if not has_cuda() or "expandable_segments" in setting:
+        return
+    from megatron_dcpo.runtime.megatron_private import set_allocator_settings
+
+    synchronize()
+    empty_cache()
+    # the whole setting: torch forgets what is not named again
+    set_allocator_settings(",".join([*filter(None, [setting]), f"expandable_segments:{on}"]))
+
+
 def device_failed(error: BaseException | None) -> bool:
     """Return whether ``error``, or what caused it, is a failure of the device itself (an illegal address, a lost card) or
     of the way to the others, and not memory that ran out: nothing in this process can use the device any more, neither

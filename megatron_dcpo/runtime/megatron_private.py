@@ -9,8 +9,10 @@ its names.
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as Memory
 from torch.distributed.checkpoint.utils import _create_file_view as create_file_view
 
 __all__ = [
+    "APEX_KERNEL",  # that Megatron's own linear layers add weight gradients with
     "ArchiveReader",  # of what torch.save wrote
     "MemoryFormat",  # of a tensor, in the metadata of a checkpoint
     "StorageInfo",  # file, offset and length of a chunk, in the same
@@ -29,14 +32,18 @@ __all__ = [
     "get_layout",  # by which metadata name a tensor's layout
     "main_param_and_states",
     "replace_checkpoint_reader",
+    "set_allocator_settings",  # of the device, while the process runs
     "set_element",  # of a nested state by its path
     "shard_id",
     "use_queue_of_this_process",
+    "without_asking_for_apex",
     "wrapper_tensor",
 ]
 
 get_layout: Any = torch.serialization._get_layout  # type: ignore[attr-defined]
 ArchiveReader: Any = torch._C.PyTorchFileReader
+set_allocator_settings: Any = torch._C._accelerator_setAllocatorSettings  # type: ignore[attr-defined]
+APEX_KERNEL = "fused_weight_gradient_mlp_cuda"
 
 
 def default_store() -> dist.Store:
@@ -55,6 +62,16 @@ def replace_checkpoint_reader(reader: Callable[..., Any], planner: type) -> None
 
     strategy._get_filesystem_reader = reader
     strategy.MCoreLoadPlanner = planner  # type: ignore[misc]
+
+
+@contextmanager
+def without_asking_for_apex() -> Iterator[None]:
+    """Let a model be built whose weight gradients are fused, where there is no Apex: Transformer Engine's layers do without,
+    but the output layer's constructor demands it, whose product is computed elsewhere (``policy/output_layer.py``)."""
+    from megatron.core.tensor_parallel import layers
+
+    with patch.object(layers, "_grad_accum_fusion_available", True):
+        yield
 
 
 def shard_id(part: Any) -> Any:

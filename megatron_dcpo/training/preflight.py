@@ -69,7 +69,9 @@ def check_model(config: Config) -> Architecture:
     if config.rollout.routing_replay and not arch.num_experts:
         raise UserError(f"rollout.routing_replay=true: {config.model.path} has no experts; remove it")
     if config.rollout.routing_replay and config.parallel.megatron.get("moe_router_fusion"):
-        raise UserError("rollout.routing_replay does not go with parallel.megatron.moe_router_fusion; remove one of them")
+        raise UserError(
+            "rollout.routing_replay does not go with parallel.megatron.moe_router_fusion; remove one of them"
+        )
     return arch
 
 

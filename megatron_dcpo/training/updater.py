@@ -174,7 +174,7 @@ class Updater:
         return [replaced(sample, old_logprobs=of_all[i]) for i, sample in enumerate(samples)]
 
     def with_ref_logprobs(self, samples: Sequence[TrainingSample], reference: Policy) -> list[TrainingSample]:
-        """Fill ``ref_logprobs`` of this rank's samples, by the frozen reference policy, which routes by itself. Collective."""
+        """Fill ``ref_logprobs`` of this rank's samples, by the frozen reference, which routes by itself. Collective."""
         unrouted = [replaced(sample, response=replaced(sample.response, experts=None)) for sample in samples]
         local, rows = self._logprobs(reference, unrouted)
         own = dict(zip(local, rows, strict=True))

@@ -32,7 +32,9 @@ EDGE = ROUTING_MISMATCH_THRESHOLD["fp32"]
 def runs(tiny_models, tmp_path_factory):
     made = {}
     for processes, layouts in ((1, ONE_PROCESS), (2, TWO_PROCESSES)):
-        jobs = [("routing_replay", {"model": str(tiny_models("qwen3_moe", True)), "parallel": p}) for p in layouts.values()]
+        jobs = [
+            ("routing_replay", {"model": str(tiny_models("qwen3_moe", True)), "parallel": p}) for p in layouts.values()
+        ]
         results = torchrun_all(jobs, processes, tmp_path_factory.mktemp(f"ranks{processes}"))
         made |= dict(zip(layouts, results, strict=True))
     return made

@@ -14,6 +14,7 @@ from tests.distributed.test_parallel_parity import same_probe
 from tests.helpers.launch import torchrun, torchrun_all
 from tests.helpers.transformer_engine import environment
 
+FUSED = {"megatron": {"gradient_accumulation_fusion": True}}
 LAYOUTS = {
     "one": (1, {}),
     "one_packed": (1, {"sequence_packing": True}),
@@ -27,6 +28,14 @@ LAYOUTS = {
     "cp2": (2, {"context_parallel_size": 2, "cp_comm_type": "all_gather"}),
     "cp2_packed": (2, {"context_parallel_size": 2, "sequence_packing": True}),
     "dp2_distributed_optimizer": (2, {"use_distributed_optimizer": True}),
+    # weight gradients are added by the layers themselves, and nobody asks for Apex
+    "fused": (1, FUSED),
+    "fused_recomputed": (1, FUSED | {"recompute_granularity": "full"}),
+    "fused_pp2_virtual2": (2, FUSED | {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
+    "fused_dp2_overlap": (
+        2,
+        FUSED | {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True},
+    ),
 }
 FAMILIES = [("qwen3", True), ("llama", False), ("qwen2", True)]
 RUNS = [(layout, which) for layout in LAYOUTS for which in FAMILIES if which == FAMILIES[0] or layout in ("one", "tp2")]

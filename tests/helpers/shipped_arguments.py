@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -87,7 +88,11 @@ def engine_arguments(path: Path, model: Path) -> dict[str, str]:
     weights: Any = ModuleType("megatron_dcpo.rollout.vllm_weights")
     weights.register = lambda: "registered"
     modules = {"vllm": vllm, "megatron_dcpo.rollout.vllm_weights": weights}
-    with mock.patch.dict(sys.modules, modules), mock.patch.object(vllm_engine, "cache_bytes", return_value=0):
+    with (
+        mock.patch.dict(sys.modules, modules),
+        mock.patch.object(vllm_engine, "cache_bytes", return_value=0),
+        mock.patch.object(vllm_engine, "every_rank_returns_experts", nullcontext),
+    ):
         try:
             engine._start()
         except Built as built:

@@ -25,8 +25,9 @@ def samples_for_test() -> list[TrainingSample]:
 
 def parallel_config(options: Mapping[str, Any]) -> ParallelConfig:
     """Return the section ``parallel`` of these options, the ones that are handed on to Megatron in their place."""
-    handed_on = {name: value for name, value in options.items() if name in PLANNED}
-    return ParallelConfig(**{name: options[name] for name in options.keys() - handed_on}, megatron=handed_on)
+    own = dict(options)
+    handed_on = own.pop("megatron", {}) | {name: own.pop(name) for name in options if name in PLANNED}
+    return ParallelConfig(**own, megatron=handed_on)
 
 
 def initialize_layout(parallel: ParallelConfig) -> Topology:

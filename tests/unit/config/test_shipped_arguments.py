@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 import yaml
 
+from megatron_dcpo.config import ParallelConfig
+from megatron_dcpo.policy import model
 from megatron_dcpo.rollout import vllm_engine
 from megatron_dcpo.runtime import device
+from megatron_dcpo.weights.architecture import read_architecture
 from tests.helpers.paths import EXAMPLES, REPOSITORY
 from tests.helpers.shipped import model_of
 from tests.helpers.shipped_arguments import arguments, engine_arguments
@@ -22,6 +26,17 @@ def test_arguments_are_those_of_before(name: str) -> None:
     found = arguments(EXAMPLES / name)
     for kind, values in found.items():
         assert values == STORED[kind]["different"][STORED[kind]["of"][name]], kind
+
+
+def test_weight_gradients_are_fused_by_transformer_engine(monkeypatch):
+    """Without Apex, which only Megatron's own linear layers need."""
+    monkeypatch.setattr(device, "_CPU", device._GPU)
+    monkeypatch.setattr(model, "find_spec", lambda _: None)
+    arch = read_architecture(model_of(EXAMPLES / "qwen3_8b" / "math" / "dcpo.yaml"))
+    unfused = ParallelConfig(megatron={"apply_rope_fusion": False})  # the other kernel that is not here
+    for engine in (True, False):
+        config = model.transformer_config(arch, unfused, torch.bfloat16, transformer_engine=engine)
+        assert config.gradient_accumulation_fusion is engine
 
 
 def test_logits_in_fp32_on_a_gpu(monkeypatch, tmp_path):

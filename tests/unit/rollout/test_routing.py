@@ -41,7 +41,7 @@ def test_nothing_is_recorded_unasked(tiny_models):
 
 
 def completion(experts):
-    tokens = {"token_ids": [7, 8, 9], "logprobs": [{token: SimpleNamespace(logprob=-1.0)} for token in (7, 8, 9)]}
+    tokens = {"token_ids": [7, 8, 9], "logprobs": SimpleNamespace(logprobs=[-1.0] * 3)}
     return SimpleNamespace(**tokens, finish_reason="length", weight_versions=None, routed_experts=experts)
 
 
@@ -73,7 +73,9 @@ def test_names_of_vllm():
     with every_rank_returns_experts():
         assert worker.get_tp_group().is_first_rank
     assert worker.get_tp_group is group
-    with pytest.raises(UserError, match=r"enable_return_routed_experts is decided by rollout\.routing_replay; remove it"):
+    with pytest.raises(
+        UserError, match=r"enable_return_routed_experts is decided by rollout\.routing_replay; remove it"
+    ):
         check_engine_arguments({"enable_return_routed_experts": True})
 
 
@@ -81,7 +83,10 @@ def test_names_of_vllm():
     ("overrides", "message"),
     [
         ([], "has no experts; remove it"),
-        (["parallel.megatron.moe_router_fusion=true", "model.path=moe/policy"], "moe_router_fusion; remove one of them"),
+        (
+            ["parallel.megatron.moe_router_fusion=true", "model.path=moe/policy"],
+            "moe_router_fusion; remove one of them",
+        ),
     ],
 )
 def test_refused_with_the_model(overrides, message, monkeypatch):

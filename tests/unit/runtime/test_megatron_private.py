@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import queue
+from importlib.util import find_spec
 
 import pytest
 
 import megatron_dcpo.runtime.distributed  # noqa: F401 - Megatron, importable here
-from megatron_dcpo.runtime.megatron_private import use_queue_of_this_process, wrapper_tensor
+from megatron_dcpo.runtime.megatron_private import (
+    APEX_KERNEL,
+    use_queue_of_this_process,
+    without_asking_for_apex,
+    wrapper_tensor,
+)
 
 NAMES = [
     ("strategies.torch", "_get_filesystem_reader"),
@@ -45,3 +52,14 @@ def test_a_wrapper_has_a_shape_and_no_storage() -> None:
 
     made = wrapper_tensor(Shape, (3, 5), torch.zeros(1, dtype=torch.bfloat16))
     assert (tuple(made.shape), made.dtype, type(made)) == ((3, 5), torch.bfloat16, Shape)
+
+
+def test_the_output_layer_does_without_apex() -> None:
+    """What ``ColumnParallelLinear.__init__`` demands, which is all that Megatron does with its output layer here."""
+    from megatron.core.tensor_parallel import layers
+
+    assert layers._grad_accum_fusion_available is (find_spec(APEX_KERNEL) is not None)
+    with without_asking_for_apex():
+        assert layers._grad_accum_fusion_available
+    assert f"import {APEX_KERNEL}" in inspect.getsource(layers)
+    assert "not _grad_accum_fusion_available" in inspect.getsource(layers.ColumnParallelLinear.__init__)

@@ -52,12 +52,40 @@ class LayerNorm:
         raise NotImplementedError("the stand-in has RMSNorm only")
 
 
+class _FusedProduct(torch.autograd.Function):
+    """x @ weight.t(), whose weight gradient is added to ``main_grad`` by the product itself, or takes its place in a first
+    micro-batch (``accumulate_wgrad_into_param_main_grad`` in the package's ``module/linear.py``). A weight that is not
+    trained needs no ``main_grad``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, first: bool | None) -> Tensor:
+        ctx.first, ctx.weight = first, weight
+        ctx.save_for_backward(x)
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x,), weight = ctx.saved_tensors, ctx.weight
+        dummy = None
+        if weight.requires_grad:
+            product = (grad.flatten(0, -2).t() @ x.flatten(0, -2)).to(weight.main_grad.dtype)
+            if ctx.first:
+                weight.main_grad.copy_(product)
+            else:
+                weight.main_grad.add_(product)
+            if hasattr(weight, "grad_added_to_main_grad"):
+                weight.grad_added_to_main_grad = True
+                dummy = torch.full_like(weight, torch.nan)  # of any value: the hook drops it
+        return grad @ weight, dummy, None
+
+
 class Linear(_Module):
     """[..., in] x [out, in]: ``column`` splits out, ``row`` splits in, with their collectives."""
 
     @checked("Linear.__init__")
     def __init__(self, in_features: int, out_features: int, **options: Any) -> None:
         super().__init__()
+        self.fused = bool(options.get("fuse_wgrad_accumulation"))
         self.tp_size, self.tp_group = options.get("tp_size", 1), options.get("tp_group")
         self.save_original_input = options.get("save_original_input", False)
         self.parallel_mode, self.return_bias = options.get("parallel_mode"), options.get("return_bias", False)
@@ -76,9 +104,9 @@ class Linear(_Module):
 
     @checked("Linear.forward")
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
-        return self._multiply(inp)
+        return self._multiply(inp, is_first_microbatch)
 
-    def _multiply(self, x: Tensor) -> Any:
+    def _multiply(self, x: Tensor, first: bool | None) -> Any:
         from megatron.core.tensor_parallel import mappings  # which imports this package
 
         if self.tp_size > 1 and self.parallel_mode == "column":
@@ -89,7 +117,12 @@ class Linear(_Module):
             else:
                 x = mappings.copy_to_tensor_model_parallel_region(x, group=self.tp_group)
         row = self.tp_size > 1 and self.parallel_mode == "row"
-        y = F.linear(x, self.weight, None if row or self.return_bias else self.bias)
+        bias = None if row or self.return_bias else self.bias
+        if self.fused:
+            y = _FusedProduct.apply(x, self.weight, first)
+            y = y if bias is None else y + bias
+        else:
+            y = F.linear(x, self.weight, bias)
         if row:
             reduce = mappings.reduce_from_tensor_model_parallel_region
             y = (mappings.reduce_scatter_to_sequence_parallel_region if self.sequence_parallel else reduce)(
@@ -116,7 +149,7 @@ class LayerNormLinear(Linear):
 
     @checked("LayerNormLinear.forward")
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
-        return self._multiply(_norm(inp, self.layer_norm_weight, self.eps))
+        return self._multiply(_norm(inp, self.layer_norm_weight, self.eps), is_first_microbatch)
 
 
 class GroupedLinear(_Module):
