@@ -1,12 +1,25 @@
 # Megatron-DCPO on CUDA 13.0's development image, which has no cuDNN: Transformer Engine takes a system's cuDNN before the one
-# beside torch, and two releases of it in one process do not work together. So no NVIDIA PyTorch image either.
+# beside torch, and two releases of it in one process do not work together. So not on an NVIDIA PyTorch image either.
 # torch and vLLM are their projects' own builds: a vLLM wheel is compiled against one release of torch and demands it exactly
 # (0.32.0: torch 2.13.0, CUDA 13.0). vLLM 0.32.0 is what megatron_dcpo/rollout/vllm*.py is written for and tested with
 # (requirements-engine.txt: its CPU build); other releases move what these modules import.
 # Build:  docker build -t megatron-dcpo .     Its pip lines alone, in an empty environment:  tools/check_image.sh
 # Run on a driver for CUDA 13.0 (580 or newer).
-ARG BASE=nvidia/cuda:13.0.0-devel-ubuntu24.04
-FROM ${BASE}
+# The other target keeps an NVIDIA image's own torch, Megatron-core, Transformer Engine and Apex (tools/install_beside.sh):
+#   docker build --target beside --build-arg BASE=nvcr.io/nvidia/pytorch:25.11-py3 -t megatron-dcpo:beside .
+# Without vLLM, which no such torch has a wheel for: its rollouts are the transformers engine's, or those of rollout.engine=server.
+ARG CUDA_BASE=nvidia/cuda:13.0.0-devel-ubuntu24.04
+ARG BASE=nvcr.io/nvidia/pytorch:25.11-py3
+FROM ${BASE} AS beside
+RUN apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends bubblewrap numactl && \
+    rm -rf /var/lib/apt/lists/*
+WORKDIR /opt/megatron-dcpo
+COPY . .
+RUN tools/install_beside.sh && dcpo --version
+ENV CUDA_DEVICE_MAX_CONNECTIONS=1 TOKENIZERS_PARALLELISM=false
+CMD ["dcpo", "doctor"]
+
+FROM ${CUDA_BASE} AS cuda
 
 # Compilers and Python's headers for the extensions, bubblewrap for programs that models write, numactl for ranks beside their
 # GPUs (dcpo launch), InfiniBand for NCCL

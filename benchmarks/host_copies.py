@@ -2,8 +2,8 @@
 
     python benchmarks/host_copies.py [--gib 8] [--pretend]
 
-GB/s each way, from pinned memory, which ``runtime/host_memory.py`` uses, and from memory that is not; on the CPUs of the GPU's
-NUMA node and on those of another, where there are several. ``--pretend``: between two places of the host, 64 MiB.
+GB/s each way, from pinned memory, which ``runtime/host_memory.py`` uses, and from memory that is not; on each NUMA
+node. ``--pretend``: between two places of the host, 64 MiB.
 """
 
 from __future__ import annotations

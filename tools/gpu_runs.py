@@ -2,7 +2,7 @@
 
     gpu_runs.py OUT [--pretend] [--only 1,3] [--seconds 1680]
 
-Each has a time limit, a log ``OUT/NN_name.log`` and a line in ``OUT/summary.json``. What needs a package that is not there is
+Each has a time limit, a log ``OUT/NN_name.log`` and a line in ``OUT/summary.json``. What needs a package that is absent is
 skipped by its name, or does without where it can. ``--pretend``: here, without a GPU: every command is looked up, not run.
 """
 
@@ -41,7 +41,7 @@ class Run:
     environment: dict[str, str] = field(default_factory=dict)
 
 
-def tests(
+def suite(
     name: str, limit: int, file: str, select: str, *needs: str, first: Sequence[str] = (), **environment: str
 ) -> Run:
     """Return the run of the tests of ``tests/gpu`` that ``select`` names; pretended, they are only collected."""
@@ -90,12 +90,12 @@ def runs(out: Path, installed: Installed) -> list[Run]:
     debug = {"NVTE_DEBUG": "1", "NVTE_DEBUG_LEVEL": "2"}
     doctor = (*DCPO, "doctor")
     return [
-        tests("packed_is_padded", 240, state, "packed_is_padded", first=doctor, **debug),
-        tests("three_sleeps", 200, engine, "three_sleeps", ENGINE),
-        tests("closed_while_kv_sleeps", 120, engine, "closed_while_kv_sleeps", ENGINE),
-        tests("resumption_and_offloading", 200, state, "resumption or leaves_the_device"),
+        suite("packed_is_padded", 240, state, "packed_is_padded", first=doctor, **debug),
+        suite("three_sleeps", 200, engine, "three_sleeps", ENGINE),
+        suite("closed_while_kv_sleeps", 120, engine, "closed_while_kv_sleeps", ENGINE),
+        suite("resumption_and_offloading", 200, state, "resumption or leaves_the_device"),
         Run("quickstart", 200, ((*short, "training.steps=3"), resume), ((*short, *dry),)),
-        tests("memory_is_what", 120, state, "memory_is_what"),
+        suite("memory_is_what", 120, state, "memory_is_what"),
         Run("large", 240, (write, (*large, "training.steps=2")), dry_large),
         Run("mismatch", 200, (mismatch,), ((*mismatch, "--pretend"),), (ENGINE, LAYERS)),
         Run(

@@ -46,7 +46,7 @@ def ranges():
 def test_the_image_has_no_second_cudnn_and_what_the_commands_need():
     """Transformer Engine prefers a system's cuDNN to the wheel's (``common/__init__.py``), and mixed releases fail."""
     text = (REPOSITORY / "Dockerfile").read_text()
-    base = re.search(r"^ARG BASE=(\S+)", text, flags=re.MULTILINE).group(1)
+    base = re.search(r"^ARG CUDA_BASE=(\S+)", text, flags=re.MULTILINE).group(1)
     assert base.startswith("nvidia/cuda:13.0.")
     assert "-devel-" in base
     assert "cudnn" not in base
