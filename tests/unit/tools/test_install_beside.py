@@ -11,6 +11,7 @@ import pytest
 
 from tests.helpers.paths import REPOSITORY
 
+pytestmark = pytest.mark.slow  # pip, many times
 # as such images write them: an alpha of torch with a local part, Transformer Engine with its commit
 IMAGE = {
     "torch": "2.10.0a0+b558c986e8.nv25.11",
