@@ -165,6 +165,14 @@ class RolloutConfig:
     max_staleness: NonNegative = 0
     """End a rollout when the batch is full, and go on with the rest later: most steps between a response's first token and
     its training (0: wait for all)."""
+    async_steps: Annotated[int, Field(ge=0, le=1)] = 0
+    """Generate the next batch while this one trains, with weights that are that many updates older (0: one after the
+    other); needs engine=server."""
+
+    @property
+    def most_versions_behind(self) -> int:
+        """Return how many updates a token's weights may be behind the policy that trains on it."""
+        return self.async_steps + self.max_staleness
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -175,12 +176,30 @@ def barrier() -> None:
         dist.barrier()
 
 
+# What the next two communicate through in this thread; None: the default group.
+_GROUP: ContextVar[dist.ProcessGroup | None] = ContextVar("group", default=None)
+
+
+def group_beside(timeout_minutes: int) -> dist.ProcessGroup | None:
+    """Return a second group of all ranks, on the host, for a thread beside the main one: two threads may not share one.
+    None for a single rank. Collective."""
+    if dist.get_world_size() == 1:
+        return None
+    return dist.new_group(backend="gloo", timeout=timedelta(minutes=timeout_minutes))
+
+
+def communicate_through(group: dist.ProcessGroup | None) -> None:
+    """Let :func:`max_over_ranks` and :func:`all_gather_objects` use ``group`` in this thread from now on."""
+    _GROUP.set(group)
+
+
 def max_over_ranks(value: int) -> int:
     """Return the largest ``value`` of all ranks."""
     if dist.get_world_size() == 1:
         return value
-    box = torch.tensor([value], dtype=torch.int64, device=current_device())
-    dist.all_reduce(box, op=dist.ReduceOp.MAX)
+    group = _GROUP.get()
+    box = torch.tensor([value], dtype=torch.int64, device="cpu" if group else current_device())
+    dist.all_reduce(box, op=dist.ReduceOp.MAX, group=group)
     return int(box.item())
 
 
@@ -189,7 +208,7 @@ def all_gather_objects(value: Any) -> list[Any]:
     if dist.get_world_size() == 1:
         return [value]
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
+    dist.all_gather_object(gathered, value, group=_GROUP.get())
     return gathered
 
 

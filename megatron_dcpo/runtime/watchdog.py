@@ -252,11 +252,12 @@ class Timers:
     """``with timers("rollout"): ...`` adds to ``seconds["rollout"]``, measured after the device is done, and notes
     ``memory["rollout/rss"]`` in GB.
 
-    The watchdog is told which phase of ``step`` this rank is in. ``clear`` after a step is recorded: its checkpoint comes
+    The watchdog is told which phase of ``step`` this rank is in; without one, in a thread beside the main one, only the
+    seconds are taken. ``clear`` after a step is recorded: its checkpoint comes
     later, and is found in the next record.
     """
 
-    def __init__(self, watch: Watchdog) -> None:
+    def __init__(self, watch: Watchdog | None) -> None:
         self.watch, self.step = watch, 0
         self.seconds: dict[str, float] = {}
         self.memory: dict[str, float] = {}
@@ -267,6 +268,10 @@ class Timers:
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
+        if self.watch is None:
+            yield
+            self.add(phase, time.perf_counter() - start)
+            return
         self.watch.enter(phase, self.step)
         yield
         synchronize()

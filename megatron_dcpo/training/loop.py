@@ -51,18 +51,20 @@ def train(config: Config) -> None:
 def train_step(run: Run, step: int) -> None:
     """Generate, judge, update, synchronize, record. Collective."""
     try:
-        samples = run.sampler.sample(step)
+        samples = run.ahead.take(step)
     except RolloutAbandoned:  # by a signal
         run.checkpointer.stop_if_asked(done=step - 1)
         raise
     except VerifierFailed as failed:
         run.checkpointer.save_and_end(failed, done=step - 1)
+    run.ahead.start(step + 1)  # with rollout.async_steps: beside the training
     with run.timers("train"), run.checkpointer.completing():
         run.engine.sleep()
         run.offload.reload()
         samples, statistics = run.updater.update(samples, step)
     with run.timers("save"):  # while the engine sleeps
         run.checkpointer.save(step)
+    run.ahead.wait()
     with run.timers("reshard"):
         run.offload.offload()
         traffic = run.weight_sync.push(version=step)

@@ -111,9 +111,8 @@ class Recorder:
             metrics |= source_metrics(samples, self.sources)
             metrics |= abstention_metrics(samples, find_method(self.config.objective.name).abstention)
             metrics |= routing_mismatch(self.policy.arch, self.config.model.params_dtype, sums)
-            seconds = sum(timers.seconds.values()) - timers.seconds.get(
-                "judge_busy", 0.0
-            )  # that runs beside the rollout
+            # what is busy runs beside a phase
+            seconds = sum(value for phase, value in timers.seconds.items() if not phase.endswith("_busy"))
             metrics["time/step"] = seconds
             metrics["tokens/s/step"] = metrics["length/mean"] * len(samples) / max(seconds, 1e-9)
             try:

@@ -67,6 +67,8 @@ class Sampler:
     ``draw`` gives the prompts at a position of the run; ``executor`` runs ``judge`` beside the engine; ``recover``
     starts engines anew that failed. ``extra_prompts``: consumed so far beyond ``prompts_per_step`` a step, by
     ``rollout.filter_groups`` and ``max_staleness``; ``carried``: groups that the latter left for the next step.
+    ``behind``: how many updates the engine's weights are behind the policy that trains on the batch (``ahead.py``);
+    ``abandoned``: nobody waits for the batch any more.
     """
 
     def __init__(
@@ -88,7 +90,8 @@ class Sampler:
         self.method, self.recover, self.topology, self.timers = method, recover, topology, timers
         self.rollout, self.prompts_per_step, self.seed = rollout, prompts_per_step, seed
         self.max_error_rate = max_error_rate
-        self.extra_prompts = 0
+        self.extra_prompts = self.behind = 0
+        self.abandoned = False
         self.carried: list[PromptGroup] = []
         self.metrics: dict[str, float] = {}
 
@@ -136,10 +139,10 @@ class Sampler:
         self.metrics = self._slot_metrics(slots)
         if self.rollout.filter_groups:
             self.metrics |= _filter_metrics(trainable, untrainable)
+        if self.rollout.most_versions_behind:
+            self.metrics |= _staleness_metrics(samples, step, self.rollout.most_versions_behind)
         if self.rollout.max_staleness:
-            self.metrics |= _staleness_metrics(samples, step) | {
-                "rollout/carried": sum(len(group.unfinished) for group in self.carried)
-            }
+            self.metrics["rollout/carried"] = sum(len(group.unfinished) for group in self.carried)
         return samples
 
     def consumed_prompts(self, step: int) -> int:
@@ -154,10 +157,10 @@ class Sampler:
         responses = [response for group in carried for response, _ in group.responses.values()]
         oldest = max((step - response.oldest_version for response in responses), default=0)
         longest = max((len(r.token_ids) for r in responses if r.finish_reason == "abort"), default=0)
-        if oldest > self.rollout.max_staleness:
+        if oldest > self.rollout.most_versions_behind:
             raise UserError(
                 f"the checkpoint of step {step} carries responses that the next step continues; set "
-                f"rollout.max_staleness={oldest} or more to resume"
+                f"rollout.max_staleness={oldest - self.rollout.async_steps} or more to resume"
             )
         if longest >= self.rollout.max_response_length:
             raise UserError(
@@ -174,7 +177,7 @@ class Sampler:
         try:
             with self.timers("rollout"):
                 self._generate(groups, wanted, step, responses, pending)
-            if max_over_ranks(signals.stop_requested() or 0):
+            if max_over_ranks(signals.stop_requested() or self.abandoned):
                 raise RolloutAbandoned
             with self.timers("judge"):
                 return self._gather_judged(groups, responses, pending)
@@ -197,7 +200,7 @@ class Sampler:
         not get any older. Collective. Raises :class:`UserError` when a response was sampled by other weights than the
         policy's, or by too old ones, and what a judge raises that cannot work at all.
         """
-        config, version = self.rollout, step - 1
+        config, version = self.rollout, step - 1 - self.behind
         size, engine, engines = engine_of_rank(self.engine, self.topology)
         mine = groups[engine::engines]
         by_id = {group.prompt.prompt_id: group.prompt for group in mine}
@@ -210,7 +213,7 @@ class Sampler:
             partial = PartialRollout(lambda: batch_is_complete(needs, quota, responses), _unfinished(mine))
 
         def judge(finished: Sequence[Response]) -> None:
-            _check_versions(finished, version, config.max_staleness)
+            _check_versions(finished, version, config.most_versions_behind - self.behind)
             own = [r for r in finished if r.key in share and r.finish_reason != "abort"]
             if own:
                 pending.append(self.executor.submit(self._judge, own, by_id))
@@ -251,6 +254,8 @@ class Sampler:
                 if missing and not (partial and partial.should_stop()):
                     with closing(self.engine.stream(missing, sampling, step, **options)) as stream:
                         for together in stream:
+                            if self.abandoned:
+                                raise RolloutAbandoned
                             responses.update((response.key, response) for response in together)
                             finished(together)
             except RolloutAbandoned:
@@ -379,6 +384,7 @@ def _filter_metrics(trainable: Sequence[PromptGroup], untrainable: Sequence[Prom
     }
 
 
-def _staleness_metrics(samples: Sequence[TrainingSample], step: int) -> dict[str, float]:
+def _staleness_metrics(samples: Sequence[TrainingSample], step: int, bound: int) -> dict[str, float]:
     staleness = [step - 1 - sample.response.oldest_version for sample in samples]
+    assert 0 <= min(staleness) <= max(staleness) <= bound, f"step {step}: tokens {max(staleness)} versions old"
     return {"rollout/staleness_mean": float(np.mean(staleness)), "rollout/staleness_max": max(staleness)}
