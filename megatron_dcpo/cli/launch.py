@@ -15,9 +15,10 @@ import signal
 import sys
 import threading
 import time
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from megatron_dcpo.cli import VERBS
+from megatron_dcpo.cli import VERBS, as_options, load_config, train
 from megatron_dcpo.errors import (
     EXIT_INTERRUPTED,
     EXIT_PEER_LOST,
@@ -29,6 +30,9 @@ from megatron_dcpo.errors import (
 )
 from megatron_dcpo.runtime.text import printable
 
+if TYPE_CHECKING:
+    from megatron_dcpo.rollout.serving import EngineServer
+
 _GRACE_SECONDS = 20  # after one rank has failed the others have this long to end by themselves
 _ALONE_SECONDS = 15.0
 
@@ -38,7 +42,9 @@ def add_parser(subparsers: Any) -> None:
         "launch",
         help=VERBS["launch"],
         description="Start a verb in N processes on this node: dcpo launch 8 -- train --config F.yaml. "
-        "Options between N and -- are torchrun's. Signals reach the workers; the exit status is theirs.",
+        "Options between N and -- are torchrun's, and --engines M: on as many further GPUs (or cores) the server of "
+        "rollout.engine=server is started, and again when it ends; with N = 0 it alone. --engine-options '...' are further "
+        "ones of vllm serve. Signals reach the workers; the exit status is theirs.",
         usage="dcpo launch N [torchrun options] -- VERB ...",
     )
     parser.add_argument("processes", metavar="N", help="processes on this node, or torchrun's auto, gpu, cpu")
@@ -48,6 +54,34 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     options, verb = _split(args.arguments)
+    own = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    own.add_argument("--engines", type=int, default=0)
+    own.add_argument("--engine-options", default="")
+    mine, options = own.parse_known_args(options)
+    if not mine.engines:
+        return _launch(args.processes, options, verb)
+    if not args.processes.isdecimal() or mine.engines < 1:
+        raise UserError("--engines M, and the number of processes before it, have to be numbers: the engines come behind")
+    with _engines(int(args.processes), mine.engines, mine.engine_options, verb) as server:
+        return _launch(args.processes, options, verb) if int(args.processes) else server.serve()
+
+
+def _engines(processes: int, engines: int, options: str, verb: list[str]) -> EngineServer:
+    """Return the server of the run that ``verb`` starts."""
+    from megatron_dcpo.rollout.serving import EngineServer, server_command
+
+    parser = argparse.ArgumentParser(add_help=False)
+    train.add_parser(parser.add_subparsers(dest="verb"))
+    words = as_options(verb)
+    if words[0] != "train":
+        raise UserError(f"--engines is for train, not {words[0]}: only a training has a server of its own")
+    known, rest = parser.parse_known_args(words)
+    config = load_config(known.config, [*known.overrides, *rest])
+    command = server_command(config, engines, options)
+    return EngineServer(command, config.rollout.endpoint, processes, engines, Path(config.run_dir) / "engines.log")
+
+
+def _launch(processes: str, options: list[str], verb: list[str]) -> int:
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
@@ -63,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     os.environ[signals.LAUNCHER_PID] = str(os.getpid())
     # torchrun keeps the signals that only mean an end; the three that mean "stop in good order" are passed on.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron's overlap needs the order of its launches
-    options += ["--nproc-per-node", args.processes, *_numa_binding(options)]
+    options += ["--nproc-per-node", processes, *_numa_binding(options)]
     options = ["--signals-to-handle", "SIGHUP,SIGQUIT", "--shutdown-timeout", str(_GRACE_SECONDS), *options]
     for number in signals.STOP_SIGNALS:
         signal.signal(number, _pass_on)
@@ -161,7 +195,7 @@ def _workers() -> list[int]:
     workers = []
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):
-            if any("megatron_dcpo" in word for word in child.cmdline()):
+            if "megatron_dcpo" in child.cmdline():  # not the engines' server
                 workers.append(child.pid)
     return workers
 

@@ -143,11 +143,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--dtype", default="fp32", help="fp32 or bf16")
+    parser.add_argument("--head-dtype", default="auto", help="as model.head_dtype")
     parser.add_argument("--max-num-seqs", type=int, default=512)
     args = parser.parse_args(argv)
     set_threads()
     try:
-        engine = TransformersEngine.from_pretrained(args.model, args.dtype, args.max_num_seqs)
+        engine = TransformersEngine.from_pretrained(args.model, args.dtype, args.max_num_seqs, args.head_dtype)
         server = TransformersServer(engine, (args.host, args.port))
     except (UserError, OSError) as error:
         print(f"dcpo: error: {error}", file=sys.stderr)

@@ -15,6 +15,8 @@ import sys
 import threading
 import time
 
+from collections.abc import Callable
+
 from megatron_dcpo.errors import EXIT_PEER_LOST
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -93,6 +95,19 @@ def exit_with_launcher() -> None:
     launcher = os.environ.get(LAUNCHER_PID)
     if launcher is not None and os.getppid() != int(launcher):  # it died before the kernel was asked
         _launcher_died()
+
+
+def as_child() -> Callable[[], None]:
+    """Return what a child that is not of this package runs before its program: it ends with the thread that starts it, and
+    ignores the warning of a scheduler, which would end it before the run is saved."""
+    library = ctypes.CDLL(None)
+
+    def prepare() -> None:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        if sys.platform.startswith("linux"):
+            library.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+    return prepare
 
 
 def announce(message: str) -> None:

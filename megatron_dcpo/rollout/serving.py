@@ -1,0 +1,134 @@
+"""The server of ``rollout.engine=server`` as a child of ``dcpo launch``: its command, its place, its watch.
+
+vLLM's where it can be used (one engine per GPU), else that of ``transformers_server.py``. It is started again when it ends;
+the run waits for it, hands it the weights, and goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from megatron_dcpo.config import Config
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.rollout.engine import choose_engine
+from megatron_dcpo.runtime import signals
+from megatron_dcpo.runtime.device import capabilities, fp32_head
+from megatron_dcpo.runtime.dtypes import dtype_name
+from megatron_dcpo.runtime.http_json import HttpError, JsonClient
+
+_PAUSE_SECONDS, _END_SECONDS = 5.0, 20.0
+
+
+def server_command(config: Config, engines: int, options: str = "") -> list[str]:
+    """Return the command that serves ``config``'s model on ``engines`` GPUs, or cores. ``options``: further ones of ``vllm
+    serve``; with ``--tensor-parallel-size T`` an engine has T of the GPUs. Raises :class:`UserError`."""
+    rollout, more = config.rollout, shlex.split(options)
+    if rollout.engine != "server":
+        raise UserError(f"--engines is for rollout.engine=server, not {rollout.engine}; set it, and rollout.endpoint")
+    address = urlsplit(rollout.endpoint)
+    own = ["--host", address.hostname or "127.0.0.1", "--port", str(address.port or 8000)]
+    own += ["--max-num-seqs", str(rollout.max_num_seqs)]
+    if choose_engine("auto", config.model.path) == "transformers":
+        dtype, head = config.model.params_dtype, config.model.head_dtype
+        module = "megatron_dcpo.rollout.transformers_server"
+        return [sys.executable, "-m", module, config.model.path, *own, "--dtype", dtype, "--head-dtype", head, *more]
+    size = int(dict(zip(more, more[1:], strict=False)).get("--tensor-parallel-size", 1))
+    if engines % size:
+        raise UserError(f"--tensor-parallel-size {size} does not divide the {engines} GPUs of --engines")
+    own += ["--data-parallel-size", str(engines // size), "--logprobs-mode", "processed_logprobs"]
+    own += ["--dtype", dtype_name(config.model.params_dtype)]
+    own += ["--max-model-len", str(config.data.max_prompt_length + rollout.max_response_length)]
+    if fp32_head(config.model.head_dtype):
+        own += ["--hf-overrides", json.dumps({"head_dtype": "float32"})]
+    if rollout.weight_transfer == "nccl":
+        own += ["--weight-transfer-config", json.dumps({"backend": "nccl"})]
+    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", config.model.path, *own, *more]
+
+
+class EngineServer:
+    """A server, as a context: started and waited for, ended at the end. ``first``: how many GPUs or cores of this node
+    come before the ``engines`` of the server; ``log``: where it writes."""
+
+    def __init__(self, command: list[str], endpoint: str, first: int, engines: int, log: Path) -> None:
+        self.command, self.url, self.log = command, endpoint.rstrip("/").removesuffix("/v1"), log
+        self.client = JsonClient(self.url, timeout=5.0)
+        self.environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}
+        self.cores: list[int] = []
+        if capabilities().separate_memory:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(first + engines)))).split(",")
+            self.environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[first : first + engines])
+        elif len(cores := sorted(os.sched_getaffinity(0))) >= max(first, 1) + engines:
+            self.cores = cores[-engines:]
+            os.sched_setaffinity(0, cores[:-engines])  # of this process, and of the ranks that it starts
+        self.process: subprocess.Popen[bytes] | None = None
+        self.answers, self.over = threading.Event(), threading.Event()
+
+    def __enter__(self) -> EngineServer:
+        """Wait until the server answers. Raises :class:`UserError` where it ends before, or another one is there."""
+        if self._healthy():
+            raise UserError(f"a server answers at {self.url} already; end it, or change rollout.endpoint")
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        keeper = threading.Thread(target=self._keep, name="engines", daemon=True)
+        keeper.start()
+        while not self._healthy():
+            if not keeper.is_alive():
+                status = self.process.returncode if self.process else None
+                raise UserError(f"the engines' server ended with status {status} before it answered; see {self.log}")
+            time.sleep(0.5)
+        self.answers.set()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.over.set()
+        if self.process is None:
+            return
+        self.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_END_SECONDS)
+        with contextlib.suppress(OSError):  # what it started
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def serve(self) -> int:
+        """Wait for the signal that ends this process."""
+        for number in signals.STOP_SIGNALS:
+            signal.signal(number, lambda *_: self.over.set())
+        while not self.over.wait(1.0):
+            pass
+        return 0
+
+    def _keep(self) -> None:
+        """Start the server, again when it ends; on cores of this thread, as it inherits them."""
+        if self.cores:
+            os.sched_setaffinity(0, self.cores)
+        while not self.over.is_set():
+            with self.log.open("ab") as log:
+                self.process = subprocess.Popen(
+                    self.command,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=self.environment,
+                    start_new_session=True,  # an interrupt of the terminal is for the ranks
+                    preexec_fn=signals.as_child(),
+                )
+            status = self.process.wait()
+            if self.over.is_set() or not self.answers.is_set():
+                return
+            signals.announce(f"the engines' server ended with status {status} ({self.log}); it is started again")
+            self.over.wait(_PAUSE_SECONDS)
+
+    def _healthy(self) -> bool:
+        try:
+            self.client.call("/health")
+        except HttpError:
+            return False
+        return True
