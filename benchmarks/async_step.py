@@ -1,0 +1,117 @@
+"""Generation beside training (``rollout.async_steps: 1``) against one after the other, a core for each.
+
+    python benchmarks/run.py async_step        # ASYNC_STEPS=2: that many steps
+
+Each alternative is a training of the 28M policy on one core and a server of its own on another, whose responses are ragged;
+both take their steps in turns, so that one works while the other waits. The learning rate is 0: both sample the same
+tokens, whatever the age of the weights. The bound is what a step would take whose shorter half costs nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+import policies
+from measurement import Measurement, Stepper, absent, steps
+
+PROMPTS, GROUP, TOKENS, STOP = 8, 8, 256, 0.01
+STEPS, WARM_UP = int(os.environ.get("ASYNC_STEPS", "8")), 2
+ALTERNATIVES = {"beside": 1, "after": 0}
+OTHER = "one after the other (rollout.async_steps: 0)"
+
+
+def measurements() -> Iterator[Measurement]:
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        yield absent("async step, 28M", "s", OTHER, "two cores are needed, one for each")
+        return
+    os.sched_setaffinity(0, cores[:2])  # the children inherit it, and take one each
+    with tempfile.TemporaryDirectory() as scratch:
+        model = policies.write_policy(Path(scratch) / "policy", "28M", stop=STOP)
+        yield from _measured(Path(scratch), model)
+    os.sched_setaffinity(0, cores)
+
+
+def _measured(scratch: Path, model: Path) -> Iterator[Measurement]:
+    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in ALTERNATIVES}
+    workers = {name: Stepper(sys.executable, __file__, name, str(scratch), str(model)) for name in rows}
+    with workers["beside"] as beside, workers["after"] as after:
+        for _ in range(WARM_UP + STEPS):
+            rows["beside"].append(beside.step())
+            rows["after"].append(after.step())
+    prompts = [[row.pop("prompts") for row in taken] for taken in rows.values()]
+    kept = {name: taken[WARM_UP:] for name, taken in rows.items()}
+    tokens = [sum(row["tokens"] for row in taken) for taken in kept.values()]
+    same = prompts[0] == prompts[1] and abs(tokens[0] - tokens[1]) <= 0.02 * tokens[1]
+    median = {
+        name: {key: statistics.median(row[key] for row in taken) for key in taken[0]} for name, taken in kept.items()
+    }
+    beside_, after_ = median["beside"], median["after"]
+    parts = after_["rollout"], after_["wall"] - after_["rollout"]
+    facts = {
+        "same": same,
+        "raw": {name: [{k: round(v, 4) for k, v in row.items()} for row in taken] for name, taken in kept.items()},
+        "reason": f"equal prompts in every step, {tokens[0]} and {tokens[1]} tokens; one after the other a step is "
+        f"{parts[0]:.2f} s of generation and {parts[1]:.2f} s of the rest",
+    }
+    bound = {"bound": max(parts) / sum(parts), "bound_is": "the longer of generation and the rest alone"}
+    unit = f"s (wall time, median of {STEPS})"
+    yield Measurement("async step, 28M: a whole step", beside_["wall"], after_["wall"], unit, OTHER, 0.62, **bound, **facts)
+    for who in ("trainer", "engine"):
+        share = [one[f"{who}_waits"] for one in (beside_, after_)]
+        yield Measurement(f"async step, 28M: the {who} waits", *share, "share of a step", OTHER, **facts)
+
+
+def _train(name: str, scratch: Path, model: Path) -> None:
+    """A training that takes a step when told to, and its server."""
+    from megatron_dcpo.config import load_config
+    from megatron_dcpo.rollout.serving import EngineServer, server_command
+    from megatron_dcpo.training.loop import train_step
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{probe.getsockname()[1]}/v1"
+    more = ["rollout.engine=server", f"rollout.endpoint={endpoint}", "objective.tis_level=token", "optimizer.lr=0"]
+    more += [f"rollout.async_steps={ALTERNATIVES[name]}", "training.micro_batch_size=16", "logging.samples_interval=0"]
+    options = policies.overrides(model, scratch / name, PROMPTS, GROUP, TOKENS, *more)
+    command = server_command(load_config(str(policies.QUICKSTART / "grpo.yaml"), options), 1)
+    trained: list[Any] = []
+    with (
+        EngineServer(command, endpoint, 1, 1, scratch / f"{name}.log"),
+        policies.training_run(options) as run,
+        run.recorder.from_step(1),
+    ):
+        log = run.recorder.log
+        run.recorder.log = lambda step, samples, *rest: (trained.append(samples), log(step, samples, *rest))
+        for number, report in enumerate(steps(), 1):
+            run.timers.step = number
+            train_step(run, number)
+            row = json.loads(run.recorder.metrics_path.read_text().splitlines()[-1])
+            samples, whole = trained.pop(), row["time/step"]
+            waits = row["time/rollout"] + row.get("time/judge", 0.0)
+            busy = row.get("time/rollout_busy", row["time/rollout"])
+            report(
+                rollout=busy,
+                train=row["time/train"],
+                trainer_waits=waits / whole,
+                engine_waits=max(0.0, 1 - busy / whole),
+                tokens=sum(len(sample.response_ids) for sample in samples),
+                prompts=[sample.prompt.prompt_id for sample in samples],
+            )
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        _train(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))
+    else:
+        for measurement in measurements():
+            print(measurement.line("python benchmarks/run.py async_step"))

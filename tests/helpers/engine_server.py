@@ -1,0 +1,51 @@
+"""The server of the transformers engine, in threads of the tests' process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from megatron_dcpo.rollout.transformers_engine import TransformersEngine
+from megatron_dcpo.rollout.transformers_server import TransformersServer
+from megatron_dcpo.types import Response
+from tests.helpers.paths import QUICKSTART
+
+
+class Engine(TransformersEngine):
+    """``fails_with``: the weights version with which it fails once, a response handed over, and loses its weights;
+    ``pause``: seconds more between two of them."""
+
+    fails_with, pause = "", 0.0
+    server: TransformersServer
+
+    def stream(self, samples: Any, sampling: Any, step: int = 0, partial: Any = None) -> Iterator[Sequence[Response]]:  # type: ignore[override]
+        for responses in super().stream(samples, sampling, step, partial):
+            time.sleep(self.pause)
+            yield responses
+            if self.server.version == self.fails_with:
+                self.server.version, self.fails_with = "0", ""
+                for parameter in self.model.parameters():
+                    parameter.data.zero_()
+                raise RuntimeError("killed in generation")
+
+
+class Served:
+    """A context: the quickstart's policy behind an address of its own."""
+
+    def __enter__(self) -> Served:
+        self.engine = Engine.from_pretrained(QUICKSTART / "policy")
+        assert isinstance(self.engine, Engine)
+        self.http = self.engine.server = TransformersServer(self.engine, ("127.0.0.1", 0))
+        for target in (self.http.serve_forever, self.http.work):
+            threading.Thread(target=target, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.http.shutdown()
+        self.http.server_close()
+
+    @property
+    def options(self) -> tuple[str, str]:
+        return "rollout.engine=server", f"rollout.endpoint=http://127.0.0.1:{self.http.server_address[1]}/v1"

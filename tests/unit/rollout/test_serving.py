@@ -1,0 +1,121 @@
+"""The server that ``dcpo launch --engines`` starts: its command, its devices, its watch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_dcpo.config import load_config
+from megatron_dcpo.errors import UserError
+from megatron_dcpo.rollout import serving
+from megatron_dcpo.rollout.serving import EngineServer, server_command
+from tests.helpers.paths import QUICKSTART
+
+# answers /health, and says which cores it has
+SCRIPT = """
+import http.server, os, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def log_message(self, *_): pass
+    def do_GET(self):
+        self.send_response(200); self.send_header("Content-Length", "0"); self.end_headers()
+print("cores", sorted(os.sched_getaffinity(0)), flush=True)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineServer:
+    monkeypatch.setattr(serving, "_PAUSE_SECONDS", 0.05)
+    cores = os.sched_getaffinity(0)
+    port = free_port()
+    made = EngineServer(
+        [sys.executable, "-S", "-c", SCRIPT, str(port)], f"http://127.0.0.1:{port}/v1", 1, 1, tmp_path / "run" / "log"
+    )
+    rest = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    if len(cores) > 1:
+        assert (rest, made.cores) == (cores - {max(cores)}, [max(cores)])
+    return made
+
+
+def wait_until(true: Any) -> None:
+    deadline = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_server_that_ends_is_started_again(server: EngineServer, capfd: pytest.CaptureFixture[str]) -> None:
+    with server:
+        first = server.process
+        assert first is not None
+        os.kill(first.pid, signal.SIGUSR1)  # a scheduler's warning is for the ranks
+        time.sleep(0.2)
+        assert first.poll() is None
+        first.kill()
+        wait_until(lambda: server.process is not first and server._healthy())
+    assert server.process is not None
+    assert server.process.wait(10) == -signal.SIGTERM
+    assert "the engines' server ended with status -9" in capfd.readouterr().err
+    lines = server.log.read_text().splitlines()
+    assert len([line for line in lines if line.startswith("cores")]) == 2
+    if server.cores:
+        assert set(lines) == {f"cores {server.cores}"}
+
+
+def test_a_server_that_cannot_start_is_an_error(server: EngineServer) -> None:
+    server.command = [sys.executable, "-S", "-c", "raise SystemExit('no such model')"]
+    with pytest.raises(UserError, match="ended with status 1 before it answered"), server:
+        pass
+    assert "no such model" in server.log.read_text()
+
+
+def test_another_server_at_the_address_is_an_error(server: EngineServer, tmp_path: Path) -> None:
+    with server:
+        again = EngineServer(server.command, server.url, 10**6, 1, tmp_path / "log")
+        with pytest.raises(UserError, match="answers at .* already"), again:
+            pass
+
+
+def test_the_engines_have_the_devices_behind_the_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(serving, "capabilities", lambda: SimpleNamespace(separate_memory=True))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for own, first, expected in ((None, 6, "6,7"), ("3,4,5,6", 2, "5,6"), (None, 0, "0,1")):
+        if own:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", own)
+        else:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        made = EngineServer([], "http://h:1/v1", first, 2, tmp_path)
+        assert made.environment["CUDA_VISIBLE_DEVICES"] == expected
+        assert made.environment["VLLM_SERVER_DEV_MODE"] == "1"
+
+
+def test_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(QUICKSTART / "async.yaml", ["model.params_dtype=bf16", "model.head_dtype=fp32"])
+    own = " ".join(server_command(config, 1))
+    assert "megatron_dcpo.rollout.transformers_server" in own
+    assert own.endswith("--host 127.0.0.1 --port 8011 --max-num-seqs 512 --dtype bf16 --head-dtype fp32")
+    monkeypatch.setattr(serving, "choose_engine", lambda choice, model: "vllm")
+    command = server_command(config, 8, "--tensor-parallel-size 2 --max-model-len 99")
+    found = dict(zip(command, command[1:], strict=False))
+    assert (found["--data-parallel-size"], found["--max-model-len"]) == ("4", "99")
+    assert (found["--dtype"], found["--logprobs-mode"]) == ("bfloat16", "processed_logprobs")
+    assert found["--hf-overrides"] == '{"head_dtype": "float32"}'
+    with pytest.raises(UserError, match="--tensor-parallel-size 3 does not divide the 8 GPUs of --engines"):
+        server_command(config, 8, "--tensor-parallel-size 3")
+    with pytest.raises(UserError, match="--engines is for rollout.engine=server, not transformers"):
+        server_command(load_config(QUICKSTART / "dcpo.yaml"), 1)
