@@ -27,6 +27,7 @@ PROMPTS, GROUP, TOKENS, STOP = 8, 8, 256, 0.01
 STEPS, WARM_UP = int(os.environ.get("ASYNC_STEPS", "8")), 2
 ALTERNATIVES = {"beside": 1, "after": 0}
 OTHER = "one after the other (rollout.async_steps: 0)"
+SERVER = f"{sys.executable} {policies.QUICKSTART / 'engine_server.py'}"
 
 
 def measurements() -> Iterator[Measurement]:
@@ -65,7 +66,9 @@ def _measured(scratch: Path, model: Path) -> Iterator[Measurement]:
     }
     bound = {"bound": max(parts) / sum(parts), "bound_is": "the longer of generation and the rest alone"}
     unit = f"s (wall time, median of {STEPS})"
-    yield Measurement("async step, 28M: a whole step", beside_["wall"], after_["wall"], unit, OTHER, 0.62, **bound, **facts)
+    yield Measurement(
+        "async step, 28M: a whole step", beside_["wall"], after_["wall"], unit, OTHER, 0.62, **bound, **facts
+    )
     for who in ("trainer", "engine"):
         share = [one[f"{who}_waits"] for one in (beside_, after_)]
         yield Measurement(f"async step, 28M: the {who} waits", *share, "share of a step", OTHER, **facts)
@@ -83,7 +86,7 @@ def _train(name: str, scratch: Path, model: Path) -> None:
     more = ["rollout.engine=server", f"rollout.endpoint={endpoint}", "objective.tis_level=token", "optimizer.lr=0"]
     more += [f"rollout.async_steps={ALTERNATIVES[name]}", "training.micro_batch_size=16", "logging.samples_interval=0"]
     options = policies.overrides(model, scratch / name, PROMPTS, GROUP, TOKENS, *more)
-    command = server_command(load_config(str(policies.QUICKSTART / "grpo.yaml"), options), 1)
+    command = server_command(load_config(str(policies.QUICKSTART / "grpo.yaml"), options), 1, SERVER)
     trained: list[Any] = []
     with (
         EngineServer(command, endpoint, 1, 1, scratch / f"{name}.log"),

@@ -43,8 +43,8 @@ def add_parser(subparsers: Any) -> None:
         help=VERBS["launch"],
         description="Start a verb in N processes on this node: dcpo launch 8 -- train --config F.yaml. "
         "Options between N and -- are torchrun's, and --engines M: on as many further GPUs (or cores) the server of "
-        "rollout.engine=server is started, and again when it ends; with N = 0 it alone. --engine-options '...' are further "
-        "ones of vllm serve. Signals reach the workers; the exit status is theirs.",
+        "rollout.engine=server is started, and again when it ends; with N = 0 it alone. It is vLLM's, or that of "
+        "--engine-command. Signals reach the workers; the exit status is theirs.",
         usage="dcpo launch N [torchrun options] -- VERB ...",
     )
     parser.add_argument("processes", metavar="N", help="processes on this node, or torchrun's auto, gpu, cpu")
@@ -56,17 +56,19 @@ def run(args: argparse.Namespace) -> int:
     options, verb = _split(args.arguments)
     own = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     own.add_argument("--engines", type=int, default=0)
-    own.add_argument("--engine-options", default="")
+    own.add_argument("--engine-command", default="")
     mine, options = own.parse_known_args(options)
     if not mine.engines:
         return _launch(args.processes, options, verb)
     if not args.processes.isdecimal() or mine.engines < 1:
-        raise UserError("--engines M, and the number of processes before it, have to be numbers: the engines come behind")
-    with _engines(int(args.processes), mine.engines, mine.engine_options, verb) as server:
+        raise UserError(
+            "--engines M, and the number of processes before it, have to be numbers: the engines come behind"
+        )
+    with _engines(int(args.processes), mine.engines, mine.engine_command, verb) as server:
         return _launch(args.processes, options, verb) if int(args.processes) else server.serve()
 
 
-def _engines(processes: int, engines: int, options: str, verb: list[str]) -> EngineServer:
+def _engines(processes: int, engines: int, other: str, verb: list[str]) -> EngineServer:
     """Return the server of the run that ``verb`` starts."""
     from megatron_dcpo.rollout.serving import EngineServer, server_command
 
@@ -77,7 +79,7 @@ def _engines(processes: int, engines: int, options: str, verb: list[str]) -> Eng
         raise UserError(f"--engines is for train, not {words[0]}: only a training has a server of its own")
     known, rest = parser.parse_known_args(words)
     config = load_config(known.config, [*known.overrides, *rest])
-    command = server_command(config, engines, options)
+    command = server_command(config, engines, other)
     return EngineServer(command, config.rollout.endpoint, processes, engines, Path(config.run_dir) / "engines.log")
 
 

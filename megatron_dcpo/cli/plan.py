@@ -21,6 +21,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--gpus", type=positive_int, metavar="N", help="GPUs in all, at most 4096 (default: this machine as it is)"
     )
+    parser.add_argument(
+        "--engine-gpus", type=positive_int, default=0, metavar="M", help="those of rollout.engine=server, beside the N"
+    )
     for name, default, what in (
         ("gpu-memory-gb", 80.0, "memory of a GPU, GB (1e9 bytes)"),
         ("peak-tflops", 989.0, "dense bf16 peak of a GPU, TFLOP/s"),
@@ -89,7 +92,9 @@ def run(args: argparse.Namespace) -> int:
 
         machine, rates = this_machine(config, args.response_tokens)
     else:
-        machine = Machine(args.gpus, args.gpu_memory_gb, args.reserve_gb, args.response_tokens)
+        machine = Machine(
+            args.gpus, args.gpu_memory_gb, args.reserve_gb, args.response_tokens, engine_gpus=args.engine_gpus
+        )
         rates = Rates(args.peak_tflops, args.mfu, args.hbm_gbps, args.nvlink_gbps, args.link_gbps, args.gpus_per_node)
     if args.simulate:
         from megatron_dcpo.planning.simulate import Environment, read_lengths, scenario_facts, scenario_lines, scenarios

@@ -161,23 +161,13 @@ def _check_rollout(rollout: RolloutConfig, objective: ObjectiveConfig, source: s
         if rollout.max_staleness and refused:
             raise UserError(f"{stale} {why}")
     ahead = f"{source}: rollout.async_steps={rollout.async_steps}"
-    for refused, why in (
-        (
-            rollout.engine != "server",
-            f"does not go with rollout.engine={rollout.engine}, which samples in the trainer's own processes, with their "
-            "devices or cores; take rollout.engine=server (dcpo launch N --engines M starts one)",
-        ),
-        (
-            objective.tis_level == "none",
-            "trains on tokens of the policy before; correct for it with objective.tis_level=token (or sequence)",
-        ),
-        (
-            rollout.logprob_diff_alarm > 0,
-            "does not go with rollout.logprob_diff_alarm: tokens of the policy before differ from the trainer's",
-        ),
-    ):
-        if rollout.async_steps and refused:
-            raise UserError(f"{ahead} {why}")
+    if rollout.async_steps and rollout.engine != "server":
+        raise UserError(
+            f"{ahead} does not go with rollout.engine={rollout.engine}, which samples in the trainer's own processes, with "
+            "their devices or cores; take rollout.engine=server (dcpo launch N --engines M starts one)"
+        )
+    if rollout.async_steps and objective.tis_level == "none":
+        raise UserError(f"{ahead} trains on tokens of the policy before; correct for it with objective.tis_level=token")
     if rollout.filter_groups and find_method(objective.name).needs_old_logprobs:
         raise UserError(
             f"{source}: rollout.filter_groups does not go with objective.name={objective.name}, whose loss trains on every "

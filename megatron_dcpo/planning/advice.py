@@ -95,6 +95,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "model": plan.config.model.path,
         "parameters": number_of_parameters(plan.arch),
         "gpus": plan.machine.gpus,
+        "engine_gpus": plan.machine.engine_gpus,
         "layout": asdict(plan.layout) | {"data_parallel_size": plan.data_parallel},
         "context_parallel_size": plan.config.parallel.context_parallel_size,
         "tokens_per_micro_batch": plan.tokens_per_micro_batch,
@@ -112,7 +113,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "change": advice(plan),
         "bytes_sent_per_step": asdict(plan.traffic),
         "resharding_bytes": plan.resharding,
-        "step_seconds": asdict(plan.seconds) | {"total": plan.seconds.total},
+        "step_seconds": asdict(plan.seconds) | {"total": plan.seconds.total, "beside_training": plan.seconds.beside},
         "assumptions": asdict(plan.rates)
         | {
             "reserve_gb": plan.machine.reserve_gb,

@@ -27,13 +27,15 @@ GB = 1e9
 class Machine:
     """What is not in the configuration. ``gpus``: in all, or processes where the ``processor`` is a CPU;
     ``gpu_memory_gb``: of each. ``reserve_gb``: CUDA context, NCCL buffers, fragmentation, what a sleeping engine keeps;
-    ``response_tokens``: mean length of a response (0: the longest allowed)."""
+    ``response_tokens``: mean length of a response (0: the longest allowed); ``engine_gpus``: those of
+    ``rollout.engine=server``, beside ``gpus`` (0: not planned)."""
 
     gpus: int
     gpu_memory_gb: float = 80.0
     reserve_gb: float = 5.0
     response_tokens: int = 0
     processor: Literal["gpu", "cpu"] = "gpu"
+    engine_gpus: int = 0
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,8 @@ class Plan:
     @property
     def rollout_bytes(self) -> int:
         resting = max(stage.resting for stage in self.stages)
+        if self.engine.kind == "server":
+            return resting
         return resting + self.engine.weights + self.engine.kv_cache + self.engine.sampling
 
     @property
@@ -162,7 +166,7 @@ def make_plan(config: Config, machine: Machine, rates: Rates | None = None) -> P
     largest = max(stages, key=lambda stage: stage.state.buffer_numel)
     traffic = step_traffic(arch, layout, config, replicas, largest.state, work)
     resharding = _resharding(arch, layout, config, engine, replicas)
-    decoding = (engine.weights, engine.kv_per_token, engine.concurrent, engine.responses)
+    decoding = (engine.weights, engine.kv_per_token, engine.concurrent, engine.responses, machine.engine_gpus)
     seconds = step_seconds(arch, layout, config, machine.gpus, work, traffic, resharding, *decoding, rates)
     return Plan(
         arch=arch,
@@ -277,6 +281,8 @@ def _of_each(state: State, weights: int, replicas: int, expert_replicas: int) ->
 
 def _engine(arch: Architecture, config: Config, machine: Machine) -> EngineMemory:
     rollout = config.rollout
+    if machine.engine_gpus and rollout.engine != "server":
+        raise UserError(f"--engine-gpus is for rollout.engine=server, not {rollout.engine}")
     by_default = "vllm" if machine.processor == "gpu" else "transformers"
     kind: str = by_default if rollout.engine == "auto" else rollout.engine
     size = rollout.tensor_model_parallel_size if kind == "vllm" else 1
@@ -289,7 +295,7 @@ def _engine(arch: Architecture, config: Config, machine: Machine) -> EngineMemor
     longest = config.data.max_prompt_length + rollout.max_response_length
     group, prompts = rollout.group_size, -(-config.data.prompts_per_step * size // machine.gpus)
     responses = prompts * group
-    if kind == "server":
+    if kind == "server" and not machine.engine_gpus:
         return EngineMemory(kind, 1, 0, 0, kv, 0, rollout.max_num_seqs, responses, 0)
     if kind == "transformers":
         at_once = min(responses, max(1, rollout.max_num_seqs // group) * group)
@@ -299,6 +305,11 @@ def _engine(arch: Architecture, config: Config, machine: Machine) -> EngineMemor
         cache = at_once * longest * kv + one_layer
         return EngineMemory(kind, 1, weights, cache, kv, sampling, at_once, responses, weights)
     share = int(rollout.gpu_memory_utilization * machine.gpu_memory_gb * GB)
+    if kind == "server":  # the fewest GPUs per engine that leave a third of its memory to keys and values
+        sizes = [size for size in (1, 2, 4, 8) if machine.engine_gpus % size == 0]
+        size = next((size for size in sizes if weights / size < share * 2 / 3), sizes[-1])
+        weights, kv = weights // size, kv_bytes_per_token(arch, itemsize, size)
+        responses = -(-config.data.prompts_per_step * size // machine.engine_gpus) * group
     cache = rollout.vllm.get("kv_cache_memory_bytes") or max(0, share - weights)
     mean = config.data.max_prompt_length + (machine.response_tokens or rollout.max_response_length)
     concurrent = min(rollout.max_num_seqs, responses, cache // (kv * mean))
@@ -311,7 +322,7 @@ def _engine(arch: Architecture, config: Config, machine: Machine) -> EngineMemor
         0,
         concurrent,
         responses,
-        0 if rollout.vllm.get("enable_sleep_mode", True) else weights + cache,
+        0 if kind == "server" or rollout.vllm.get("enable_sleep_mode", True) else weights + cache,
     )
 
 

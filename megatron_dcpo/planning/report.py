@@ -48,6 +48,13 @@ def print_plan(plan: Plan) -> None:
         f"{plan.tokens_per_micro_batch:,} tokens at most each" + (f", {cp} ranks share them" if cp > 1 else "")
     )
     console.print(_memory(plan))
+    if engines := plan.machine.engine_gpus:
+        size, engine = plan.engine.tensor_model_parallel_size, plan.engine
+        console.print(
+            f"The server's engines, on {engines} GPUs of their own: DP {engines // size} x TP {size}, each GPU "
+            f"{_gb(engine.weights)} GB of weights and {_gb(engine.kv_cache)} GB of keys and values, "
+            f"{engine.concurrent} sequences at once"
+        )
     if not plan.on_cpu:
         console.print(_host(plan))
     console.print(_traffic(plan))
@@ -66,7 +73,7 @@ def print_plan(plan: Plan) -> None:
 
 
 def _memory(plan: Plan) -> Table:
-    stage, engine, config = plan.largest, plan.engine, plan.config
+    stage, engine, config, here = plan.largest, plan.engine, plan.config, plan.engine.kind != "server"
     state, acts = stage.state, stage.activations
     resting = max(plan.stages, key=lambda one: one.resting)
     table = Table(title=f"memory of a rank of the largest pipeline stage ({stage.stage}), GB", title_justify="left")
@@ -87,9 +94,9 @@ def _memory(plan: Plan) -> Table:
             if acts.logits >= acts.working
             else [("largest backward transient of a layer", acts.working, 0, 0)]
         ),
-        (f"engine weights ({engine.kind}, TP {engine.tensor_model_parallel_size})", 0, 0, engine.weights),
+        (f"engine weights ({engine.kind}, TP {engine.tensor_model_parallel_size})", 0, 0, engine.weights * here),
         ("engine, kept while training", stage.engine, stage.engine, 0),
-        (f"KV cache ({engine.concurrent} sequences at once)", 0, 0, engine.kv_cache),
+        (f"KV cache ({engine.concurrent} sequences at once)", 0, 0, engine.kv_cache * here),
         ("sampling", 0, 0, engine.sampling),
         ("gradients of the probe, reference policy", copies, copies, copies),
         ("libraries" if plan.on_cpu else "reserve", reserve, reserve, reserve),
@@ -132,6 +139,8 @@ def _traffic(plan: Plan) -> Table:
             table.add_row(name, _gb(nbytes) if nbytes else "", f"{value:.2f}")
     table.add_section()
     table.add_row("total, nothing overlapped", "", f"{seconds.total:.1f}")
+    if plan.config.rollout.async_steps:
+        table.add_row("total, generation beside training (rollout.async_steps)", "", f"{seconds.beside:.1f}")
     return table
 
 

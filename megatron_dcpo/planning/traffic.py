@@ -68,6 +68,11 @@ class Seconds:
     def total(self) -> float:
         return sum(vars(self).values())
 
+    @property
+    def beside(self) -> float:
+        """Return the seconds of a step whose generation runs beside the training (``rollout.async_steps``)."""
+        return max(self.rollout, self.total - self.rollout - self.resharding) + self.resharding
+
 
 def step_traffic(
     arch: Architecture, layout: Layout, config: Config, replicas: int, state: State, work: Work
@@ -146,10 +151,11 @@ def step_seconds(
     engine_kv: int,
     concurrent: int,
     responses_per_engine: int,
+    engine_gpus: int,
     rates: Rates,
 ) -> Seconds:
     """Estimate the seconds of a step. ``engine_weights``: bytes per engine rank; ``engine_kv``: bytes per token and rank;
-    ``concurrent``: sequences an engine decodes at once.
+    ``concurrent``: sequences an engine decodes at once; ``engine_gpus``: of engines beside the ``gpus``.
 
     A rollout reads the engine's weights and the running sequences' keys and values once per token position; a training
     pass computes at ``mfu`` of the peak and waits for the slowest stage and for the pipeline to fill, (PP - 1) /
@@ -170,7 +176,8 @@ def step_seconds(
     within = rates.nvlink_gbps * 1e9
     across = within if gpus <= rates.gpus_per_node else rates.link_gbps * 1e9
     return Seconds(
-        rollout=read / (rates.hbm_gbps * 1e9) + forward_flops(arch, layout, work) / per_second,
+        rollout=read / (rates.hbm_gbps * 1e9)
+        + forward_flops(arch, layout, work) / per_second * gpus / (engine_gpus or gpus),
         forward=work.forward_passes * forward,
         update=factor * forward,
         tensor_parallel=traffic.tensor_parallel / (within if tp <= rates.gpus_per_node else across),

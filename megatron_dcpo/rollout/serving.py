@@ -1,8 +1,5 @@
-"""The server of ``rollout.engine=server`` as a child of ``dcpo launch``: its command, its place, its watch.
-
-vLLM's where it can be used (one engine per GPU), else that of ``transformers_server.py``. It is started again when it ends;
-the run waits for it, hands it the weights, and goes on.
-"""
+"""The server of ``rollout.engine=server`` as a child of ``dcpo launch``: started again when it ends; the run waits for it,
+hands it the weights, and goes on."""
 
 from __future__ import annotations
 
@@ -16,11 +13,11 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from megatron_dcpo.config import Config
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.rollout.engine import choose_engine
 from megatron_dcpo.runtime import signals
 from megatron_dcpo.runtime.device import capabilities, fp32_head
 from megatron_dcpo.runtime.dtypes import dtype_name
@@ -29,30 +26,26 @@ from megatron_dcpo.runtime.http_json import HttpError, JsonClient
 _PAUSE_SECONDS, _END_SECONDS = 5.0, 20.0
 
 
-def server_command(config: Config, engines: int, options: str = "") -> list[str]:
-    """Return the command that serves ``config``'s model on ``engines`` GPUs, or cores. ``options``: further ones of ``vllm
-    serve``; with ``--tensor-parallel-size T`` an engine has T of the GPUs. Raises :class:`UserError`."""
-    rollout, more = config.rollout, shlex.split(options)
+def server_command(config: Config, engines: int, other: str = "") -> list[str]:
+    """Return the command that serves ``config``'s model: vLLM's with an engine on each of ``engines`` GPUs, or the ``other``
+    one with what every server needs to know. Raises :class:`UserError`."""
+    rollout, model = config.rollout, config.model
     if rollout.engine != "server":
         raise UserError(f"--engines is for rollout.engine=server, not {rollout.engine}; set it, and rollout.endpoint")
     address = urlsplit(rollout.endpoint)
-    own = ["--host", address.hostname or "127.0.0.1", "--port", str(address.port or 8000)]
-    own += ["--max-num-seqs", str(rollout.max_num_seqs)]
-    if choose_engine("auto", config.model.path) == "transformers":
-        dtype, head = config.model.params_dtype, config.model.head_dtype
-        module = "megatron_dcpo.rollout.transformers_server"
-        return [sys.executable, "-m", module, config.model.path, *own, "--dtype", dtype, "--head-dtype", head, *more]
-    size = int(dict(zip(more, more[1:], strict=False)).get("--tensor-parallel-size", 1))
-    if engines % size:
-        raise UserError(f"--tensor-parallel-size {size} does not divide the {engines} GPUs of --engines")
-    own += ["--data-parallel-size", str(engines // size), "--logprobs-mode", "processed_logprobs"]
-    own += ["--dtype", dtype_name(config.model.params_dtype)]
-    own += ["--max-model-len", str(config.data.max_prompt_length + rollout.max_response_length)]
-    if fp32_head(config.model.head_dtype):
-        own += ["--hf-overrides", json.dumps({"head_dtype": "float32"})]
+    common = ["--model", model.path, "--host", address.hostname or "127.0.0.1", "--port", str(address.port or 8000)]
+    common += ["--max-num-seqs", str(rollout.max_num_seqs), "--dtype", dtype_name(model.params_dtype)]
+    if other:
+        return [*shlex.split(other), *common]
+    options: dict[str, Any] = {"logprobs-mode": "processed_logprobs", "data-parallel-size": engines}
+    options["gpu-memory-utilization"] = rollout.gpu_memory_utilization
+    options["max-model-len"] = config.data.max_prompt_length + rollout.max_response_length
+    if fp32_head(model.head_dtype):
+        options["hf-overrides"] = json.dumps({"head_dtype": "float32"})
     if rollout.weight_transfer == "nccl":
-        own += ["--weight-transfer-config", json.dumps({"backend": "nccl"})]
-    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", config.model.path, *own, *more]
+        options["weight-transfer-config"] = json.dumps({"backend": "nccl"})
+    more = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *common, *more]
 
 
 class EngineServer:
@@ -112,14 +105,9 @@ class EngineServer:
             os.sched_setaffinity(0, self.cores)
         while not self.over.is_set():
             with self.log.open("ab") as log:
-                self.process = subprocess.Popen(
-                    self.command,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env=self.environment,
-                    start_new_session=True,  # an interrupt of the terminal is for the ranks
-                    preexec_fn=signals.as_child(),
-                )
+                how: dict[str, Any] = {"env": self.environment, "stdout": log, "stderr": subprocess.STDOUT}
+                how |= {"start_new_session": True, "preexec_fn": signals.as_child()}  # ^C is for the ranks
+                self.process = subprocess.Popen(self.command, **how)
             status = self.process.wait()
             if self.over.is_set() or not self.answers.is_set():
                 return
@@ -127,8 +115,7 @@ class EngineServer:
             self.over.wait(_PAUSE_SECONDS)
 
     def _healthy(self) -> bool:
-        try:
+        with contextlib.suppress(HttpError):
             self.client.call("/health")
-        except HttpError:
-            return False
-        return True
+            return True
+        return False

@@ -36,7 +36,6 @@ from megatron_dcpo.runtime.device import current_device, fp32_head, fp32_product
 from megatron_dcpo.runtime.dtypes import torch_dtype
 from megatron_dcpo.runtime.signals import RolloutAbandoned, stop_requested
 from megatron_dcpo.types import Response
-from megatron_dcpo.weights.hf_checkpoint import HFReader
 from megatron_dcpo.weights.planner import WeightSlice
 from megatron_dcpo.weights.table import expert_places
 
@@ -118,11 +117,6 @@ class TransformersEngine(Engine):
             for piece in bucket:
                 piece.write_into(self._parameters[piece.name].data)
         self.weights_version = version
-
-    def load_weights(self, reader: HFReader) -> None:
-        """Overwrite all weights by those of a directory. Raises :class:`UserError` where one is missing."""
-        for name, parameter in self._parameters.items():
-            parameter.data.copy_(reader.slice(name)[:])
 
     def sleep(self) -> None:
         """Do nothing: there is no KV cache between two calls, and the weights are overwritten in place."""

@@ -14,7 +14,6 @@ import socket
 import sys
 import threading
 import time
-
 from collections.abc import Callable
 
 from megatron_dcpo.errors import EXIT_PEER_LOST

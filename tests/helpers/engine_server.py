@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import runpy
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron_dcpo.rollout.transformers_engine import TransformersEngine
-from megatron_dcpo.rollout.transformers_server import TransformersServer
 from megatron_dcpo.types import Response
 from tests.helpers.paths import QUICKSTART
+
+SCRIPT = QUICKSTART / "engine_server.py"
 
 
 class Engine(TransformersEngine):
@@ -18,7 +20,7 @@ class Engine(TransformersEngine):
     ``pause``: seconds more between two of them."""
 
     fails_with, pause = "", 0.0
-    server: TransformersServer
+    server: Any
 
     def stream(self, samples: Any, sampling: Any, step: int = 0, partial: Any = None) -> Iterator[Sequence[Response]]:  # type: ignore[override]
         for responses in super().stream(samples, sampling, step, partial):
@@ -37,7 +39,8 @@ class Served:
     def __enter__(self) -> Served:
         self.engine = Engine.from_pretrained(QUICKSTART / "policy")
         assert isinstance(self.engine, Engine)
-        self.http = self.engine.server = TransformersServer(self.engine, ("127.0.0.1", 0))
+        server = runpy.run_path(str(SCRIPT))["TransformersServer"]
+        self.http = self.engine.server = server(self.engine, ("127.0.0.1", 0))
         for target in (self.http.serve_forever, self.http.work):
             threading.Thread(target=target, daemon=True).start()
         return self

@@ -28,7 +28,9 @@ def test_cpus_and_memory(script):
 
 
 def test_all_are_here():
-    assert [path.name for path in SCRIPTS] == ["reproduce.sbatch", "convert.sbatch", "evaluate.sbatch", "train.sbatch"]
+    assert [path.name for path in SCRIPTS] == [
+        "reproduce.sbatch", "async.sbatch", "convert.sbatch", "evaluate.sbatch", "train.sbatch",
+    ]  # fmt: skip
 
 
 def test_the_evaluation_is_that_of_the_training():
@@ -65,7 +67,7 @@ CACHES = (
 )
 
 
-@pytest.mark.parametrize("name", ["reproduce.sbatch", "evaluate.sbatch", "train.sbatch"])
+@pytest.mark.parametrize("name", ["reproduce.sbatch", "async.sbatch", "evaluate.sbatch", "train.sbatch"])
 def test_compiled_kernels_stay_on_the_node(tmp_path, name):
     """What the step gets: no cache below HOME, which a container often lacks; what a user has set stays."""
     path = next(path for path in SCRIPTS if path.name == name)

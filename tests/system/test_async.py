@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ import psutil
 import pytest
 
 from megatron_dcpo.errors import EXIT_REQUEUE
-from tests.helpers.engine_server import Served
+from tests.helpers.engine_server import SCRIPT, Served
 from tests.helpers.paths import QUICKSTART, REPOSITORY
 from tests.helpers.quickstart import SMALL, command, metrics, train
 
@@ -147,7 +148,8 @@ def test_launched_engines_are_started_again(undisturbed: Path, tmp_path: Path) -
     """``dcpo launch --engines 1``; its server is killed while the run trains."""
     with Served() as served:  # a free port
         port = served.options[1]
-    verb = command("launch", 1, "--engines", 1, "--", "train", "--config", QUICKSTART / "async.yaml")
+    engines = ("--engines", 1, "--engine-command", f"{sys.executable} {SCRIPT}")
+    verb = command("launch", 1, *engines, "--", "train", "--config", QUICKSTART / "async.yaml")
     run_dir = tmp_path / "run"
     process = subprocess.Popen(
         [*verb, f"run_dir={run_dir}", *SMALL, *MORE, port],
@@ -157,7 +159,7 @@ def test_launched_engines_are_started_again(undisturbed: Path, tmp_path: Path) -
         text=True,
     )
     wait_for_steps(run_dir, 1, process)
-    (engine,) = [c for c in psutil.Process(process.pid).children() if "transformers_server" in " ".join(c.cmdline())]
+    (engine,) = [c for c in psutil.Process(process.pid).children() if "engine_server" in " ".join(c.cmdline())]
     engine.kill()
     _, log = process.communicate(timeout=240)
     assert process.returncode == 0, log[-3000:]

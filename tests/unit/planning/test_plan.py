@@ -251,3 +251,37 @@ def test_this_machine_without_gpus(capsys):
     assert "on 2 process(es) of this CPU" in shown
     assert "Measured here" in shown
     assert "On the host" not in shown
+
+
+def test_engines_on_gpus_of_their_own(tmp_path, capsys):
+    """Their memory is not the trainer's; a step beside the training is as long as its longer half."""
+    options = [
+        "--config",
+        str(EXAMPLES / "qwen3_8b" / "math" / "dcpo_async.yaml"),
+        f"model.path={MODELS}/Qwen/Qwen3-8B",
+    ]
+
+    def run(*more):
+        assert main(["plan", *options, "--gpus", "8", "--json", *more]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    alone, both = run(), run("--engine-gpus", "8")
+    assert (alone["engine_gpus"], alone["engine"]["weights"]) == (0, 0)
+    engine, seconds = both["engine"], both["step_seconds"]
+    assert engine["weights"] == both["parameters"] * 2
+    assert engine["weights"] + engine["kv_cache"] == pytest.approx(0.9 * 80e9)
+    assert both["rollout_bytes"] == max(stage["resting"] for stage in both["stages"]) == alone["rollout_bytes"]
+    rest = seconds["total"] - seconds["beside_training"]
+    assert rest == pytest.approx(min(seconds["rollout"], seconds["total"] - seconds["rollout"] - seconds["resharding"]))
+    half = run("--engine-gpus", "4")["step_seconds"]["rollout"]
+    assert 1.5 * seconds["rollout"] < half < 2.5 * seconds["rollout"]
+    large = run("--engine-gpus", "8", "rollout.gpu_memory_utilization=0.25")["engine"]
+    assert large["tensor_model_parallel_size"] == 2, "16.4 GB leave no third of 20 GB"
+    assert main(["plan", *options, "--gpus", "8", "--engine-gpus", "8"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "The server's engines, on 8 GPUs of their own: DP 8 x TP 1, each GPU 16.38 GB of weights" in shown
+    assert "total, generation beside training" in shown
+    assert "engine weights" not in shown
+    elsewhere = [*options[:1], str(EXAMPLES / "qwen3_8b" / "math" / "dcpo.yaml"), options[2]]
+    assert main(["plan", *elsewhere, "--gpus", "8", "--engine-gpus", "8"]) == 2
+    assert "--engine-gpus is for rollout.engine=server, not auto" in capsys.readouterr().err

@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -87,7 +88,7 @@ def test_a_server_that_cannot_start_is_an_error(server: EngineServer) -> None:
 def test_another_server_at_the_address_is_an_error(server: EngineServer, tmp_path: Path) -> None:
     with server:
         again = EngineServer(server.command, server.url, 10**6, 1, tmp_path / "log")
-        with pytest.raises(UserError, match="answers at .* already"), again:
+        with pytest.raises(UserError, match=r"answers at .* already"), again:
             pass
 
 
@@ -104,18 +105,15 @@ def test_the_engines_have_the_devices_behind_the_ranks(monkeypatch: pytest.Monke
         assert made.environment["VLLM_SERVER_DEV_MODE"] == "1"
 
 
-def test_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands() -> None:
     config = load_config(QUICKSTART / "async.yaml", ["model.params_dtype=bf16", "model.head_dtype=fp32"])
-    own = " ".join(server_command(config, 1))
-    assert "megatron_dcpo.rollout.transformers_server" in own
-    assert own.endswith("--host 127.0.0.1 --port 8011 --max-num-seqs 512 --dtype bf16 --head-dtype fp32")
-    monkeypatch.setattr(serving, "choose_engine", lambda choice, model: "vllm")
-    command = server_command(config, 8, "--tensor-parallel-size 2 --max-model-len 99")
-    found = dict(zip(command, command[1:], strict=False))
-    assert (found["--data-parallel-size"], found["--max-model-len"]) == ("4", "99")
+    own = server_command(config, 1, "python server.py --swift")
+    assert own[:5] == ["python", "server.py", "--swift", "--model", str(config.model.path)]
+    assert own[5:] == ["--host", "127.0.0.1", "--port", "8011", "--max-num-seqs", "512", "--dtype", "bfloat16"]
+    command = server_command(config, 8)
+    found = dict(pairwise(command))
+    assert (found["--data-parallel-size"], found["--max-model-len"]) == ("8", "48")
     assert (found["--dtype"], found["--logprobs-mode"]) == ("bfloat16", "processed_logprobs")
     assert found["--hf-overrides"] == '{"head_dtype": "float32"}'
-    with pytest.raises(UserError, match="--tensor-parallel-size 3 does not divide the 8 GPUs of --engines"):
-        server_command(config, 8, "--tensor-parallel-size 3")
-    with pytest.raises(UserError, match="--engines is for rollout.engine=server, not transformers"):
+    with pytest.raises(UserError, match=r"--engines is for rollout\.engine=server, not transformers"):
         server_command(load_config(QUICKSTART / "dcpo.yaml"), 1)

@@ -74,7 +74,7 @@ def test_every_batch_but_the_first_is_one_update_behind() -> None:
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_filters_and_partial_rollouts_draw_as_one_after_the_other(staleness: int) -> None:
-    """What is drawn, filtered and carried depends on the clockwork alone, so it is the same; tokens are as old as allowed."""
+    """What is drawn, filtered and carried depends on the clockwork alone; tokens are as old as allowed."""
     overrides = ["rollout.filter_groups=true"]
     ahead = ahead_of(lambda number: number % 3 > 0, staleness, overrides=overrides)
     alone = ahead_of(lambda number: number % 3 > 0, staleness, overrides=overrides)

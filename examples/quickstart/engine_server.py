@@ -1,9 +1,9 @@
 """The transformers engine in a process of its own, for ``rollout.engine=server`` on a machine without a GPU:
 
-    python -m megatron_dcpo.rollout.transformers_server MODEL --port 8000
+    python examples/quickstart/engine_server.py --model examples/quickstart/policy --port 8011
 
-It answers what ``vllm_server.py`` asks of a vLLM server, and nothing else. Requests that come together are sampled together,
-to their end. For this machine alone: it is bound to the address given.
+``dcpo launch`` starts it with ``--engine-command`` (async.yaml). It answers what training asks of a vLLM server, and nothing
+else. Requests that come together are sampled together, to their end. For this machine alone.
 """
 
 from __future__ import annotations
@@ -91,7 +91,9 @@ class TransformersServer(ThreadingHTTPServer):
     def reload(self, body: dict[str, Any]) -> dict[str, Any]:
         """Answer ``/collective_rpc``: take the weights of a directory, between two samplings."""
         with self.sampling:
-            self.engine.load_weights(HFReader(body["kwargs"]["weights_path"]))
+            reader = HFReader(body["kwargs"]["weights_path"])
+            for name, parameter in self.engine.model.named_parameters():
+                parameter.data.copy_(reader.slice(name)[:])
         return {}
 
     def rename(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -138,17 +140,16 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m megatron_dcpo.rollout.transformers_server", description=__doc__)
-    parser.add_argument("model", help="directory of a Hugging Face checkpoint")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="directory of a Hugging Face checkpoint")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--dtype", default="fp32", help="fp32 or bf16")
-    parser.add_argument("--head-dtype", default="auto", help="as model.head_dtype")
+    parser.add_argument("--dtype", default="float32", help="float32 or bfloat16")
     parser.add_argument("--max-num-seqs", type=int, default=512)
     args = parser.parse_args(argv)
     set_threads()
     try:
-        engine = TransformersEngine.from_pretrained(args.model, args.dtype, args.max_num_seqs, args.head_dtype)
+        engine = TransformersEngine.from_pretrained(args.model, args.dtype, args.max_num_seqs)
         server = TransformersServer(engine, (args.host, args.port))
     except (UserError, OSError) as error:
         print(f"dcpo: error: {error}", file=sys.stderr)
