@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 import logging
 import threading
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Executor, Future
+from typing import Any
 
 from megatron_dcpo.judging.users import VerifierFailed
 from megatron_dcpo.rollout import EngineError
@@ -52,6 +53,8 @@ class Ahead:
                 done = self.working
                 self.sampler.extra_prompts, self.sampler.carried = done.extra_prompts, done.carried
                 self.sampler.metrics = done.metrics
+                oldest, bound = done.metrics["rollout/staleness_max"], done.rollout.most_versions_behind
+                assert oldest <= bound, f"step {step}: tokens are {oldest} updates old, more than {bound}"
                 return samples
         return self.sampler.sample(step)
 
@@ -60,7 +63,7 @@ class Ahead:
         if not self.sampler.rollout.async_steps or step > self.steps:
             return
         self.working, self.batch = copy.copy(self.sampler), Future()
-        self.working.behind = self.sampler.rollout.async_steps
+        self.working.behind, self.working.executor = self.sampler.rollout.async_steps, _Judges(self.sampler.executor)
         self.working.timers, self.working.recover = Timers(None), _end_on_all_ranks
         thread = threading.Thread(target=self._sample, args=(self.working, self.batch, step), name="rollout")
         thread.daemon = True  # a run that fails does not wait for the engine
@@ -81,8 +84,8 @@ class Ahead:
 
     def close(self) -> None:
         """Give up what is on its way: the run ends."""
-        if self.batch is not None:
-            self.working.abandoned = True
+        if self.batch is not None and isinstance(self.working.executor, _Judges):
+            self.working.executor.shutdown()
 
     def _sample(self, sampler: Sampler, batch: Future[list[TrainingSample]], step: int) -> None:
         distributed.communicate_through(self.group)
@@ -90,6 +93,21 @@ class Ahead:
             batch.set_result(sampler.sample(step))
         except BaseException as error:
             batch.set_exception(error)
+
+
+class _Judges(Executor):
+    """``executor`` until it is shut down, for the rollout that uses it alone."""
+
+    def __init__(self, executor: Executor) -> None:
+        self.executor, self.over = executor, False
+
+    def submit(self, *call: Any, **options: Any) -> Future[Any]:  # type: ignore[override]
+        if self.over:
+            raise CancelledError  # which ends the rollout
+        return self.executor.submit(*call, **options)
+
+    def shutdown(self, *_: Any, **options: Any) -> None:
+        self.over = True
 
 
 def _end_on_all_ranks(failure: str, version: int, restarts: int) -> bool:

@@ -88,10 +88,8 @@ def _start(run: Run, done: int) -> None:
     run.recorder.log_evaluation(done, run.validator.validate(done) if run.validator else {})
     run.timers.clear()
     if first and done < run.config.training.steps:
-        responses = run.config.data.prompts_per_step * rollout.group_size
-        logger.info(
-            "step %d begins: %d responses of at most %d tokens", done + 1, responses, rollout.max_response_length
-        )
+        sizes = run.config.data.prompts_per_step * rollout.group_size, rollout.max_response_length
+        logger.info("step %d begins: %d responses of at most %d tokens", done + 1, *sizes)
 
 
 def _traced(run: Run, step: int) -> AbstractContextManager[None]:

@@ -62,13 +62,11 @@ class PromptGroup:
 
 
 class Sampler:
-    """Generates and judges the responses of each step. ``metrics``: of the last one.
+    """Generates and judges the responses of each step. ``metrics``: of the last one. ``behind``: updates (``ahead.py``).
 
     ``draw`` gives the prompts at a position of the run; ``executor`` runs ``judge`` beside the engine; ``recover``
     starts engines anew that failed. ``extra_prompts``: consumed so far beyond ``prompts_per_step`` a step, by
     ``rollout.filter_groups`` and ``max_staleness``; ``carried``: groups that the latter left for the next step.
-    ``behind``: how many updates the engine's weights are behind the policy that trains on the batch (``ahead.py``);
-    ``abandoned``: nobody waits for the batch any more.
     """
 
     def __init__(
@@ -91,7 +89,6 @@ class Sampler:
         self.rollout, self.prompts_per_step, self.seed = rollout, prompts_per_step, seed
         self.max_error_rate = max_error_rate
         self.extra_prompts = self.behind = 0
-        self.abandoned = False
         self.carried: list[PromptGroup] = []
         self.metrics: dict[str, float] = {}
 
@@ -140,7 +137,7 @@ class Sampler:
         if self.rollout.filter_groups:
             self.metrics |= _filter_metrics(trainable, untrainable)
         if self.rollout.most_versions_behind:
-            self.metrics |= _staleness_metrics(samples, step, self.rollout.most_versions_behind)
+            self.metrics |= _staleness_metrics(samples, step)
         if self.rollout.max_staleness:
             self.metrics["rollout/carried"] = sum(len(group.unfinished) for group in self.carried)
         return samples
@@ -177,7 +174,7 @@ class Sampler:
         try:
             with self.timers("rollout"):
                 self._generate(groups, wanted, step, responses, pending)
-            if max_over_ranks(signals.stop_requested() or self.abandoned):
+            if max_over_ranks(signals.stop_requested() or 0):
                 raise RolloutAbandoned
             with self.timers("judge"):
                 return self._gather_judged(groups, responses, pending)
@@ -254,8 +251,6 @@ class Sampler:
                 if missing and not (partial and partial.should_stop()):
                     with closing(self.engine.stream(missing, sampling, step, **options)) as stream:
                         for together in stream:
-                            if self.abandoned:
-                                raise RolloutAbandoned
                             responses.update((response.key, response) for response in together)
                             finished(together)
             except RolloutAbandoned:
@@ -384,7 +379,6 @@ def _filter_metrics(trainable: Sequence[PromptGroup], untrainable: Sequence[Prom
     }
 
 
-def _staleness_metrics(samples: Sequence[TrainingSample], step: int, bound: int) -> dict[str, float]:
+def _staleness_metrics(samples: Sequence[TrainingSample], step: int) -> dict[str, float]:
     staleness = [step - 1 - sample.response.oldest_version for sample in samples]
-    assert 0 <= min(staleness) <= max(staleness) <= bound, f"step {step}: tokens {max(staleness)} versions old"
     return {"rollout/staleness_mean": float(np.mean(staleness)), "rollout/staleness_max": max(staleness)}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import time
+import threading
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
 from typing import Any
 
 import pytest
@@ -137,19 +138,23 @@ def test_a_signal_leaves_the_state_as_it_was(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_run_that_ends_gives_up_what_is_on_its_way() -> None:
-    class Endless(Clockwork):
-        def stream(self, samples: Any, sampling: Any, step: int, partial: Any = None) -> Iterator[Any]:
-            while step == 2:
-                time.sleep(0.005)
-                yield []
-            yield from super().stream(samples, sampling, step, partial)
+    closed, handed_over = threading.Event(), []
 
-    ahead = ahead_of(engine=Endless())
+    class Waiting(Clockwork):
+        def stream(self, samples: Any, sampling: Any, step: int, partial: Any = None) -> Iterator[Any]:
+            for responses in super().stream(samples, sampling, step, partial):
+                assert step == 1 or closed.wait(20)
+                handed_over.append(step)
+                yield responses
+
+    ahead = ahead_of(engine=Waiting())
     ahead.take(1)
     ahead.start(2)
     ahead.close()
+    closed.set()
     assert ahead.batch is not None
-    assert isinstance(ahead.batch.exception(timeout=20), RolloutAbandoned)
+    assert isinstance(ahead.batch.exception(timeout=20), CancelledError)
+    assert handed_over.count(2) == 1
 
 
 def test_older_weights_than_allowed_are_refused() -> None:
