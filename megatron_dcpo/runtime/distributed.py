@@ -176,8 +176,8 @@ def barrier() -> None:
         dist.barrier()
 
 
-# What the next two communicate through in this thread; None: the default group.
-_GROUP: ContextVar[dist.ProcessGroup | None] = ContextVar("group", default=None)
+# What max_over_ranks and all_gather_objects communicate through in this thread; None: the default group.
+GROUP: ContextVar[dist.ProcessGroup | None] = ContextVar("group", default=None)
 
 
 def group_beside(timeout_minutes: int) -> dist.ProcessGroup | None:
@@ -188,16 +188,11 @@ def group_beside(timeout_minutes: int) -> dist.ProcessGroup | None:
     return dist.new_group(backend="gloo", timeout=timedelta(minutes=timeout_minutes))
 
 
-def communicate_through(group: dist.ProcessGroup | None) -> None:
-    """Let :func:`max_over_ranks` and :func:`all_gather_objects` use ``group`` in this thread from now on."""
-    _GROUP.set(group)
-
-
 def max_over_ranks(value: int) -> int:
     """Return the largest ``value`` of all ranks."""
     if dist.get_world_size() == 1:
         return value
-    group = _GROUP.get()
+    group = GROUP.get()
     box = torch.tensor([value], dtype=torch.int64, device="cpu" if group else current_device())
     dist.all_reduce(box, op=dist.ReduceOp.MAX, group=group)
     return int(box.item())
@@ -208,7 +203,7 @@ def all_gather_objects(value: Any) -> list[Any]:
     if dist.get_world_size() == 1:
         return [value]
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value, group=_GROUP.get())
+    dist.all_gather_object(gathered, value, group=GROUP.get())
     return gathered
 
 
