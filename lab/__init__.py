@@ -2,13 +2,8 @@
 
 | file | what it holds |
 |---|---|
-| `theory/scoring_rules.py`, `estimators.py`, `gradient_conflict.py`, `drift.py` | one claim each |
-| `theory/run.py` | their numbers and figures |
+| `theory/` | `scoring_rules.py`, `gradient_conflict.py`, `drift.py`: one claim each; `run.py`: their numbers and figures |
 | `testgrid.py` | the methods; training and sampling every cell of the test, cached; the archive of its responses |
 | `fitted.py` | judged responses, and rows that are fitted on them |
-| `testtables.py`, `testfigures.py` | the tables and the curves of the test |
-| `world2.py` | the second world: the test on graphs |
-| `results.py` | archives, intervals |
-
-``python -m lab test|test-tables|world2|theory``; the results are in `docs/lab/README.md`.
+| `testtables.py`, `world2.py`, `results.py` | the tables of the test, of the second world; archives, intervals |
 """

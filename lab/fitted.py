@@ -33,6 +33,7 @@ class Records:
 
 Run = Mapping[str, Records]  # part -> responses of one policy under one method
 Stated = Callable[[Records], np.ndarray]
+Fit = Callable[[Records], Stated]
 
 
 def isotonic(x: np.ndarray, y: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
@@ -93,7 +94,9 @@ def agreement(r: Records) -> np.ndarray:
     return count[group] / np.bincount(r.problem)[r.problem]
 
 
-def _isotonic_of(column: str) -> Callable[[Records], Stated]:
+def isotonic_of(column: str) -> Fit:
+    """Return the fit of an isotonic curve of one column."""
+
     def fit(records: Records) -> Stated:
         model = isotonic(getattr(records, column), records.correct)
         return lambda r: model(getattr(r, column))
@@ -101,14 +104,14 @@ def _isotonic_of(column: str) -> Callable[[Records], Stated]:
     return fit
 
 
-FITTED: Mapping[str, tuple[str, Callable[[Records], Stated]]] = MappingProxyType(
+FITTED: Mapping[str, tuple[str, Fit]] = MappingProxyType(
     {
         "lookup": ("grpo", lookup),
-        "logprob": ("grpo", _isotonic_of("logprob")),
+        "logprob": ("grpo", isotonic_of("logprob")),
         "logprob_type": ("grpo", isotonic_per_type),
         "logistic": ("grpo", logistic),
-        "adapter_isotonic": ("adapter", _isotonic_of("confidence")),
-        "adapter_tokens_isotonic": ("adapter_tokens", _isotonic_of("confidence")),
+        "adapter_isotonic": ("adapter", isotonic_of("confidence")),
+        "adapter_tokens_isotonic": ("adapter_tokens", isotonic_of("confidence")),
     }
 )
 
@@ -117,19 +120,21 @@ def with_fitted(runs: dict[str, Run]) -> dict[str, Run]:
     """Return the trained rows and those made of them; on the validation problems each half is fitted on the other one."""
     found = dict(runs)
     for name, (start, fit) in FITTED.items():
-        if "heldout" not in runs.get(start, {}):
-            continue
-        fitted = runs[start]["heldout"]
-        stated = fit(fitted)
-        parts = {part: records.stating(stated(records)) for part, records in runs[start].items()}
-        halves = fitted.problem % 2 == 0
-        crossed_over = np.empty(len(halves))
-        for half in (halves, ~halves):
-            crossed_over[half] = fit(_rows(fitted, ~half))(_rows(fitted, half))
-        found[name] = parts | {"heldout": fitted.stating(crossed_over)}
+        if fitted := runs.get(start, {}).get("heldout"):
+            stated = fit(fitted)
+            parts = {part: records.stating(stated(records)) for part, records in runs[start].items()}
+            found[name] = parts | {"heldout": fitted_by_halves(fitted, fit)}
     if "grpo" in runs:
         found["consistency"] = {part: records.stating(agreement(records)) for part, records in runs["grpo"].items()}
     return found
+
+
+def fitted_by_halves(r: Records, fit: Fit) -> Records:
+    """Return the responses with a confidence fitted on the other half of the problems."""
+    even, stated = r.problem % 2 == 0, np.empty(len(r.problem))
+    for half in (even, ~even):
+        stated[half] = fit(_rows(r, ~half))(_rows(r, half))
+    return r.stating(stated)
 
 
 def _rows(r: Records, chosen: np.ndarray) -> Records:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from lab.fitted import Records, Run, lookup, with_fitted
+from lab.fitted import Records, Run, fitted_by_halves, isotonic_of, isotonic_per_type, logistic, lookup, with_fitted
 from lab.results import Interval, crossed, interval, read_archive, write_json
 from lab.testgrid import EXAMPLES, METHODS
 from megatron_dcpo.calibration import auroc, bin_rows, binned_error, brier, ece
@@ -46,7 +46,15 @@ DERIVED = MappingProxyType(
     }
 )
 TITLES = {name: method.title for name, method in METHODS.items()} | PUBLISHED | DERIVED
-
+OWN = MappingProxyType(
+    {
+        "stated, isotonic": isotonic_of("confidence"),
+        "log-prob, isotonic": isotonic_of("logprob"),
+        "log-prob, isotonic per type": isotonic_per_type,
+        "logistic": logistic,
+    }
+)
+SHOWN = ("accuracy", "ece", "brier", "auroc")
 
 Runs = dict[tuple[str, int, int], dict[str, Run]]  # (family, pretraining, seed of RL) -> method -> run
 Family = Mapping[int, Sequence[Mapping[str, Run]]]  # pretraining -> seeds of RL, in order; the first has every row
@@ -93,11 +101,8 @@ def skill(r: Records) -> float:
 def scores(run: Run, part: str = "test") -> dict[str, float]:
     """Return ``METRICS`` of one policy under one method; NaN where a number is not defined."""
     r = run[part]
-    c, y, between = (
-        r.confidence,
-        r.correct,
-        r.kind == "2x2",
-    )  # 2x2: the one type that is right in 20 to 60 % of the cases
+    c, y = r.confidence, r.correct
+    between = r.kind == "2x2"  # the one type that is right in 20 to 60 % of the cases
     least = int(np.bincount(r.problem).min())
     return {
         "accuracy": float(y.mean()), "pass_at_8": np.mean(any_right(r)) if least == 8 else math.nan,
@@ -240,7 +245,7 @@ def _family(of: Family, columns: Mapping[str, Mapping[str, list[float]]]) -> lis
     return [
         *table(text + "pretrainings (Student's t).", ("n", "seeds", *METRICS), rows),
         *_errors(of),
-        *_spread(of),
+        *recalibrated(of, trained),
         *_differences(of, "grpo", trained, tuple(VALUES)),
         *_differences(of, "logistic", list(columns), ("Brier",)),
         *ladder(of),
@@ -262,24 +267,26 @@ def _errors(of: Family) -> list[str]:
     return table(text, ("runs", "ECE", "corrected", "independent", "within problems"), rows)
 
 
-SHOWN = ("accuracy", "ece", "brier", "auroc")
-
-
-def _spread(of: Family) -> list[str]:
-    """Return standard deviations of the rows with several seeds on every pretraining."""
+def recalibrated(of: Family, names: Sequence[str]) -> list[str]:
+    """Return Brier score and skill of the stated confidence of ``names``, and of what can be made of their own responses,
+    fitted on one half of the test problems and scored on the other: most have no validation responses."""
     rows = []
-    for name in _names(of):
-        found = _by_pretraining(_runs_of(of, name), lambda r, name=name: scores(r[name]))
-        if len(found) < 2 or min(len(seeds) for seeds in found) < 2:
-            continue
+    for name in names:
         cells = []
-        for key in SHOWN:
-            values = [[row[key] for row in seeds] for seeds in found]
-            within = math.sqrt(np.mean([np.var(v, ddof=1) for v in values]))
-            cells.append(f"{within:.4f} / {np.std([np.mean(v) for v in values], ddof=1):.4f}")
+        for fit in (None, *OWN.values()):
+            made = _by_pretraining(
+                _runs_of(of, name), lambda r, n=name, f=fit: fitted_by_halves(r[n]["test"], f) if f else r[n]["test"]
+            )
+            brier_score, gain = (
+                np.mean([np.mean([value(r) for r in seeds]) for seeds in made])
+                for value in (lambda r: brier(r.confidence, r.correct), skill)
+            )
+            cells.append(f"{brier_score:.4f} / {gain:+.3f}")
         rows.append((TITLES[name], *cells))
-    text = "Standard deviation between the seeds of one pretraining / between the pretrainings' means:"
-    return table(text, SHOWN, rows)
+    text = (
+        "Brier / skill of each policy's own confidence and log-prob, fitted on half of the test problems and scored on "
+    )
+    return table(text + "the other half (GRPO alone has validation responses):", ("stated", *OWN), rows)
 
 
 def _differences(of: Family, start: str, names: Sequence[str], values: Sequence[str]) -> list[str]:

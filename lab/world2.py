@@ -11,22 +11,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-
 from lab.fitted import Records, Run, Stated, lookup, with_fitted
 from lab.results import interval, write_json
 from lab.testgrid import EXAMPLES, Draw, Lab
-from lab.testtables import (
-    METRICS,
-    TITLES,
-    VALUES,
-    bands,
-    difference,
-    load,
-    scores,
-    shown,
-    table,
-)
+from lab.testtables import METRICS, TITLES, VALUES, bands, difference, load, recalibrated, scores, shown, table
 
 RECORDS = "world2_records.tar.xz"
 GRAPHS = EXAMPLES / "graphs"
@@ -79,31 +67,16 @@ def _markdown(of: Sequence[Mapping[str, Run]]) -> str:
         numbers = [*(scores(r[name])[key] for key in SHOWN), *bands([r[name]["test"]])]
         main.append((ROWS[name], str(run), *(f"{number:.4f}" for number in numbers)))
     text = "Reachability in a graph, test problems. A run is a seed of RL. Made by `python -m lab world2` from "
-    text += (
-        "`world2_records.tar.xz` alone. The last two columns: what 95 % of calibrated models stay below, where labels "
-    )
-    text += "are independent, and where they are as alike within a problem as here."
+    text += "`world2_records.tar.xz` alone. The last two columns: what 95 % of calibrated models stay below, where "
+    text += "labels are independent, and where they are as alike within a problem as here."
     lines = ["# Tables of the second world", ""]
     lines += table(text, ("run", *SHOWN, "ECE, independent", "within problems"), main)
-    for start in ("grpo", "logprob"):
-        gaps = [
-            (ROWS[name], str(run), *(shown(v, interval(difference(r[name], r[start], v))) for v in VALUES))
-            for name, run, r in cells
-            if name != start
-        ]
-        text = f"Minus {ROWS[start]}, same problems and run; ± for other problems:"
-        lines += table(text, ("run", *VALUES), gaps)
-    return "\n".join([*lines, *_by_targets(of)])
-
-
-def _by_targets(of: Sequence[Mapping[str, Run]]) -> list[str]:
-    """Return accuracy and mean confidence of the first run by what the prompt shows: nodes with an edge towards them."""
-    kinds = sorted(set(of[0]["grpo"]["test"].kind), key=int)
-    found = []
-    for name in ("base", "grpo", "dcpo", "dcpo_proper", "dcpo_proper_digits", "adapter_tokens"):
-        if name in of[0]:
-            r = of[0][name]["test"]
-            of_kind = [(r.correct[r.kind == k].mean(), np.nanmean(r.confidence[r.kind == k])) for k in kinds]
-            found.append((ROWS[name], *(f"{right:.2f} / {said:.2f}" for right, said in of_kind)))
-    text = "Accuracy / mean confidence by the number of nodes with an edge towards them (run 1):"
-    return table(text, kinds, found)
+    gaps = [
+        (ROWS[name], str(run), *(shown(v, interval(difference(r[name], r["logprob"], v))) for v in VALUES))
+        for name, run, r in cells
+        if name != "logprob"
+    ]
+    text = f"Minus {ROWS['logprob']} (GRPO's own), same problems and run; ± for other problems:"
+    lines += table(text, ("run", *VALUES), gaps)
+    trained = [name for name in METHODS if name in of[0]] + ["dcpo_proper_digits"]
+    return "\n".join([*lines, *recalibrated({1: of}, [name for name in ROWS if name in trained])])

@@ -8,13 +8,17 @@ with what the run states.
 
 from __future__ import annotations
 
+import csv
+import io
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from scipy import stats
 
 from lab.fitted import Records
+from lab.results import read_archive
 
 GRID = np.linspace(0.02, 0.98, 97)
 
@@ -101,3 +105,13 @@ def drift_of_run(r: Records, start: Records) -> dict[str, Any]:
         "drift": [drift(m, right, spread) for m in GRID],
         "drift_brier": [drift(m, right, spread, PROPER) for m in GRID],
     }
+
+
+def curve_of_run(archive: Path, run: str) -> dict[str, Any]:
+    """Return what the training stated on the way, from step 50, where it understates: accuracy minus ECE, the lowest and the
+    last point."""
+    points = list(csv.DictReader(io.StringIO(read_archive(archive)[f"{run}/curve.csv"].decode())))[4:]
+    accuracy, error = (np.array([float(p[key]) for p in points]) for key in ("reward/accuracy", "calibration/ece"))
+    low = int(np.argmin(accuracy - error))
+    lowest = {"step": int(points[low]["step"]), "stated": accuracy[low] - error[low], "accuracy": accuracy[low]}
+    return {"lowest_on_the_way": lowest, "last_of_training": accuracy[-1] - error[-1]}

@@ -81,11 +81,6 @@ def softmax(logits: np.ndarray) -> np.ndarray:
     return weights / weights.sum()
 
 
-def sampled_gradient(pi: np.ndarray, chosen: np.ndarray, A: np.ndarray) -> np.ndarray:
-    """Return the policy gradient on the logits of a softmax [K]: the mean over samples of A (one-hot(chosen) - pi)."""
-    return np.asarray(np.bincount(chosen, weights=A, minlength=len(pi)) / len(chosen) - pi * A.mean())
-
-
 def fisher_conflict(logits: np.ndarray, R: np.ndarray, phi: np.ndarray, loss: str) -> Conflict:
     """Compute both inner products of the policy softmax(``logits``) [K], right with ``R`` [K], confident with ``phi`` [K].
 

@@ -1,29 +1,38 @@
 """``real_model_tables.md``: a real language model before RL and after each method, from ``real_model_records.tar.xz`` alone.
 
-The records are the judged samples of ``dcpo evaluate`` (``runs/smollm2/METHOD/PART/samples.jsonl``) and the metrics of the
-trainings. Whatever is fitted is fitted on the validation problems of the same policy, never on the test's.
+``python examples/smollm2/study.py --runs runs/smollm2`` publishes evaluated runs first; without ``--runs`` it makes the
+tables of the published records. These are the judged samples of ``dcpo evaluate``
+(``runs/smollm2/METHOD/PART/samples.jsonl``) and the metrics of the trainings. Whatever is fitted is fitted on the
+validation problems of the same policy, never on the test's.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import logging
 import math
+import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
 
-from lab.fitted import Records, isotonic
-from lab.results import read_archive, write_archive
-from lab.testtables import bands, table
-from megatron_dcpo.calibration import auroc, binned_error, brier, ece, pce
-from megatron_dcpo.calibration.diagrams import comparison_grid, save
-from megatron_dcpo.calibration.metrics import as_confidences, bin_rows, bootstrap_ci
-from megatron_dcpo.errors import UserError
-from megatron_dcpo.evaluation.posthoc import fit
-from megatron_dcpo.evaluation.samples import Sample, read_samples
-from megatron_dcpo.evaluation.scoring import lookup_confidence
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from lab.fitted import Records, isotonic  # noqa: E402
+from lab.results import read_archive, write_archive  # noqa: E402
+from lab.testtables import bands, table  # noqa: E402
+from megatron_dcpo.calibration import auroc, binned_error, brier, ece, pce  # noqa: E402
+from megatron_dcpo.calibration.diagrams import comparison_grid, save  # noqa: E402
+from megatron_dcpo.calibration.metrics import as_confidences, bin_rows, bootstrap_ci  # noqa: E402
+from megatron_dcpo.errors import UserError  # noqa: E402
+from megatron_dcpo.evaluation.posthoc import fit  # noqa: E402
+from megatron_dcpo.evaluation.samples import Sample, read_samples  # noqa: E402
+from megatron_dcpo.evaluation.scoring import lookup_confidence  # noqa: E402
 
 RECORDS = "real_model_records.tar.xz"
 METHODS = MappingProxyType(
@@ -58,7 +67,7 @@ def pack(runs: Path, out: Path) -> int:
 def load(archive: Path, scratch: Path) -> dict[str, dict[str, list[Sample]]]:
     """Return the samples by method and part. ``scratch``: a directory to unpack into."""
     if not archive.is_file():
-        raise UserError(f"{archive}: no records; make them with: python -m lab real-model --runs runs/smollm2")
+        raise UserError(f"{archive}: no records; make them with: python examples/smollm2/study.py --runs runs/smollm2")
     found: dict[str, dict[str, list[Sample]]] = {}
     for name, content in read_archive(archive).items():
         method, _, file = name.partition("/")
@@ -69,7 +78,7 @@ def load(archive: Path, scratch: Path) -> dict[str, dict[str, list[Sample]]]:
 
 
 def controls_in(archive: Path) -> Controls:
-    """Return what ``lab/controls.py`` wrote, by method and part."""
+    """Return what ``controls.py`` wrote, by method and part."""
     found: dict[str, dict[str, dict[str, list[float]]]] = {}
     for name, content in read_archive(archive).items():
         if name.endswith(".controls.json"):
@@ -93,7 +102,7 @@ def draw(runs: Mapping[str, Samples], path: Path) -> None:
 
 def confidences(of: Samples, part: str, controls: Mapping[str, Mapping[str, list[float]]]) -> dict[str, np.ndarray]:
     """Return every confidence of one policy on ``part``: stated, made from it or from log-probs, and controls (of
-    ``lab/controls.py``, by part, where they were made)."""
+    ``controls.py``, by part, where they were made)."""
     samples, validation = of[part], of.get("validation") if part != "validation" else None
     found = {"stated": as_confidences([s.confidence for s in samples])}
     if validation:
@@ -156,7 +165,12 @@ def shown(found: tuple[float, float, float]) -> str:
 def tables(archive: Path, out: Path, scratch: Path) -> str:
     """Write ``real_model_tables.md`` and ``real_model.png`` to ``out``; return the text."""
     runs = load(archive, scratch)
-    lines = ["# Tables of the real model", "", f"Made by `python -m lab real-model` from `{RECORDS}` alone.", ""]
+    lines = [
+        "# Tables of the real model",
+        "",
+        f"Made by `python examples/smollm2/study.py` from `{RECORDS}` alone.",
+        "",
+    ]
     for part, title in PARTS.items():
         of_part = {name: of for name, of in runs.items() if part in of}
         if not of_part:
@@ -240,3 +254,25 @@ def _steps(archive: Path) -> list[str]:
                 means = [np.nanmean([np.nan if s.get(key) is None else s[key] for s in part]) for key in STEPS]
                 rows.append((f"{METHODS[method]}, {label} 5 of {len(steps)}", *(f"{mean:.3f}" for mean in means)))
     return table("Means over five steps of training, of the groups trained on:", STEPS, rows)
+
+
+def main() -> int:
+    """Write the tables; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=Path, help="the evaluated runs to publish first, for instance runs/smollm2")
+    parser.add_argument("--out", type=Path, default=Path("docs/lab"), help="where they go (default: %(default)s)")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
+    try:
+        if args.runs:
+            logging.info("%d files packed", pack(args.runs, args.out / RECORDS))
+        with tempfile.TemporaryDirectory() as scratch:
+            print(tables(args.out / RECORDS, args.out, Path(scratch)))
+    except UserError as error:
+        print(f"study: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import runpy
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from lab import real_model
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.samples import Sample, write_samples
+from tests.helpers.paths import EXAMPLES
+
+study = SimpleNamespace(**runpy.run_path(str(EXAMPLES / "smollm2" / "study.py")))
 
 
 def samples(seed: int, shift: float, problems: int = 40) -> list[Sample]:
@@ -33,24 +37,24 @@ def runs(tmp_path):
         for seed, part in enumerate(("test", "validation", "ood")):
             (tmp_path / "runs" / method / part).mkdir(parents=True)
             write_samples(samples(seed, shift), tmp_path / "runs" / method / part / "samples.jsonl")
-    steps = [{"step": n, "reward/accuracy": 0.1 * n, **dict.fromkeys(real_model.STEPS[1:], 0.5)} for n in range(10)]
+    steps = [{"step": n, "reward/accuracy": 0.1 * n, **dict.fromkeys(study.STEPS[1:], 0.5)} for n in range(10)]
     (tmp_path / "runs" / "grpo" / "metrics.jsonl").write_text("".join(json.dumps(s) + "\n" for s in steps))
     return tmp_path / "runs"
 
 
 def test_tables_come_from_the_archive_alone(runs, tmp_path):
-    archive = tmp_path / real_model.RECORDS
-    assert real_model.pack(runs, archive) == 7
-    text = real_model.tables(archive, tmp_path, tmp_path)
+    archive = tmp_path / study.RECORDS
+    assert study.pack(runs, archive) == 7
+    text = study.tables(archive, tmp_path, tmp_path)
     assert text == (tmp_path / "real_model_tables.md").read_text()
     rows = {line.split(" | ")[0][2:]: line.split(" | ") for line in text.splitlines() if line.startswith("| ")}
     assert float(rows["before RL: stated"][1].split()[0]) > 0.15, "over-confident by .3"
     assert float(rows["before RL: stated, isotonic"][1].split()[0]) < 0.15
     assert float(rows["GRPO: stated"][1].split()[0]) < 0.15
     assert rows["GRPO, last 5 of 10"][1] == "0.700"
-    loaded = real_model.load(archive, tmp_path)
+    loaded = study.load(archive, tmp_path)
     right = np.array([float(s.correct) for s in loaded["grpo"]["test"]])
-    found = real_model.resampled(real_model.records(loaded["grpo"]["test"], right), lambda c, y: float(y.mean()))
+    found = study.resampled(study.records(loaded["grpo"]["test"], right), lambda c, y: float(y.mean()))
     assert found[1] < right.mean() < found[2]
 
 
@@ -60,11 +64,11 @@ def test_agreement_leaves_the_response_itself_out():
         for i, a in enumerate("1122")
     ]
     of += [Sample("t", "p", 4, "q", "r", None, "1", False, None, "missing", None, None, 1, "stop")]
-    assert real_model.agreement(of) == pytest.approx([0.25] * 4 + [np.nan], nan_ok=True)
+    assert study.agreement(of) == pytest.approx([0.25] * 4 + [np.nan], nan_ok=True)
 
 
 def test_without_records_one_line(tmp_path):
     with pytest.raises(UserError, match="no records"):
-        real_model.load(tmp_path / "none.tar.xz", tmp_path)
+        study.load(tmp_path / "none.tar.xz", tmp_path)
     with pytest.raises(UserError, match=r"no METHOD/PART/samples\.jsonl"):
-        real_model.pack(tmp_path, tmp_path / "out.tar.xz")
+        study.pack(tmp_path, tmp_path / "out.tar.xz")

@@ -1,22 +1,27 @@
 """Confidences that need the policy itself, of a real model: linear probes on its hidden states, and P(true).
 
-``python -m lab controls --runs runs/smollm2 --methods grpo,dcpo`` reads ``METHOD/validation/samples.jsonl`` and the other
-evaluations beside it, runs the policy over every response once more, and writes ``METHOD/PART/controls.json``: lists in the
-order of the samples. Whatever is fitted is fitted on the validation problems.
+``python examples/smollm2/controls.py --runs runs/smollm2 --methods grpo,dcpo`` reads ``METHOD/validation/samples.jsonl``
+and the other evaluations beside it, runs the policy over every response once more, and writes ``METHOD/PART/controls.json``:
+lists in the order of the samples. Whatever is fitted is fitted on the validation problems.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 from megatron_dcpo.evaluation.samples import Sample, read_samples
 
+PARTS = ("test", "ood", "validation")
 PROBES = ("prompt", "response")
 QUESTION = "Is this answer correct? Reply with Yes or No."
 BATCH = 64
@@ -93,3 +98,18 @@ def _probe(hidden: np.ndarray, samples: Sequence[Sample]) -> Any:
     folds = list(GroupKFold(5).split(hidden, right, [s.prompt_id for s in samples]))
     regression = LogisticRegressionCV(Cs=np.logspace(-5, 0, 6), cv=folds, scoring="neg_log_loss", max_iter=2000)
     return make_pipeline(StandardScaler(), regression).fit(hidden, right)
+
+
+def main() -> None:
+    """Write the controls of every method."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=Path, required=True, help="the evaluated runs, for instance runs/smollm2")
+    parser.add_argument("--methods", default="grpo,dcpo", help="default: %(default)s")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
+    for method in args.methods.split(","):
+        write_controls(args.runs, method, PARTS)
+
+
+if __name__ == "__main__":
+    main()
