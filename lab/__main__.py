@@ -34,10 +34,8 @@ def _parser() -> argparse.ArgumentParser:
     second = verbs.add_parser("world2", help="the second world: its tables from the published responses")
     second.add_argument("--train", action="store_true", help="first train, sample and publish; finished cells are kept")
     theory = verbs.add_parser("theory", help="the exact small cases and the drift of the second world's run")
-    for verb, cells, policies in (
-        (test, "runs/lab_test", "large.1,large.2,large.3,large.4,large.5"),
-        (second, "runs/world2", "graphs.1"),
-    ):
+    of_test = ",".join(f"large.{n}" for n in range(1, 6))
+    for verb, cells, policies in ((test, "runs/lab_test", of_test), (second, "runs/world2", "graphs.1")):
         verb.add_argument("--policies", default=policies, help="pretrainings (default: %(default)s)")
         verb.add_argument("--seeds", type=int, default=1, help="of every method on every pretraining")
         verb.add_argument("--jobs", type=int, default=2, help="processes at a time, one core each")

@@ -13,17 +13,13 @@ LEAST_LOGPROB = -20.0  # of a response whose reasoning was not found
 
 @dataclass(frozen=True)
 class Records:
-    """Hold judged responses [N] to one part, in the order of the problems.
-
-    ``confidence`` and ``logprob`` are NaN where there is none; ``answer`` is "" and ``tokens`` 0 where not published.
-    """
+    """Hold judged responses [N] to one part, in the order of the problems; NaN where there is no number."""
 
     problem: np.ndarray
     kind: np.ndarray
     correct: np.ndarray
     confidence: np.ndarray
     logprob: np.ndarray
-    answer: np.ndarray
     tokens: np.ndarray
 
     def stating(self, confidence: np.ndarray) -> Records:
@@ -68,11 +64,8 @@ def isotonic_per_type(fit: Records) -> Stated:
 
 
 def logistic(fit: Records) -> Stated:
-    """Fit a logistic regression on log(-log-prob), the number of tokens and the type.
-
-    The mean log-prob is the sum over the length, so its logarithm adds nothing. This form had the least Brier score on the
-    validation problems among seven (docs/lab/README.md).
-    """
+    """Fit a logistic regression on log(-log-prob), the number of tokens and the type: of seven forms the one with the least
+    Brier score on the validation problems."""
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
@@ -85,13 +78,6 @@ def logistic(fit: Records) -> Stated:
 
     model = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000)).fit(features(fit), fit.correct)
     return lambda r: model.predict_proba(features(r))[:, 1]
-
-
-def agreement(r: Records) -> np.ndarray:
-    """Return the share of the problem's responses with the same answer."""
-    keys = np.array([f"{p} {a}" for p, a in zip(r.problem, r.answer, strict=True)])
-    _, group, count = np.unique(keys, return_inverse=True, return_counts=True)
-    return count[group] / np.bincount(r.problem)[r.problem]
 
 
 def isotonic_of(column: str) -> Fit:
@@ -124,8 +110,6 @@ def with_fitted(runs: dict[str, Run]) -> dict[str, Run]:
             stated = fit(fitted)
             parts = {part: records.stating(stated(records)) for part, records in runs[start].items()}
             found[name] = parts | {"heldout": fitted_by_halves(fitted, fit)}
-    if "grpo" in runs:
-        found["consistency"] = {part: records.stating(agreement(records)) for part, records in runs["grpo"].items()}
     return found
 
 

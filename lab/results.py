@@ -28,7 +28,6 @@ def read_archive(path: Path) -> dict[str, bytes]:
 
 def write_archive(path: Path, files: Mapping[str, bytes]) -> None:
     """Write a ``tar.xz``; the same files give the same bytes."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w:xz", preset=9) as tar:
         for name in sorted(files):
             info = tarfile.TarInfo(name)
@@ -81,9 +80,8 @@ def _students(mean: float, variance: float, freedom: float) -> Interval:
 def crossed(differences: np.ndarray) -> Interval:
     """Return the mean of [runs, problems] with its 95 % interval for other runs and other problems.
 
-    Every run answers the same problems, so both effects are crossed: the variance of the mean is V(run means)/S +
-    V(problem means)/P - V(residual)/(S P), since each of the first two holds the residual's share. Student's t with
-    Satterthwaite's degrees of freedom.
+    Both effects are crossed: the variance of the mean is V(run means)/S + V(problem means)/P - V(residual)/(S P), since each
+    of the first two holds the residual's share. Student's t with Satterthwaite's degrees of freedom.
     """
     x = np.asarray(differences, dtype=np.float64)
     runs, problems = x.shape

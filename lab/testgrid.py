@@ -1,9 +1,8 @@
 """The cells of the test: every method on several pretrainings of a policy, sampled on problems that chose no setting.
 
-What a method changes stands in ``METHODS`` as overrides of one recipe, ``examples/lab/recipe.yaml``. A cell is trained by
-the commands a user types and leaves the judged responses of its draws; ``pack`` puts them into one archive, from which
-`testtables.py` computes everything. A finished cell has a ``cell.json`` and is kept, also if the recipe changes later; an
-interrupted one continues from its checkpoint.
+What a method changes stands in ``METHODS`` as overrides of one recipe. A cell is trained by the commands a user types and
+leaves the judged responses of its draws; ``pack`` puts them into one archive, from which `testtables.py` computes
+everything. A finished cell has a ``cell.json`` and is kept, also if the recipe changes later; an interrupted one continues.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -35,14 +34,7 @@ logger = logging.getLogger(__name__)
 REPOSITORY = Path(__file__).resolve().parents[1]
 EXAMPLES = REPOSITORY / "examples" / "lab"
 
-PROPER = (
-    "objective.lam=0",
-    "objective.calibration_loss=brier",
-    "objective.advantage_normalization_confidence=batch_std",
-    "objective.confidence_baseline=counterfactual",
-    "objective.marker_block=reasoning",
-    "objective.entropy_coef_confidence=0.02",
-)
+PROPER = ("objective.preset=dcpo_proper", "objective.entropy_coef_confidence=0.02")
 BRIER_LAM0 = ("objective.calibration_loss=brier", "objective.lam=0")
 COUPLED, MEAN = "objective.name=coupled", "objective.advantage_normalization=mean"
 
@@ -66,7 +58,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         "dcpo_reasoning": Method("DCPO, confidence not trained", ("objective.weight_confidence=0",)),
         "rlcr_authors": Method("RLCR, authors' settings", ("objective.name=rlcr", "objective.variant=original")),
         "ccgspg_unclipped": Method(
-            "CCGSPG, gradients not clipped", ("objective.name=ccgspg", "optimizer.clip_grad=0"), confidence="token"
+            "CCGSPG, gradients not clipped", ("objective.name=ccgspg", "optimizer.clip_grad=0"), "token"
         ),
         # from coupled to decoupled with everything else equal: L1 or Brier, divided by the group's std or not
         "coupled": Method("coupled", (COUPLED,)),
@@ -111,8 +103,7 @@ class Draw:
     sampling: tuple[str, ...] = ("--temperature", "1", "--top-p", "1", "--top-k", "0")  # as it was trained
 
 
-# choosing: the validation problems, for every choice of a setting and for what is fitted afterwards. GRPO's responses
-# are drawn in all three ways, since rows are fitted on them; of other methods the test's.
+# choosing: the validation problems, for every choice of a setting and for what is fitted. Others than GRPO: the test's
 DRAWS: Mapping[str, Draw] = MappingProxyType(
     {
         "test": Draw("test", 8),
@@ -151,12 +142,9 @@ class Lab:
         """Return ``dcpo train`` of a cell: the recipe, where it starts, what the method changes."""
         return [
             *("train", "--config", str(self.recipe), "--resume", "auto"),
-            f"run_dir={self.directory(cell)}",
-            f"seed={cell.seed}",
-            f"model.path={self.policy(cell)}",
-            f"data.path={self.data / 'train.jsonl'}",
+            *(f"run_dir={self.directory(cell)}", f"seed={cell.seed}", f"training.steps={self.steps}"),
+            *(f"model.path={self.policy(cell)}", f"data.path={self.data / 'train.jsonl'}"),
             "model.transformer_impl=local",  # also on a GPU, with and without Transformer Engine
-            f"training.steps={self.steps}",
             *METHODS[cell.method].overrides,
             *self.overrides,
         ]
@@ -176,18 +164,18 @@ class Lab:
         """Run the cells that are not finished, in order. A cell that fails stops no other. Raises :class:`UserError`."""
         missing = [cell for cell in cells if not (self.directory(cell) / "cell.json").is_file()]
         logger.info("%d of %d cells to run", len(missing), len(cells))
-        failed: list[str] = []
 
-        def one(cell: Cell) -> None:
+        def one(cell: Cell) -> str:
             try:
                 logger.info("%s: %.0f s", cell.name, self.run_cell(cell)["seconds"])
             except UserError as error:
-                failed.append(f"{cell.name}: {error}")
-                logger.error("%s", failed[-1])
+                logger.error("%s: %s", cell.name, error)
+                return f"{cell.name}: {error}"
+            return ""
 
         with ThreadPoolExecutor(self.jobs) as pool:
             try:
-                list(pool.map(one, missing))
+                failed = list(filter(None, pool.map(one, missing)))
             except BaseException:  # interrupted: start nothing more
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
@@ -198,19 +186,13 @@ class Lab:
         """Train and sample one cell, what is there already left out; write and return its ``cell.json``."""
         run, began = self.directory(cell), time.monotonic()
         run.mkdir(parents=True, exist_ok=True)
-        commands = [self.train_command(cell)] if METHODS[cell.method].trained else []
-        if commands and not (run / "policy" / "model.safetensors").is_file():
-            self._call(run, commands[0])
+        if METHODS[cell.method].trained and not (run / "policy" / "model.safetensors").is_file():
+            self._call(run, self.train_command(cell))
         for name in self.draws if cell.method == "grpo" else ("test",):
             out = run / "responses" / name
-            commands.append(self.sample_command(cell, out, self.draws[name]))
             if not (out / "evaluation.json").is_file():
-                self._call(run, commands[-1])
-        record = {
-            "policy": cell.policy, "method": cell.method, "seed": cell.seed, "commit": commit(),
-            "seconds": round(time.monotonic() - began, 1),
-            "commands": [f"dcpo {' '.join(relative(part, self.out) for part in command)}" for command in commands],
-        }  # fmt: skip
+                self._call(run, self.sample_command(cell, out, self.draws[name]))
+        record = asdict(cell) | {"commit": commit(), "seconds": round(time.monotonic() - began, 1)}
         write_atomically(run / "cell.json", json.dumps(record, indent=1) + "\n")
         return record
 
@@ -228,34 +210,21 @@ class Lab:
 def commit() -> str:
     """Return the commit of the code, with ``+`` where files differ from it; "" outside a git checkout."""
     command = ["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
-    try:
-        return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return ""
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True).stdout.strip()
 
 
-def relative(argument: str, out: Path) -> str:
-    """Return an argument with paths as one types them in the repository, the lab's directory as ``OUT``."""
-    return argument.replace(str(out), "OUT").replace(str(REPOSITORY) + os.sep, "")
-
-
-# ------------------------------------------------------------------------------------------------ what is published
 COLUMNS = ("problem", "correct", "confidence", "answer", "logprob", "token", "tokens")
 CURVES = ("reward/accuracy", "calibration/ece", "calibration/brier", "calibration/auroc", "length/mean")
 STEPS_PER_POINT = 10  # of a published curve
 
 
 def pack(grid: Path, archive: Path) -> int:
-    """Put every sampled cell of ``grid`` into ``archive``: record, curve, responses; return how many.
-
-    Cells that the archive has already are replaced, others stay.
-    """
+    """Put every sampled cell of ``grid`` into ``archive``, in the place of what it has of them; return how many."""
     files = read_archive(archive) if archive.is_file() else {}
-    runs = sorted({path.parents[2] for path in grid.glob("cells/*/*/*/responses/*/evaluation.json")})
+    runs = sorted(path.parent for path in grid.glob("cells/*/*/*/cell.json"))
     for run in runs:
         name = "/".join((*run.parts[-3:-1], run.name.removeprefix("seed")))
-        if (run / "cell.json").is_file():
-            files[f"{name}/cell.json"] = (run / "cell.json").read_bytes()
+        files[f"{name}/cell.json"] = (run / "cell.json").read_bytes()
         if (run / "metrics.jsonl").is_file():
             files[f"{name}/curve.csv"] = curve(run / "metrics.jsonl")
         for evaluation in run.glob("responses/*/evaluation.json"):
@@ -268,8 +237,7 @@ def pack(grid: Path, archive: Path) -> int:
 def responses(samples: Path) -> bytes:
     """Return CSV with ``COLUMNS``: number of the problem in its file, right (0/1), confidence (empty: malformed), answer,
     log-prob of the reasoning in nats, geometric mean of the tokens' probabilities, number of tokens."""
-    table = io.StringIO()
-    writer = csv.writer(table, lineterminator="\n")
+    writer = csv.writer(table := io.StringIO(), lineterminator="\n")
     writer.writerow(COLUMNS)
     for _, s in read_json_lines(samples):
         stated, logprob, token = (

@@ -37,7 +37,6 @@ PUBLISHED = MappingProxyType(
 DERIVED = MappingProxyType(
     {
         "lookup": "lookup, one number per type",
-        "consistency": "agreement of 8 samples",
         "logprob": "log-prob of the reasoning, isotonic",
         "logprob_type": "log-prob of the reasoning, isotonic per type",
         "logistic": "logistic regression: log-prob, length, type",
@@ -86,16 +85,13 @@ def _records(content: bytes, kinds: np.ndarray, column: str) -> Records:
         return np.array([float(row.get(key) or math.nan) for row in rows])
 
     problem = np.array([int(row["problem"]) for row in rows])
-    answer = np.array([row.get("answer", "") for row in rows])
     tokens = np.nan_to_num(numbers("tokens"))
-    return Records(problem, kinds[problem], numbers("correct"), numbers(column), numbers("logprob"), answer, tokens)
+    return Records(problem, kinds[problem], numbers("correct"), numbers(column), numbers("logprob"), tokens)
 
 
-# ------------------------------------------------------------------------------------------------ metrics
 def skill(r: Records) -> float:
     """Return 1 - Brier / Brier of the lookup that states the method's own accuracy on each type."""
-    own = lookup(r)(r)
-    return 1 - brier(r.confidence, r.correct) / brier(own, r.correct)
+    return 1 - brier(r.confidence, r.correct) / brier(lookup(r)(r), r.correct)
 
 
 def scores(run: Run, part: str = "test") -> dict[str, float]:
@@ -116,8 +112,8 @@ def bands(rs: Sequence[Records], resamples: int = 200) -> tuple[float, float]:
     """Return what 95 % of calibrated models stay below in the mean ECE of these runs: labels independent, and as alike
     within a problem as here.
 
-    The first draws labels from the confidences. The second is a wild bootstrap: it turns the signs of whole problems'
-    residuals. It is too wide where the confidences are far from calibrated, since residuals are not centered.
+    The first draws labels from the confidences. The second turns the signs of whole problems' residuals (wild bootstrap);
+    it is too wide where the confidences are far from calibrated, since residuals are not centered.
     """
     independent, alike = np.zeros(resamples), np.zeros(resamples)
     for seed, r in enumerate(rs):
@@ -138,10 +134,9 @@ def bands(rs: Sequence[Records], resamples: int = 200) -> tuple[float, float]:
     return float(np.quantile(independent, 0.95)), float(np.quantile(alike, 0.95))
 
 
-def by_problem(r: Records, value: Callable[[Records], np.ndarray]) -> np.ndarray:
-    """Return the mean of a value over each problem's responses; a missing confidence counts as 0.5."""
-    filled = r.stating(np.nan_to_num(r.confidence, nan=0.5))
-    return np.bincount(r.problem, weights=value(filled)) / np.bincount(r.problem)
+def by_problem(r: Records, value: np.ndarray) -> np.ndarray:
+    """Return the mean of a value over each problem's responses."""
+    return np.bincount(r.problem, weights=value) / np.bincount(r.problem)
 
 
 def any_right(r: Records) -> np.ndarray:
@@ -151,9 +146,9 @@ def any_right(r: Records) -> np.ndarray:
 
 VALUES: Mapping[str, Callable[[Records], np.ndarray]] = MappingProxyType(
     {
-        "accuracy, points": lambda r: by_problem(r, lambda r: 100 * r.correct),
+        "accuracy, points": lambda r: by_problem(r, 100 * r.correct),
         "pass@8, points": lambda r: 100 * any_right(r),
-        "Brier": lambda r: by_problem(r, lambda r: (r.confidence - r.correct) ** 2),
+        "Brier": lambda r: by_problem(r, (np.nan_to_num(r.confidence, nan=0.5) - r.correct) ** 2),  # NaN: malformed
     }
 )
 
@@ -164,11 +159,9 @@ def difference(one: Run, other: Run, value: str) -> np.ndarray:
 
 
 def shown(value: str, gap: Interval) -> str:
-    """Return a cell of a table."""
     return gap.shown(4 if value == "Brier" else 2)
 
 
-# ------------------------------------------------------------------------------------------------ what is written
 def table(text: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Return prose in lines of at most 100 columns and a table under it; nothing without rows."""
     if not rows:
@@ -180,15 +173,10 @@ def table(text: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> l
 def tables(archive: Path, out: Path) -> dict[str, Any]:
     """Write ``test.json`` and ``test_tables.md``; return the former. ``best`` is the row with the least Brier score on the
     validation problems of the first family of policies."""
-    runs = {key: with_fitted(methods) for key, methods in sorted(load(archive).items())}
-    families: dict[str, Family] = {
-        family: {
-            number: [r for key, r in runs.items() if key[:2] == (family, number)]
-            for number in dict.fromkeys(key[1] for key in runs if key[0] == family)
-        }
-        for family in POLICIES
-        if any(key[0] == family for key in runs)
-    }
+    found: dict[str, dict[int, list[Mapping[str, Run]]]] = {family: {} for family in POLICIES}
+    for (family, number, _), methods in sorted(load(archive).items()):
+        found[family].setdefault(number, []).append(with_fitted(methods))
+    families = {family: of for family, of in found.items() if of}
     chosen = _validation(next(iter(families.values())))
     policies = {POLICIES[family]: {name: _columns(of, name) for name in _names(of)} for family, of in families.items()}
     result = {"best": min(chosen, key=lambda name: chosen[name], default=None), "policies": policies}
@@ -227,8 +215,7 @@ def _columns(of: Family, name: str) -> dict[str, list[float]]:
 
 
 def _validation(of: Family) -> dict[str, float]:
-    """Return the Brier score on the validation problems of the rows that every pretraining has there, of its first seed,
-    as a mean over the pretrainings."""
+    """Return the Brier score on the validation problems, of first seeds, of the rows that every pretraining has there."""
     first = [seeds[0] for seeds in of.values()]
     names = [name for name in TITLES if all("heldout" in r.get(name, {}) for r in first)]
     return {name: float(np.mean([scores(r[name], "heldout")["brier"] for r in first])) for name in names}
@@ -260,10 +247,8 @@ def _errors(of: Family) -> list[str]:
         plain = np.mean([ece(r.confidence, r.correct) for r in rs])
         corrected = np.mean([binned_error(r.confidence, r.correct, r.problem, resamples=100).estimate for r in rs])
         rows.append((TITLES[name], str(len(rs)), *(f"{number:.4f}" for number in (plain, corrected, *bands(rs)))))
-    text = (
-        "Mean ECE of all runs: plug-in; corrected for its bias; what 95 % of calibrated models stay below in the same "
-    )
-    text += "mean, where labels are independent, and where they are as alike within a problem as here."
+    text = "Mean ECE of all runs: plug-in; corrected for its bias; what 95 % of calibrated models stay below in "
+    text += "the same mean, where labels are independent, and where they are as alike within a problem as here."
     return table(text, ("runs", "ECE", "corrected", "independent", "within problems"), rows)
 
 
@@ -274,19 +259,13 @@ def recalibrated(of: Family, names: Sequence[str]) -> list[str]:
     for name in names:
         cells = []
         for fit in (None, *OWN.values()):
-            made = _by_pretraining(
-                _runs_of(of, name), lambda r, n=name, f=fit: fitted_by_halves(r[n]["test"], f) if f else r[n]["test"]
-            )
-            brier_score, gain = (
-                np.mean([np.mean([value(r) for r in seeds]) for seeds in made])
-                for value in (lambda r: brier(r.confidence, r.correct), skill)
-            )
-            cells.append(f"{brier_score:.4f} / {gain:+.3f}")
+            seeds = _by_pretraining(_runs_of(of, name), lambda r, n=name: r[n]["test"])
+            made = [[fitted_by_halves(r, fit) if fit else r for r in one] for one in seeds]
+            score = np.mean([np.mean([brier(r.confidence, r.correct) for r in one]) for one in made])
+            cells.append(f"{score:.4f} / {np.mean([np.mean([skill(r) for r in one]) for one in made]):+.3f}")
         rows.append((TITLES[name], *cells))
-    text = (
-        "Brier / skill of each policy's own confidence and log-prob, fitted on half of the test problems and scored on "
-    )
-    return table(text + "the other half (GRPO alone has validation responses):", ("stated", *OWN), rows)
+    text = "Brier / skill of each policy's own confidence and log-prob, fitted on half of the test problems and "
+    return table(text + "scored on the other half (GRPO alone has validation responses):", ("stated", *OWN), rows)
 
 
 def _differences(of: Family, start: str, names: Sequence[str], values: Sequence[str]) -> list[str]:
@@ -303,10 +282,8 @@ def _differences(of: Family, start: str, names: Sequence[str], values: Sequence[
             means = np.array([np.mean(seeds, axis=0) for seeds in gaps])
             cells.append(shown(value, crossed(means) if len(means) > 1 else interval(means[0])))
         rows.append((TITLES[name], str(len(means)), *cells))
-    text = (
-        f"Minus {TITLES[start]}, same problems, pretrainings and seeds; ± for others of all three, or, in a row of one "
-    )
-    return table(text + "pretraining, for other problems alone:", ("pretrainings", *values), rows)
+    text = f"Minus {TITLES[start]}, same problems, pretrainings and seeds; ± for others of all three, or, in a row of "
+    return table(text + "one pretraining, for other problems alone:", ("pretrainings", *values), rows)
 
 
 def ladder(of: Family) -> list[str]:
@@ -326,8 +303,7 @@ def _decoding(of: Family) -> list[str]:
     rows = []
     for name in _names(of):
         if runs := _runs_of(of, name, part="decoding"):
-            found = _by_pretraining(runs, lambda r, name=name: scores(r[name], "decoding"))
-            means = [np.mean([np.mean([r[key] for r in seeds]) for seeds in found]) for key in SHOWN]
-            rows.append((TITLES[name], *(f"{mean:.4f}" for mean in means)))
+            found = _by_pretraining(runs, lambda r, n=name: [scores(r[n], "decoding")[key] for key in SHOWN])
+            rows.append((TITLES[name], *(f"{x:.4f}" for x in np.mean([np.mean(seeds, axis=0) for seeds in found], 0))))
     text = "The paper's decoding (T 0.7, top-p 0.8, top-k 20), mean over pretrainings; of GRPO's policy alone:"
     return table(text, SHOWN, rows)

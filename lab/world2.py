@@ -6,12 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from lab.fitted import Records, Run, Stated, lookup, with_fitted
+from lab.fitted import Run, with_fitted
 from lab.results import interval, write_json
 from lab.testgrid import EXAMPLES, Draw, Lab
 from lab.testtables import METRICS, TITLES, VALUES, bands, difference, load, recalibrated, scores, shown, table
@@ -23,8 +22,8 @@ DRAWS = MappingProxyType({"choosing": Draw("heldout", 8), "test": Draw("test", 8
 SHOWN = tuple(name for name in METRICS if not name.endswith("2x2"))
 ROWS = MappingProxyType(
     {name: TITLES[name] for name in ("base", "grpo", "dcpo", "dcpo_proper", "dcpo_proper_digits", "adapter_tokens")}
-    | {"lookup": "lookup, one number per number of targets", "stated": "lookup, one number per answer given"}
-    | {name: TITLES[name] for name in ("logprob", "logprob_type", "logistic", "consistency", "adapter_tokens_isotonic")}
+    | {"lookup": "lookup, one number per number of targets"}
+    | {name: TITLES[name] for name in ("logprob", "logprob_type", "logistic", "adapter_tokens_isotonic")}
 )
 
 
@@ -34,20 +33,10 @@ def world(out: Path, jobs: int) -> Lab:
     return Lab(out.resolve(), jobs, steps=300, recipe=recipe, data=GRAPHS, max_tokens=40, draws=DRAWS)
 
 
-def by_answer(fit: Records) -> Stated:
-    """Return the accuracy of the responses with the same answer, of all responses where the answer is new."""
-    table = lookup(replace(fit, kind=fit.answer))
-    return lambda r: table(replace(r, kind=r.answer))
-
-
 def rows(archive: Path) -> list[dict[str, Run]]:
     """Return one ``{row: responses}`` per run: seed by seed, in it every pretraining."""
-    found = []
-    for _, runs in sorted(load(archive, GRAPHS).items(), key=lambda item: (item[0][2], item[0][1])):
-        grpo, filled = runs["grpo"], with_fitted(runs)
-        stated = by_answer(grpo["heldout"])
-        found.append(filled | {"stated": {part: r.stating(stated(r)) for part, r in grpo.items()}})
-    return found
+    found = sorted(load(archive, GRAPHS).items(), key=lambda item: (item[0][2], item[0][1]))
+    return [with_fitted(runs) for _, runs in found]
 
 
 def tables(archive: Path, out: Path) -> dict[str, Any]:

@@ -144,7 +144,7 @@ def records(samples: Sequence[Sample], confidence: np.ndarray) -> Records:
     kind = np.array([str(s.kind) for s in samples])
     correct = np.array([float(s.correct) for s in samples])
     nothing = np.zeros(len(samples))
-    return Records(problem, kind, correct, confidence, nothing, np.array([s.answer or "" for s in samples]), nothing)
+    return Records(problem, kind, correct, confidence, nothing, nothing)
 
 
 def auroc_within(r: Records) -> float:

@@ -2,8 +2,7 @@
 
 A policy states c = m + noise (Gaussian, cut to [0, 1]) whatever the problem is. The expected gradient on m is in proportion
 to E[A_c,i (c_i - m)], averaged over groups; where it is zero and falling, m is stable. The groups are those of a published
-run: each test problem's responses, as many of them right as were right. `docs/lab/README.md` compares the stable points
-with what the run states.
+run: each test problem's responses, as many of them right as were right.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import csv
 import io
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from scipy import stats
@@ -27,9 +26,9 @@ GRID = np.linspace(0.02, 0.98, 97)
 class Advantage:
     """Describe a confidence advantage: the score, the share of the group accuracy in its target, the normalization."""
 
-    loss: Literal["l1", "brier"] = "l1"
+    loss: str = "l1"
     lam: float = 0.5
-    normalization: Literal["std", "mean"] = "std"
+    normalization: str = "std"
 
 
 PAPER = Advantage()
@@ -46,18 +45,13 @@ def advantages(c: np.ndarray, R: np.ndarray, rule: Advantage) -> np.ndarray:
 
 def drift(m: float, right: np.ndarray, spread: float, rule: Advantage = PAPER, samples: int = 4000) -> float:
     """Return E[A_c (c - m)] for groups of which ``right`` [G + 1] is the distribution of the number of right responses.
-
-    ``spread`` is the standard deviation of the noise; ``samples`` pairs of opposite noise are drawn, the same for every m.
-    """
+    ``spread``: standard deviation of the noise; ``samples`` pairs of opposite sign are drawn, the same for every m."""
     G = len(right) - 1
     z = spread * np.random.default_rng(0).normal(size=(samples, G))
     z = np.concatenate([z, -z])
     c = np.clip(m + z, 0, 1)
     labels = (np.arange(G) < np.arange(G + 1)[:, None]).astype(float)
-    means = [
-        float((advantages(c, R, rule) * z).mean()) if share else 0.0 for R, share in zip(labels, right, strict=True)
-    ]
-    return float(right @ np.array(means))
+    return float(right @ np.array([(advantages(c, R, rule) * z).mean() for R in labels]))
 
 
 def stable_points(right: np.ndarray, spread: float, rule: Advantage = PAPER, samples: int = 4000) -> list[float]:
@@ -84,8 +78,7 @@ def drift_of_run(r: Records, start: Records) -> dict[str, Any]:
     """Compare what a run states with the stable points of the paper's advantages and of Brier on its own groups.
 
     ``start`` are responses of the policy it was trained from: on the way from one to the other, groups are taken from both.
-    ``stable_with_labels_drawn_anew`` draws labels from each problem's share of right responses, which adds their noise a
-    second time; the published groups are one draw of the true ones and need none.
+    Labels drawn anew from each problem's share of right responses have their noise a second time.
     """
     right, spread, first = right_in_groups(r), spread_within_problems(r), right_in_groups(start)
     G = len(right) - 1

@@ -44,11 +44,6 @@ def optimum(score: str, lam: float, p: float, group_size: int = 0, q: float | No
     return float(LEVELS[int(np.argmax(expected))])
 
 
-def l1_optimum(lam: float, p: float) -> float:
-    """Return the median of t for an exact Rt: lam p + (1 - lam) above p = 1/2, lam p below (lam < 1)."""
-    return lam * p + (1 - lam) * (p > 0.5)
-
-
 def saturated_push(objective: ObjectiveConfig, confidences: np.ndarray) -> float:
     """Return the largest |A_c| times the block's weight in a group that is all right and states ``confidences`` [G].
 

@@ -10,9 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lab.fitted import FITTED, Records, agreement, lookup, with_fitted
-from lab.results import interval, read_archive, write_archive
-from lab.testfigures import by_method, draw_curves
+from lab.fitted import FITTED, Records, fitted_by_halves, isotonic_of, lookup, with_fitted
+from lab.results import interval, write_archive
 from lab.testtables import (
     DERIVED,
     METRICS,
@@ -31,18 +30,11 @@ from tests.helpers.paths import REPOSITORY
 PUBLISHED = REPOSITORY / "docs" / "lab"
 
 
-def records(problem, correct, confidence, kind=None, answer=None) -> Records:
+def records(problem, correct, confidence, kind=None) -> Records:
     n = len(problem)
     kinds = np.array(kind if kind is not None else ["2x1"] * n)
-    answers = np.array(answer if answer is not None else ["1"] * n)
     return Records(
-        np.array(problem),
-        kinds,
-        np.array(correct, float),
-        np.array(confidence, float),
-        np.zeros(n),
-        answers,
-        np.ones(n),
+        np.array(problem), kinds, np.array(correct, float), np.array(confidence, float), np.zeros(n), np.ones(n)
     )
 
 
@@ -58,11 +50,6 @@ def test_skill_is_zero_for_the_lookup_and_one_for_the_truth() -> None:
     assert skill(r.stating(r.correct)) == 1
     assert skill(r.stating(np.full(8, 0.5))) == pytest.approx(1 - 0.25 / (3 / 16))
     assert lookup(r)(records([0], [1], [0.5], ["4x1"])).tolist() == [0.5], "a new type: the mean of all"
-
-
-def test_agreement_is_the_share_of_the_same_answer() -> None:
-    r = records([0, 0, 0, 1], [1, 0, 1, 1], [0.5] * 4, answer=["7", "8", "7", "7"])
-    assert agreement(r).tolist() == pytest.approx([2 / 3, 1 / 3, 2 / 3, 1.0])
 
 
 @pytest.mark.parametrize("alike", [False, True])
@@ -151,16 +138,14 @@ def test_a_fitted_row_never_sees_what_it_is_scored_on(tmp_path) -> None:
     assert not np.array_equal(again[~even], before["logprob"]["heldout"].confidence[~even])
 
 
+def test_a_row_of_halves_learns_from_the_other_half_alone() -> None:
+    """In even problems .9 is always right, in odd ones never: each half is told what holds in the other."""
+    r = records([0, 1] * 20, [1, 0] * 20, [0.9] * 40)
+    assert fitted_by_halves(r, isotonic_of("confidence")).confidence.tolist() == [0, 1] * 20
+
+
 @pytest.mark.slow
 def test_the_published_tables_are_those_of_the_published_records(tmp_path) -> None:
     tables(PUBLISHED / RECORDS, tmp_path)
     for name in ("test.json", "test_tables.md"):
         assert (tmp_path / name).read_text() == (PUBLISHED / name).read_text()
-
-
-def test_curves_are_drawn_from_the_published_records(tmp_path) -> None:
-    runs = by_method(read_archive(PUBLISHED / RECORDS), "large")
-    assert {len(runs[method]) for method in ("adapter_tokens", "dcpo", "dcpo_proper_digits", "rlcr_authors")} == {5}
-    assert [row["step"] for row in runs["dcpo"][0][:3]] == ["10", "20", "30"]
-    draw_curves(PUBLISHED / RECORDS, tmp_path / "curves.png")
-    assert (tmp_path / "curves.png").stat().st_size > 20_000

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from lab.theory import estimators, scoring_rules
+from lab.theory import scoring_rules
 from lab.theory.drift import (
     PAPER,
     PROPER,
@@ -18,12 +18,27 @@ from lab.theory.drift import (
     spread_within_problems,
     stable_points,
 )
-from lab.theory.gradient_conflict import LOSSES, fisher_conflict, negative_share, over_confident_policies, softmax
-from lab.theory.run import PROPER as PROPER_OPTIONS
+from lab.theory.gradient_conflict import (
+    LOSSES,
+    fisher_conflict,
+    negative_share,
+    over_confident_policies,
+    slopes,
+    softmax,
+)
 from lab.theory.scoring_rules import confidence_advantages
 from lab.world2 import RECORDS, rows
 from megatron_dcpo.objectives import ObjectiveConfig, resolve
+from megatron_dcpo.objectives.advantages import batch_scale
 from tests.helpers.paths import REPOSITORY
+
+PROPER_OPTIONS = {
+    "lam": 0.0, "calibration_loss": "brier", "confidence_baseline": "counterfactual",
+    "advantage_normalization_confidence": "batch_std",
+}  # fmt: skip
+CENTERED = PROPER_OPTIONS | {
+    "advantage_normalization_confidence": "mean"
+}  # one group has no batch to take a scale from
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -31,8 +46,10 @@ def test_both_inner_products_are_their_identities(loss: str) -> None:
     """-l_c Cov(R, phi) with the target held fixed, -l_c Cov(R, phi) - l_t Var(R) as stated, by definition."""
     for logits, R, phi in over_confident_policies(200):
         found = fisher_conflict(logits, R, phi, loss)
-        assert found.fixed == pytest.approx(found.fixed_identity, rel=1e-10, abs=1e-10)
-        assert found.stated == pytest.approx(found.stated_identity, rel=1e-10, abs=1e-10)
+        l_c, l_t = slopes(loss, found.confidence, found.accuracy)
+        fixed = -l_c * found.covariance
+        assert found.fixed == pytest.approx(fixed, rel=1e-10, abs=1e-10)
+        assert found.stated == pytest.approx(fixed - l_t * found.variance, rel=1e-10, abs=1e-10)
 
 
 def test_proposition_2_holds_for_a_fixed_target_and_has_the_wrong_sign_as_stated() -> None:
@@ -44,11 +61,18 @@ def test_proposition_2_holds_for_a_fixed_target_and_has_the_wrong_sign_as_stated
 
 
 def test_slopes_are_the_derivatives() -> None:
-    for loss in LOSSES.values():
+    losses = {
+        "l1": lambda c, t: abs(c - t),
+        "brier": lambda c, t: (c - t) ** 2,
+        "kl": lambda c, t: t * np.log(t / c) + (1 - t) * np.log((1 - t) / (1 - c)),
+        "cross_entropy": lambda c, t: -(t * np.log(c) + (1 - t) * np.log1p(-c)),
+    }
+    for name, loss in losses.items():
         for c, t in ((0.2, 0.7), (0.9, 0.4), (0.5, 0.1)):
-            by_c = (loss.value(c + 1e-6, t) - loss.value(c - 1e-6, t)) / 2e-6
-            by_t = (loss.value(c, t + 1e-6) - loss.value(c, t - 1e-6)) / 2e-6
-            assert (loss.slope(c, t), loss.target_slope(c, t)) == pytest.approx((by_c, by_t), rel=1e-6, abs=1e-9)
+            by_c = (loss(c + 1e-6, t) - loss(c - 1e-6, t)) / 2e-6
+            by_t = (loss(c, t + 1e-6) - loss(c, t - 1e-6)) / 2e-6
+            assert slopes(name, c, t) == pytest.approx((by_c, by_t), rel=1e-6, abs=1e-9)
+    assert set(losses) == set(LOSSES)
 
 
 def test_the_stated_inner_product_is_the_change_of_the_objective_along_a_natural_gradient_step() -> None:
@@ -99,50 +123,51 @@ def test_the_papers_advantages_predict_what_the_second_worlds_run_states() -> No
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.8])
 @pytest.mark.parametrize("group_size", [1, 2, 8, 32])
 def test_variance_of_the_group_target_falls_as_one_over_g(p: float, group_size: int) -> None:
-    assert estimators.target_variance(p, group_size) == pytest.approx(p * (1 - p) / group_size, rel=1e-10)
+    assert scoring_rules.target_variance(p, group_size) == pytest.approx(p * (1 - p) / group_size, rel=1e-10)
 
 
 def test_subgradient_variance_of_single_labels_and_of_groups() -> None:
     for p in (0.1, 0.5, 0.7):
-        assert estimators.subgradient_variance(0.95, p, 1) == pytest.approx(4 * p * (1 - p))
-    large = [estimators.subgradient_variance(0.9, 0.5, G) for G in (1, 8, 32, 128)]
+        assert scoring_rules.subgradient_variance(0.95, p, 1) == pytest.approx(4 * p * (1 - p))
+    large = [scoring_rules.subgradient_variance(0.9, 0.5, G) for G in (1, 8, 32, 128)]
     assert large == sorted(large, reverse=True)
     assert large[-1] < 1e-12
 
 
-def test_the_counterfactual_baseline_leaves_the_mean_gradient_and_takes_noise_out() -> None:
-    """Same expectation as the leave-one-out group baseline, here within Monte-Carlo error; less variance.
+def gradients(options: ObjectiveConfig, pi: np.ndarray, levels: np.ndarray, p: float) -> tuple[np.ndarray, float]:
+    """Return mean [L] and variance of the policy gradient (1/2) sum_i A_c,i grad log pi(c_i) of a tabular confidence policy,
+    by enumeration of the labels and confidences of a group of two."""
+    chances, found = [], []
+    for labels in itertools.product((0.0, 1.0), repeat=2):
+        for chosen in itertools.product(range(len(pi)), repeat=2):
+            A_c = confidence_advantages(np.array(labels), levels[list(chosen)], options)
+            chances.append(np.prod([p if R else 1 - p for R in labels]) * np.prod(pi[list(chosen)]))
+            found.append(sum(a * (np.eye(len(pi))[k] - pi) for a, k in zip(A_c, chosen, strict=True)) / 2)
+    mean = np.array(chances) @ np.array(found)
+    return mean, float(np.array(chances) @ ((np.array(found) - mean) ** 2).sum(axis=1))
 
-    A Brier score is -c^2 + (2c - 1) R: the label's noise enters with 2c - 1, and against the others' confidences with
-    2(c - mean c) only. So the gain is large for a policy that is sure of itself and none for one that says 0.5.
-    """
-    levels = np.linspace(0, 1, 21)
-    logits = -0.5 * ((levels - 0.9) / 0.05) ** 2
-    noise = {
-        baseline: estimators.confidence_gradient_noise(
-            ObjectiveConfig(**PROPER_OPTIONS | {"confidence_baseline": baseline}), 0.4, logits, levels, 8, 6000,
-            np.random.default_rng(1),
+
+def test_the_counterfactual_baseline_leaves_the_mean_gradient_and_takes_noise_out() -> None:
+    """A Brier score is -c^2 + (2c - 1) R: the label's noise enters with 2c - 1, and against the others' confidences with
+    2(c - mean c) only. So the gain is large for a policy that is sure of itself and small for one that says .5."""
+    pi, shares = np.array([0.2, 0.6, 0.2]), []
+    for center in (0.9, 0.5):
+        levels = np.array([center - 0.05, center, center + 0.05])
+        group, own = (
+            gradients(resolve(ObjectiveConfig(**CENTERED | {"confidence_baseline": name})), pi, levels, 0.4)
+            for name in ("group", "counterfactual")
         )
-        for baseline in ("group", "counterfactual")
-    }  # fmt: skip
-    group = noise["group"].mean * 8 / 7  # the group's own member in its mean shrinks the gradient by 1 - 1/G
-    assert np.abs(group - noise["counterfactual"].mean).max() < 4 * np.sqrt(noise["group"].variance / 6000)
-    assert noise["counterfactual"].variance < 0.2 * noise["group"].variance * (8 / 7) ** 2
+        assert group[0] * 2 == pytest.approx(own[0], abs=1e-12), "the group's own member in its mean takes 1 - 1/G off"
+        shares.append(own[1] / (group[1] * 4))
+    assert shares[0] < 0.05
+    assert shares[1] > 0.5
 
 
 def test_counterfactual_advantage_is_unbiased_by_enumeration() -> None:
     """E[A_c,i grad log pi(c_i)] over all labels and confidences of a group of two equals the gradient of E[R_c]."""
     levels, pi, p = np.array([0.1, 0.5, 0.9]), np.array([0.2, 0.5, 0.3]), 0.7
-    options = resolve(ObjectiveConfig(**PROPER_OPTIONS))
-    expected = np.zeros(3)
-    for labels in itertools.product((0.0, 1.0), repeat=2):
-        for chosen in itertools.product(range(3), repeat=2):
-            chance = np.prod([p if R else 1 - p for R in labels]) * np.prod([pi[k] for k in chosen])
-            c = levels[list(chosen)]
-            A_c = confidence_advantages(np.array(labels), c, options)
-            for k, advantage in zip(chosen, A_c, strict=True):
-                expected += chance * advantage / 2 * (np.eye(3)[k] - pi)
     score = -(p * (levels - 1) ** 2 + (1 - p) * levels**2)
+    expected, _ = gradients(resolve(ObjectiveConfig(**PROPER_OPTIONS)), pi, levels, p)
     assert expected == pytest.approx(pi * (score - pi @ score), abs=1e-12)
 
 
@@ -161,7 +186,8 @@ def test_counterfactual_advantage_with_malformed_responses_is_its_formula() -> N
 @pytest.mark.parametrize("lam", [0.0, 0.25, 0.5, 0.75])
 @pytest.mark.parametrize("p", [0.1, 0.3, 0.7, 0.9])
 def test_l1_asks_for_a_median(lam: float, p: float) -> None:
-    assert scoring_rules.optimum("l1", lam, p) == pytest.approx(scoring_rules.l1_optimum(lam, p), abs=0.0051)
+    """Of a target with an exact Rt: lam p + (1 - lam) above p = 1/2, lam p below."""
+    assert scoring_rules.optimum("l1", lam, p) == pytest.approx(lam * p + (1 - lam) * (p > 0.5), abs=0.0051)
 
 
 def test_proper_scores_ask_for_the_probability_and_lam_mixes_in_what_the_group_does() -> None:
@@ -189,19 +215,37 @@ def test_std_keeps_pushing_a_saturated_group_and_the_mean_fades() -> None:
     assert scoring_rules.saturated_push(proper, nearer) < 0.02 * scoring_rules.saturated_push(proper, near)
 
 
+def settle(objective: ObjectiveConfig, probabilities: tuple[float, ...], steps: int = 1000) -> np.ndarray:
+    """Train one softmax over 21 levels for each p, six groups of eight of each in a batch, with the trainer's advantages;
+    return the mean confidences over the last quarter."""
+    options, levels, rng = resolve(objective), np.linspace(0, 1, 21), np.random.default_rng(0)
+    theta, tail = np.zeros((len(probabilities), len(levels))), []
+    for _ in range(steps):
+        pi = np.stack([softmax(row) for row in theta])
+        chosen = np.stack([rng.choice(len(levels), (6, 8), p=row) for row in pi])
+        correct = (rng.random(chosen.shape) < np.reshape(probabilities, (-1, 1, 1))).astype(float)
+        A_c = np.zeros(chosen.shape)
+        for place in np.ndindex(chosen.shape[:2]):
+            A_c[place] = confidence_advantages(correct[place], levels[chosen[place]], options)
+        if options.advantage_normalization_confidence == "batch_std":
+            A_c /= batch_scale(A_c)
+        for row, (picked, A) in enumerate(zip(chosen, A_c, strict=True)):
+            pushed = np.bincount(picked.ravel(), A.ravel(), len(levels)) / A.size - pi[row] * A.mean()
+            theta[row] += 0.2 * options.weight_confidence * pushed
+        tail.append(pi @ levels)
+    return np.mean(tail[-steps // 4 :], axis=0)
+
+
 @pytest.mark.slow
 def test_one_scale_per_batch_keeps_a_proper_score_where_the_groups_own_does_not() -> None:
     """Nine in ten are right: with a std of their own, groups that are all right push as hard as the others, to 1."""
     ends = {
-        how: scoring_rules.settle(
-            ObjectiveConfig(**PROPER_OPTIONS | {"advantage_normalization_confidence": how}), (0.5, 0.9),
-            group_size=8, groups=6, steps=1000, lr=0.2, rng=np.random.default_rng(0),
-        )
+        how: settle(ObjectiveConfig(**PROPER_OPTIONS | {"advantage_normalization_confidence": how}), (0.5, 0.9))
         for how in ("std", "batch_std")
-    }  # fmt: skip
-    assert abs(ends["batch_std"][1].mean - 0.9) < 0.02
-    assert ends["std"][1].mean > 0.98
-    assert all(abs(end[0].mean - 0.5) < 0.05 for end in ends.values())
+    }
+    assert abs(ends["batch_std"][1] - 0.9) < 0.02
+    assert ends["std"][1] > 0.98
+    assert all(abs(end[0] - 0.5) < 0.05 for end in ends.values())
 
 
 def test_every_mixture_of_right_answers_is_optimal() -> None:
@@ -216,7 +260,7 @@ def test_every_mixture_of_right_answers_is_optimal() -> None:
 def test_the_groups_subgradient_varies_unless_its_accuracy_is_known() -> None:
     """Var sign(c - R) = 4p(1 - p); of a sampled group 4 P(below c) P(above c), up to ties, not 0 (errata P11)."""
     p, G = 0.4, 8
-    variance = estimators.subgradient_variance
+    variance = scoring_rules.subgradient_variance
     assert variance(0.7, p, 1) == pytest.approx(4 * p * (1 - p)), "4p(p - 1) would be negative"
     for c in (0.41, 0.45, 0.7):
         below = stats.binom.cdf(np.floor(c * G), G, p)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from lab.fitted import Records
 from lab.testgrid import Cell, Lab
-from lab.world2 import DRAWS, GRAPHS, RECORDS, by_answer, tables, world
+from lab.world2 import DRAWS, GRAPHS, RECORDS, tables, world
 from tests.helpers.paths import REPOSITORY
 
 PUBLISHED = REPOSITORY / "docs" / "lab"
@@ -24,17 +22,6 @@ def test_cells_use_the_second_worlds_problems_and_recipe(tmp_path, monkeypatch) 
     sample = grid.sample_command(Cell("graphs.1", "base", 1), tmp_path, DRAWS["test"])
     assert f"test={GRAPHS / 'test.jsonl'}" in sample
     assert sample[sample.index("--max-tokens") + 1] == "40"
-
-
-def test_a_lookup_of_answers_is_fitted_on_validation_and_states_the_mean_for_a_new_answer() -> None:
-    def records(answer: list[str], correct: list[int]) -> Records:
-        n = np.zeros(len(answer))
-        return Records(
-            n.astype(int), np.array(["7"] * len(answer)), np.array(correct, float), n, n, np.array(answer), n
-        )
-
-    stated = by_answer(records(["21", "21", "30", "30"], [1, 0, 1, 1]))
-    assert stated(records(["30", "21", "99"], [0, 0, 0])).tolist() == [1.0, 0.5, 0.75]
 
 
 @pytest.mark.slow
