@@ -1,8 +1,5 @@
-"""``test.json`` and ``test_tables.md``: the tables of the test, computed from ``test_records.tar.xz`` alone.
-
-Rows that need no training of their own are computed from GRPO's responses, or from the adapter's (``fitted.py``). Rows in
-``PUBLISHED`` were made by code that is no longer here (commit 80ba0e8).
-"""
+"""``test.json`` and ``test_tables.md``: the tables of the test, computed from ``test_records.tar.xz`` alone. Rows in
+``PUBLISHED`` were made by code that is no longer here (commit 80ba0e8)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The second world: the lab's test on graphs (``examples/lab/graphs``), whose difficulty the prompt does not show.
-
-``python -m lab world2 --train`` makes the cells; without it, the tables of the published responses.
-"""
+"""The second world: the lab's test on graphs (``examples/lab/graphs``), whose difficulty the prompt does not show."""
 
 from __future__ import annotations
 

@@ -93,6 +93,7 @@ def drift_of_run(r: Records, start: Records) -> dict[str, Any]:
         "stable": stable_points(right, spread),
         "stable_with_labels_drawn_anew": stable_points(anew, spread),
         "stable_brier": stable_points(right, spread, PROPER),
+        "stable_at_a_spread_of_0.045_0.067": [stable_points(right, other)[0] for other in (0.045, 0.067)],
         "on_the_way": [{"accuracy": float(m @ shares), "stable": stable_points(m, spread)} for m in mixtures],
         "confidence": GRID.tolist(),
         "drift": [drift(m, right, spread) for m in GRID],

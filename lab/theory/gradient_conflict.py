@@ -7,7 +7,8 @@ J depends on theta as c does, so the inner product is -l_c Cov(R, phi) - l_t Var
 The paper's proof leaves the second term out, that is, it holds the target fixed. For |c - t| and (c - t)^2, l_t = -l_c, and
 it is l_c (Var(R) - Cov(R, phi)), never negative for an over-confident policy, because
 Cov(R, phi) = Var(R) (E[phi | R = 1] - E[phi | R = 0]) <= Var(R): the proposition has the wrong sign. With the target held
-fixed, which is what implementations do, it is -l_c Cov(R, phi) and the proposition holds.
+fixed, which is what implementations do, it is -l_c Cov(R, phi) and the proposition holds. Of a score linear in the outcome,
+E[S(c, R)] (cross-entropy, (c - R)^2), l_t = S(c, 1) - S(c, 0): negative where c <= 1/2, above it of either sign.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-LOSSES = ("l1", "brier", "kl", "cross_entropy")
+LOSSES = ("l1", "brier", "kl", "cross_entropy", "brier_of_the_outcome")  # the last two are linear in the outcome
 
 
 def slopes(loss: str, c: float, t: float) -> tuple[float, float]:
     """Return the partial derivatives of l(c, t) by the confidence and by the target."""
     if loss == "l1":
         return float(np.sign(c - t)), float(np.sign(t - c))
-    if loss == "brier":
-        return 2 * (c - t), 2 * (t - c)
+    if loss.startswith("brier"):  # (c - t)^2, or the mean of (c - R)^2, which is (c - t)^2 + t(1 - t)
+        return 2 * (c - t), 2 * (t - c) if loss == "brier" else 1 - 2 * c
     log_odds = {x: float(np.log(x) - np.log1p(-x)) for x in (c, t)}
     return (c - t) / (c * (1 - c)), (log_odds[t] if loss == "kl" else 0.0) - log_odds[c]
 

@@ -58,6 +58,18 @@ def test_proposition_2_holds_for_a_fixed_target_and_has_the_wrong_sign_as_stated
     assert {name: row["target_held_fixed"] for name, row in counts.items()} == dict.fromkeys(LOSSES, 300)
     assert [counts[name]["as_stated"] for name in ("l1", "brier", "kl")] == [0, 0, 0]
     assert 0 < counts["cross_entropy"]["as_stated"] < 300
+    assert 0 < counts["brier_of_the_outcome"]["as_stated"] < 300
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "brier_of_the_outcome"])
+def test_of_a_score_linear_in_the_outcome_the_sign_is_the_propositions_up_to_a_confidence_of_one_half(
+    loss: str,
+) -> None:
+    """There the loss of a right response is not the lower one: l_t = S(c, 1) - S(c, 0) >= 0."""
+    found = [fisher_conflict(*policy, loss) for policy in over_confident_policies(400)]
+    assert all(one.stated < 0 for one in found if one.confidence <= 0.5)
+    above = [one.stated > 0 for one in found if one.confidence > 0.5]
+    assert 0 < sum(above) < len(above)
 
 
 def test_slopes_are_the_derivatives() -> None:
@@ -66,6 +78,7 @@ def test_slopes_are_the_derivatives() -> None:
         "brier": lambda c, t: (c - t) ** 2,
         "kl": lambda c, t: t * np.log(t / c) + (1 - t) * np.log((1 - t) / (1 - c)),
         "cross_entropy": lambda c, t: -(t * np.log(c) + (1 - t) * np.log1p(-c)),
+        "brier_of_the_outcome": lambda c, t: t * (c - 1) ** 2 + (1 - t) * c**2,
     }
     for name, loss in losses.items():
         for c, t in ((0.2, 0.7), (0.9, 0.4), (0.5, 0.1)):
