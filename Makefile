@@ -127,6 +127,7 @@ lint: setup
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 	git ls-files '*.sh' '*.sbatch' .ci/run | xargs $(BIN)/shellcheck
 	$(BIN)/python tools/check_docs.py
+	$(BIN)/python tools/check_numbers.py
 	$(BIN)/python tools/options_page.py --check
 
 # every parser of text that others write, 5,000 odd texts each (the suite runs 50), and 200,000 outputs through the
