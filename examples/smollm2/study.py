@@ -193,11 +193,12 @@ def _policies(runs: Mapping[str, Samples], part: str) -> list[str]:
             length = np.mean([s.num_tokens for s in samples])
             malformed = np.mean([s.status != "ok" for s in samples])
             accuracy = shown(resampled(r, lambda c, y: float(y.mean())))
+            solved = f"{np.mean(np.bincount(r.problem, weights=r.correct) > 0):.3f}" if repeats > 1 else "–"
             mean, spread = np.nanmean(r.confidence), np.nanstd(r.confidence)
             cells = (f"{mean:.3f}", f"{spread:.3f}", f"{length:.1f}", f"{malformed:.4f}")
-            rows.append((title, f"{problems} x {repeats}", accuracy, *cells))
-    text = "Policies, with 95 % intervals over problems (bootstrap); one training each."
-    columns = ("responses", "accuracy", "mean c", "sd of c", "tokens", "violations")
+            rows.append((title, f"{problems} x {repeats}", accuracy, solved, *cells))
+    text = "Policies, with 95 % intervals over problems (bootstrap); one training each. pass@k: of all k responses."
+    columns = ("responses", "accuracy", "pass@k", "mean c", "sd of c", "tokens", "violations")
     return table(text, columns, rows)
 
 
