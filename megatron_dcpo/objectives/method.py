@@ -155,14 +155,14 @@ class Method:
         log-probs."""
         return any(_has_gradient(sample, sample.weights) for sample in self.score(samples))
 
-    def has_gradient(self, sample: TrainingSample, block: int) -> bool:
-        """Return whether a scored sample can have a gradient in ``block``, KL and entropy terms included."""
+    def has_gradient(self, sample: TrainingSample, block: int | None = None) -> bool:
+        """Return whether a scored sample can have a gradient, in ``block`` where one is named, KL and entropy terms
+        included."""
         regularized = any(self.options.blocks("kl_coef") + self.options.blocks("entropy_coef"))
-        if self.token_loss is not clipped_policy_loss or regularized:
+        if self.token_loss is not clipped_policy_loss or regularized or self.options.entropy_target:
             return True
-        return sample.weights is not None and _has_gradient(
-            sample, np.where(sample.block_ids == block, sample.weights, 0.0)
-        )
+        weights = sample.weights if block is None else np.where(sample.block_ids == block, sample.weights, 0.0)
+        return sample.weights is not None and _has_gradient(sample, weights)
 
     def _mean_logprob(self, sample: TrainingSample) -> float:
         if not self.needs_old_logprobs:

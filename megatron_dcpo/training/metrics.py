@@ -10,6 +10,7 @@ import numpy as np
 
 from megatron_dcpo.calibration import abstention_rates, summarize
 from megatron_dcpo.planning.traffic import sequence_flops
+from megatron_dcpo.policy.batching import sequence_length
 from megatron_dcpo.policy.model import Policy
 from megatron_dcpo.runtime.device import peak_tflops
 from megatron_dcpo.runtime.watchdog import Timers
@@ -58,6 +59,7 @@ def step_metrics(samples: Sequence[TrainingSample], statistics: UpdateStatistics
         **statistics["maxima"],
         "learning_rate": statistics["learning_rate"],
         "updates/skipped": statistics["skipped"],
+        "train/skipped_tokens": sum(map(sequence_length, samples)) - sum(map(sequence_length, statistics["computed"])),
         **{f"tokens/s/{phase}": sum(lengths) / seconds[phase] for phase in ("rollout", "train") if seconds.get(phase)},
         **{f"time/{phase}": value for phase, value in seconds.items()},
         **{f"memory/{name}": value for name, value in timers.memory.items()},
@@ -129,11 +131,12 @@ def loss_metrics(sums: dict[str, float]) -> dict[str, float]:
 
 def utilization(policy: Policy, samples: Sequence[TrainingSample], timers: Timers) -> dict[str, float]:
     """Return the MFU of the training phase on a GPU of known speed: ``mfu/train``, model arithmetic (forward and backward of
-    every token once, without recomputation) per second and GPU over the card's dense bf16 peak, and ``tflops/train``."""
+    every token of ``samples`` once, without recomputation) per second and GPU over the card's dense bf16 peak, and
+    ``tflops/train``."""
     peak, seconds = peak_tflops(), timers.seconds.get("train")
     if peak is None or not seconds:
         return {}
-    lengths = [len(sample.prompt_ids) + len(sample.response_ids) for sample in samples]
+    lengths = map(sequence_length, samples)
     forward = sum(sequence_flops(policy.arch, policy.layout, length, length) for length in lengths)
     reached = 3 * forward / seconds / policy.topology.world_size / 1e12
     return {"tflops/train": reached, "mfu/train": reached / peak}

@@ -1,14 +1,19 @@
-"""Engine against trainer: how much the log-probs of the sampled tokens differ, in statistics that add up over ranks."""
+"""Engine against trainer: how much the log-probs of the sampled tokens differ, in statistics that add up over ranks; and
+which responses are computed for these statistics alone."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_dcpo.objectives.method import Method
 from megatron_dcpo.objectives.policy_loss import old_logprobs
 from megatron_dcpo.runtime.device import to_device
-from megatron_dcpo.types import BLOCKS, MicroBatch, TokenOutputs
+from megatron_dcpo.types import BLOCKS, MicroBatch, TokenOutputs, TrainingSample
 from megatron_dcpo.weights.architecture import Architecture
 
 MISMATCH_EDGES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.03, 0.1, 0.3, 1.0)  # of |engine - trainer| log-probs
@@ -16,6 +21,23 @@ MISMATCH_EDGES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.03, 0.1, 0.3, 1.0)  # of |engi
 ROUTING_MISMATCH_THRESHOLD = {"fp32": 1e-3, "bf16": 0.1}
 LARGEST = "engine/logprob_diff_max"
 REDUCED_BY_MAX = frozenset({LARGEST, *(f"{LARGEST}_{block}" for block in BLOCKS)})  # all others add up
+
+SAMPLED = 16  # one in so many of the responses that move no weight is computed
+# options of Megatron with which every token of a batch moves the routers
+ROUTER_LOSSES = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_enable_expert_bias")
+
+
+def computed(samples: Sequence[TrainingSample], method: Method, megatron: Mapping[str, Any]) -> list[TrainingSample]:
+    """Return the scored samples that take part in forward and backward, in their order: those that can have a gradient, and
+    every sixteenth of the others, the first among them, whose mismatch stands for theirs.
+
+    The denominators in the weights count all of them, so loss and gradient are those of all. ``megatron``: its options.
+    """
+    without = [i for i, sample in enumerate(samples) if not method.has_gradient(sample)]
+    left_out = set(without) - set(without[::SAMPLED])
+    if any(megatron.get(option) for option in ROUTER_LOSSES):
+        return list(samples)
+    return [sample for i, sample in enumerate(samples) if i not in left_out]
 
 
 @torch.no_grad()

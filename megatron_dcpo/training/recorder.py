@@ -107,7 +107,7 @@ class Recorder:
         if self.writes:
             timers, sums = self.timers, statistics["sums"]
             metrics = {"step": step, **step_metrics(samples, statistics, timers), **measured}
-            metrics |= utilization(self.policy, samples, timers) | self.planned
+            metrics |= utilization(self.policy, statistics["computed"], timers) | self.planned
             metrics |= source_metrics(samples, self.sources)
             metrics |= abstention_metrics(samples, find_method(self.config.objective.name).abstention)
             metrics |= routing_mismatch(self.policy.arch, self.config.model.params_dtype, sums)

@@ -26,7 +26,7 @@ from megatron_dcpo.policy.batching import assign_to_ranks, sequence_length, spli
 from megatron_dcpo.policy.model import Policy
 from megatron_dcpo.policy.schedule import accumulate_gradients, compute_logprobs
 from megatron_dcpo.runtime.distributed import all_gather_objects, max_over_ranks
-from megatron_dcpo.training.mismatch import LARGEST, REDUCED_BY_MAX, mismatch_statistics
+from megatron_dcpo.training.mismatch import LARGEST, REDUCED_BY_MAX, computed, mismatch_statistics
 from megatron_dcpo.types import BLOCKS, MicroBatch, TokenOutputs, TrainingSample, replaced
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,8 @@ class Optimizer(Protocol):
 
 
 class UpdateStatistics(TypedDict):
-    """What the updates of one rollout measured. ``sums`` add up over tokens and ranks, ``maxima`` do not."""
+    """What the updates of one rollout measured. ``sums`` add up over tokens and ranks, ``maxima`` do not. ``computed``: the
+    samples that took part in forward and backward."""
 
     sums: dict[str, float]
     maxima: dict[str, float]
@@ -59,6 +60,7 @@ class UpdateStatistics(TypedDict):
     coefficients: dict[str, float]
     learning_rate: float
     skipped: int
+    computed: list[TrainingSample]
 
 
 class Updater:
@@ -96,21 +98,24 @@ class Updater:
         """
         statistics: UpdateStatistics = {
             "sums": {}, "maxima": {}, "losses": [], "grad_norms": [], "block_gradients": {}, "coefficients": {},
-            "learning_rate": 0.0, "skipped": 0,
+            "learning_rate": 0.0, "skipped": 0, "computed": [],
         }  # fmt: skip
         mini_batches = split_groups(samples, self.training.updates_per_rollout)
+        if self.method.needs_old_logprobs:  # by the score
+            mini_batches = [self.with_old_logprobs(mini_batch) for mini_batch in mini_batches]
+        mini_batches = [self.method.score(mini_batch) for mini_batch in mini_batches]
+        scored_samples = [sample for mini_batch in mini_batches for sample in mini_batch]
+        mini_batches = [computed(mini_batch, self.method, self.parallel.megatron) for mini_batch in mini_batches]
+        statistics["computed"] = [sample for mini_batch in mini_batches for sample in mini_batch]
         # Log-probs of the policy that sampled, needed as soon as a second update leaves it. On the only update of a rollout
         # the old policy is the current one, and its log-probs are those of the forward pass itself.
-        if len(mini_batches) > 1 or self.method.needs_old_logprobs:
+        if len(mini_batches) > 1 and not self.method.needs_old_logprobs:
             mini_batches = [self.with_old_logprobs(mini_batch) for mini_batch in mini_batches]
         if self.reference is not None:
             with self.reference() as reference:
                 mini_batches = [self.with_ref_logprobs(mini_batch, reference) for mini_batch in mini_batches]
-        scored_samples: list[TrainingSample] = []
         for number, mini_batch in enumerate(mini_batches):
-            scored = self.method.score(mini_batch)
-            scored_samples += scored
-            self.update_once(scored, statistics, probe=number == 0 and self._probe_is_due(step), step=step)
+            self.update_once(mini_batch, statistics, probe=number == 0 and self._probe_is_due(step), step=step)
         self.optimizer.gather_parameters()
         if self.method.options.entropy_target:
             self._adapt_entropy_coef(statistics)

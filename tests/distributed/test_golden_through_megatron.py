@@ -12,6 +12,7 @@ from tests.helpers.launch import torchrun_all
 from tests.helpers.objective_cases import (
     EXPECTED,
     GOLDEN_OPTIONS,
+    LEFT_OUT,
     NEW,
     OLD,
     OTHER_LOSSES,
@@ -29,6 +30,19 @@ CASES = {
     "tp2_packed": (2, {"tensor_model_parallel_size": 2, "sequence_packing": True}, 4, [0, 1, 2, 3, 4, 5, 6, 7]),
     "cp2_micro4": (2, {"context_parallel_size": 2}, 4, [7, 0, 6, 1, 5, 2, 4, 3]),
     "cp2_packed": (2, {"context_parallel_size": 2, "sequence_packing": True}, 4, [0, 1, 2, 3, 4, 5, 6, 7]),
+    "tp2_sequence_parallel": (
+        2,
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        4,
+        [0, 1, 2, 3, 4, 5, 6, 7],
+    ),
+    "dp2_packed": (2, {"sequence_packing": True}, 4, [2, 1, 0, 3, 4, 5, 6, 7]),
+    "pp2_virtual2": (
+        2,
+        {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+        2,
+        [0, 1, 2, 3, 4, 5, 6, 7],
+    ),
     "pp2_micro1": (2, {"pipeline_model_parallel_size": 2}, 1, [1, 0, 3, 2, 5, 4, 7, 6]),
 }
 RATIO_ONLY = [name for name in GOLDEN_OPTIONS if not name.startswith("ccgspg")]
@@ -81,3 +95,20 @@ def test_gradient_norms_do_not_depend_on_the_layout(runs, case):
     expected = runs["one"][0]["norms"]
     for name, norm in runs[case][0]["norms"].items():
         assert norm == pytest.approx(expected[name], rel=1e-4), name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradient_without_what_cannot_move_a_weight(runs, case):
+    """A group of 20 that are all right, of whom the first and the 17th are computed: the weights count all of them."""
+    ranks = [rank["left_out"] for rank in runs[case]]
+    for name in LEFT_OUT:
+        for rank in ranks:
+            everything, some = rank[name]["losses"]
+            assert rank[name]["computed"] == [28, 10], "the golden group and two of the other"
+            assert some == pytest.approx(everything, abs=1e-6), name
+        apart, square = np.sum([rank[name]["apart"] for rank in ranks], axis=0)
+        assert square > 1e-8, "there is a gradient"
+        assert apart <= 1e-10 * square, name
+        for rank in ranks:  # one response is computed: a data-parallel rank has none
+            idle = rank[f"{name}, no gradient at all"]
+            assert (idle["computed"], idle["losses"], idle["apart"]) == ([9, 1], [0.0, 0.0], [0.0, 0.0])

@@ -51,6 +51,8 @@ OTHER_LOSSES: dict[str, tuple[dict[str, Any], float]] = {
     "grpo dr_grpo": ({"name": "grpo", **_DR_GRPO}, 0.010446712335441083),
     "dcpo dr_grpo": (_DR_GRPO, 0.001697086626764429),
 }
+# of which the losses are compared with and without what has no gradient
+LEFT_OUT = ("grpo [paper]", "dcpo lam=0.5 [paper]", "dcpo lam=0.5 [paper, token-mean]", "grpo gspo")
 
 
 def objective(**options: Any) -> Method:

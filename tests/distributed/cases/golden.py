@@ -2,23 +2,29 @@
 
 The policy's log-probs are what they are; the old ones are set so that each token has the golden ratio. The loss of every
 method that reads log-probs through the ratio only is then the golden number.
+
+Beside it a group without a gradient, once computed and once left out.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from megatron_dcpo.config import RolloutConfig, TrainingConfig
 from megatron_dcpo.objectives import ObjectiveConfig, build_method
+from megatron_dcpo.policy.gradient_probe import part_gradient
 from megatron_dcpo.policy.model import build_policy
 from megatron_dcpo.policy.optimizer import PolicyOptimizer
 from megatron_dcpo.runtime.distributed import all_gather_objects
+from megatron_dcpo.training.mismatch import computed
 from megatron_dcpo.training.updater import Updater, UpdateStatistics
-from megatron_dcpo.types import Prompt, Response, TrainingSample, replaced
+from megatron_dcpo.types import Judgement, Prompt, Response, TrainingSample, replaced
 from tests.distributed.cases.common import config_for_test, initialize_layout, parallel_config
-from tests.helpers.objective_cases import GOLDEN_OPTIONS, NEW, OLD, OTHER_LOSSES, golden_judgements
+from tests.helpers.objective_cases import GOLDEN_OPTIONS, LEFT_OUT, NEW, OLD, OTHER_LOSSES, golden_judgements
 
 
 def samples_for_test(order: list[int]) -> list[TrainingSample]:
@@ -32,6 +38,35 @@ def samples_for_test(order: list[int]) -> list[TrainingSample]:
     ]
 
 
+def samples_without_gradient(count: int) -> list[TrainingSample]:
+    """A group that is right throughout, with one confidence; longer than the others, so that it would fill micro-batches."""
+    rng = np.random.default_rng(2)
+    lengths = [int(rng.integers(5, 30)) for _ in range(count)]
+    return [
+        TrainingSample(
+            Prompt("p1", (), (8, 9), "", "math"),
+            Response("p1", i, rng.integers(1, 331, length), np.zeros(length, np.float32), "stop", 0),
+            Judgement("p1", 1.0, 0.75, "ok", length - 2, length),
+        )
+        for i, length in enumerate(lengths)
+    ]
+
+
+def left_out(updater: Updater, samples: list[TrainingSample]) -> dict[str, Any]:
+    """Loss and gradient of all samples and of those that are computed."""
+    scored = updater.method.score(updater.with_old_logprobs(samples))
+    some = computed(scored, updater.method, {})
+    losses, gradients = [], []
+    for taken in (scored, some):
+        backward = partial(updater.accumulate, taken)
+        parts, found = part_gradient(updater.policy, updater.optimizer.megatron, backward)
+        ranks = all_gather_objects(parts if updater.topology.reports else [])
+        losses.append(sum(part["loss"] for rank in ranks for part in rank))
+        gradients.append(torch.cat([one.gradient.flatten() for one in found]))
+    apart = [float((gradients[0] - gradients[1]).square().sum()), float(gradients[0].square().sum())]
+    return {"losses": losses, "apart": apart, "computed": [len(scored), len(some)]}
+
+
 def run(options: dict[str, Any]) -> Any:
     parallel = parallel_config(options["parallel"])
     topology = initialize_layout(parallel)
@@ -42,7 +77,7 @@ def run(options: dict[str, Any]) -> Any:
     optimizer = PolicyOptimizer(policy, config)
     order = options["order"]
     samples = samples_for_test(order)
-    result: dict[str, Any] = {"losses": {}, "norms": {}}
+    result: dict[str, Any] = {"losses": {}, "norms": {}, "left_out": {}}
     others = {name: method_options for name, (method_options, _) in OTHER_LOSSES.items()}
     for name, method_options in (GOLDEN_OPTIONS | others).items():
         method = build_method(ObjectiveConfig(**method_options))
@@ -55,12 +90,15 @@ def run(options: dict[str, Any]) -> Any:
         ]
         statistics: UpdateStatistics = {
             "sums": {}, "maxima": {}, "losses": [], "grad_norms": [], "block_gradients": {}, "coefficients": {},
-            "learning_rate": 0.0,
-            "skipped": 0,
+            "learning_rate": 0.0, "skipped": 0, "computed": [],
         }  # fmt: skip
         updater.update_once(method.score(golden), statistics, probe=False, step=1)
         result["losses"][name] = statistics["losses"][0]
         result["norms"][name] = statistics["grad_norms"][0]
         result["new"] = {str(i): row.tolist() for row, i in zip(new, order, strict=True)}
+        if name in LEFT_OUT:
+            idle = samples_without_gradient(20)
+            result["left_out"][name] = left_out(updater, idle[:3] + samples + idle[3:])
+            result["left_out"][f"{name}, no gradient at all"] = left_out(updater, idle[:9])
     all_gather_objects(None)
     return result
