@@ -268,8 +268,8 @@ class TrainingConfig:
     """auto: go on after the newest complete checkpoint of run_dir; none: refuse a run_dir that has one."""
     export_hf: bool = True
     """Leave the trained policy as a Hugging Face directory, policy/."""
-    gradient_probe_interval: NonNegative = 10
-    """Compare the gradients of accuracy and calibration every that many steps (0: never)."""
+    gradient_probe_interval: NonNegative = 50
+    """Compare the gradients of accuracy and calibration in the first step and every that many (0: never)."""
     async_save: bool | Literal["auto"] = "auto"
     """Write checkpoints beside the training, from a copy on the host; auto: on a GPU."""
     max_nonfinite_steps: Positive = 3
