@@ -27,7 +27,7 @@ the input:
   confidence       what is stated, or null
   status           ok, missing, multiple, unparsable, out_of_range, trailing_text, before_box or truncated
   logprobs, old_logprobs   of the n_reasoning + n_confidence tokens; the second at the time of sampling
-  engine_logprobs, ref_logprobs, entropy   the same, where tis_level, kl_coef, entropy_coef need them
+  engine_logprobs, ref_logprobs, entropy   the same, where tis_level (old_logprobs: engine), kl_coef, entropy_coef need them
   abstained        true or false (default), for ternary
 """
 

@@ -122,7 +122,8 @@ def check_passed_on(
 
 
 def _check_rollout(rollout: RolloutConfig, objective: ObjectiveConfig, source: str) -> None:
-    if (rollout.top_p < 1 or rollout.top_k) and objective.tis_level == "none":
+    uncorrected = objective.tis_level == "none" and objective.old_logprobs == "trainer"
+    if (rollout.top_p < 1 or rollout.top_k) and uncorrected:
         raise UserError(
             f"{source}: rollout.top_p={rollout.top_p}, top_k={rollout.top_k} sample another policy than the one trained; "
             "set them to 1 and 0, or correct for it with objective.tis_level=token (or sequence)"
@@ -142,7 +143,7 @@ def _check_rollout(rollout: RolloutConfig, objective: ObjectiveConfig, source: s
             "more than two: set rollout.oversample above 1, at most 2",
         ),
         (
-            objective.tis_level == "none",
+            uncorrected,
             "trains on tokens of earlier policies; correct for it with objective.tis_level=token (or sequence)",
         ),
         (
@@ -166,7 +167,7 @@ def _check_rollout(rollout: RolloutConfig, objective: ObjectiveConfig, source: s
             f"{ahead} does not go with rollout.engine={rollout.engine}, which samples in the trainer's own processes, with "
             "their devices or cores; take rollout.engine=server (dcpo launch N --engines M starts one)"
         )
-    if rollout.async_steps and objective.tis_level == "none":
+    if rollout.async_steps and uncorrected:
         raise UserError(f"{ahead} trains on tokens of the policy before; correct for it with objective.tis_level=token")
     if rollout.filter_groups and find_method(objective.name).needs_old_logprobs:
         raise UserError(

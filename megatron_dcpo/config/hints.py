@@ -49,6 +49,7 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
         "clip_ratio_low": "objective.clip_low",
         "clip_ratio_high": "objective.clip_high",
         "clip_ratio_c": "objective.dual_clip",
+        "bypass_mode": "objective.old_logprobs",
         "entropy_coeff": "objective.entropy_coef",
         "router_replay": "rollout.routing_replay",
         "enable_rollout_routing_replay": "rollout.routing_replay",

@@ -100,6 +100,8 @@ class ObjectiveConfig(BaseModel):
     """Entropy of the reasoning in nats, up to which an entropy_coef_reasoning acts that adapts to it (0: off)."""
     entropy_delta: NonNegative = 0.005
     """Change of the entropy_coef_reasoning after each step, up below entropy_target and down above."""
+    old_logprobs: Literal["trainer", "engine"] = "trainer"
+    """Whose log-probs of the sampled tokens the ratio divides by; engine saves the forward pass before several updates."""
     tis_level: Literal["none", "token", "sequence", "geometric"] = "none"
     """Importance weights between engine and trainer: of a token, a sequence, or its geometric mean."""
     tis_mode: Literal["truncate", "mask"] = "truncate"
@@ -127,6 +129,8 @@ class ObjectiveConfig(BaseModel):
             raise ValueError("dual_clip goes with clip=ppo: cispo has no unclipped term to bound")
         if self.entropy_target and self.entropy_coef_reasoning < 0:
             raise ValueError("entropy_target needs entropy_coef_reasoning >= 0, the coefficient that it begins with")
+        if self.old_logprobs == "engine" and self.tis_level != "none":
+            raise ValueError("old_logprobs=engine goes with tis_level=none: its ratio is against the engine already")
         if self.tis_floor >= self.tis_cap:
             raise ValueError(f"tis_floor={self.tis_floor:g} must be below tis_cap={self.tis_cap:g}")
         return self
@@ -174,7 +178,7 @@ COMMON = frozenset(
     | _both("weight", "kl_coef", "entropy_coef")
 )
 CLIPPED_LOSS = frozenset(("ratio", "clip", "clip_low", "clip_high", "dual_clip"))
-CLIPPED_LOSS |= {"tis_level", "tis_mode", "tis_floor", "tis_cap"}
+CLIPPED_LOSS |= {"old_logprobs", "tis_level", "tis_mode", "tis_floor", "tis_cap"}
 CALIBRATION_REWARD = frozenset(("lam", "calibration_loss", "malformed_penalty", "malformed_placement"))
 REASONING_ADVANTAGE = frozenset(("advantage_normalization_reasoning", "ddof", "eps"))
 REASONING_ADVANTAGE |= {"overlong_buffer", "overlong_penalty"}

@@ -50,11 +50,13 @@ def clipped_policy_loss(batch: MicroBatch, outputs: TokenOutputs, options: Objec
 
 
 def importance_ratio(batch: MicroBatch, outputs: TokenOutputs, options: ObjectiveConfig) -> Tensor:
-    """Return rho of each token [n]: pi / pi_old of the token, or with ``ratio: sequence`` the geometric mean over its
-    response, whose gradient is that of the token's own log-prob, so that the blocks keep their own advantages (GSPO-token,
-    Zheng et al. 2025)."""
+    """Return rho of each token [n]: pi / pi_old of the token (with ``old_logprobs: engine`` pi / pi_engine), or with
+    ``ratio: sequence`` the geometric mean over its response, whose gradient is that of the token's own log-prob, so that the
+    blocks keep their own advantages (GSPO-token, Zheng et al. 2025)."""
     logprobs = masked(outputs.logprobs, batch)
-    log_ratio = logprobs - masked(old_logprobs(batch, outputs), batch)
+    of_engine = options.old_logprobs == "engine"
+    old = column(batch, "engine_logprobs", "old_logprobs") if of_engine else old_logprobs(batch, outputs)
+    log_ratio = logprobs - masked(old.to(logprobs), batch)
     if options.ratio == "sequence":
         log_ratio = sequence_means(log_ratio.detach(), batch)[batch.sequence_ids] + logprobs - logprobs.detach()
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

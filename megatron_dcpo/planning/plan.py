@@ -156,7 +156,8 @@ def make_plan(config: Config, machine: Machine, rates: Rates | None = None) -> P
     engine = _engine(arch, config, machine)
     method = build_method(config.objective)
     reference = any(method.options.blocks("kl_coef"))
-    needs_old = config.training.updates_per_rollout > 1 or method.needs_old_logprobs
+    several = config.training.updates_per_rollout > 1 and method.options.old_logprobs == "trainer"
+    needs_old = several or method.needs_old_logprobs
     work = replace(work, forward_passes=int(needs_old) + int(reference))
     batch = tokens // context, math.ceil(scored / context), per_update
     stages = tuple(

@@ -82,14 +82,10 @@ class Updater:
         self.reference, self.probe = reference, probe
         self.topology = policy.topology
         self.parallel, self.rollout, self.training = parallel, rollout, training
-        self.forward_options: dict[str, Any] = {
-            "temperature": rollout.temperature,
-            "packing": parallel.sequence_packing,
-        }
-        self.nonfinite_in_a_row = 0
-        self.entropy_coefs = (
-            method.options.entropy_coef_reasoning,
-        ) * 2  # with entropy_target: the next one, what acts
+        self.forward_options: Any = {"temperature": rollout.temperature, "packing": parallel.sequence_packing}
+        self.nonfinite_in_a_row, self.measures_mismatch = 0, True
+        coef = method.options.entropy_coef_reasoning
+        self.entropy_coefs = coef, coef  # with entropy_target: the next one, what acts
 
     def update(self, samples: Sequence[TrainingSample], step: int) -> tuple[list[TrainingSample], UpdateStatistics]:
         """Take ``updates_per_rollout`` optimizer steps on the rollout's mini-batches; return the scored samples. Collective.
@@ -109,12 +105,14 @@ class Updater:
         statistics["computed"] = [sample for mini_batch in mini_batches for sample in mini_batch]
         # Log-probs of the policy that sampled, needed as soon as a second update leaves it. On the only update of a rollout
         # the old policy is the current one, and its log-probs are those of the forward pass itself.
-        if len(mini_batches) > 1 and not self.method.needs_old_logprobs:
+        of_engine = self.method.options.old_logprobs == "engine"
+        if len(mini_batches) > 1 and not self.method.needs_old_logprobs and not of_engine:
             mini_batches = [self.with_old_logprobs(mini_batch) for mini_batch in mini_batches]
         if self.reference is not None:
             with self.reference() as reference:
                 mini_batches = [self.with_ref_logprobs(mini_batch, reference) for mini_batch in mini_batches]
         for number, mini_batch in enumerate(mini_batches):
+            self.measures_mismatch = number == 0 or not of_engine  # later the policy is not the one that sampled
             self.update_once(mini_batch, statistics, probe=number == 0 and self._probe_is_due(step), step=step)
         self.optimizer.gather_parameters()
         if self.method.options.entropy_target:
@@ -155,7 +153,8 @@ class Updater:
 
     def _loss(self, batch: MicroBatch, outputs: TokenOutputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         contributions, statistics = self.method.loss(batch, outputs)
-        return contributions, statistics if batch.is_part else statistics | mismatch_statistics(batch, outputs)
+        measured = self.measures_mismatch and not batch.is_part
+        return contributions, statistics | (mismatch_statistics(batch, outputs) if measured else {})
 
     def deal(self, samples: Sequence[TrainingSample]) -> tuple[list[int], list[list[int]]]:
         """Deal a mini-batch, equal on all ranks, over the data-parallel ranks: return the indices of this rank's samples,

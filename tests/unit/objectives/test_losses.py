@@ -9,6 +9,7 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_dcpo.config import load_config
 from megatron_dcpo.errors import UserError
@@ -102,6 +103,21 @@ def test_the_blocks_stay_apart_under_a_ratio_of_the_sequence() -> None:
         assert g[~confidence].any() or not sample.advantages[~confidence].any()
 
 
+def test_the_engines_log_probs_as_old_ones() -> None:
+    """By hand: A = 1/2 and -1/2, weights 1/4. Ratios e^.1 and e^1, held at 1.28, of the right response; e^-1, held at .8,
+    and 1 of the wrong one. What stands in old_logprobs is not read."""
+    chosen = objective(name="grpo", old_logprobs="engine", advantage_normalization="mean")
+    judgements = [judgement("p", R, 0.9, boundary=1, length=2) for R in (1.0, 0.0)]
+    new, other = [np.array([-1.0, -0.5]), np.array([-2.0, -1.0])], [np.full(2, -9.0)] * 2
+    engine = torch.tensor([-1.1, -1.5, -1.0, -1.0], dtype=torch.float64)
+    total, gradient = loss_and_gradient(chosen, judgements, other, new, engine_logprobs=engine)
+    assert total == pytest.approx((-1.1051709180756477 / 2 - 0.64 + 0.4 + 0.5) / 4, abs=1e-12)
+    assert np.concatenate(gradient) == pytest.approx([-1.1051709180756477 / 8, 0.0, 0.0, 0.125], abs=1e-12)
+    assert chosen.loss_is_separable
+    with pytest.raises(ValueError, match=r"objective.old_logprobs needs engine_logprobs for every response"):
+        loss_and_gradient(chosen, judgements, other, new)
+
+
 def test_a_ratio_of_the_sequence_is_not_taken_in_parts() -> None:
     assert objective(name="grpo").loss_is_separable
     assert objective(name="grpo", clip="cispo").loss_is_separable
@@ -158,6 +174,11 @@ def test_the_entropy_coefficient_finds_its_target() -> None:
         (
             {"overlong_buffer": 9, "max_response_length": 9},
             "overlong_buffer needs objective.max_response_length above 9",
+        ),
+        ({"old_logprobs": "engine", "tis_level": "token"}, "old_logprobs=engine goes with tis_level=none"),
+        (
+            {"name": "ccgspg", "old_logprobs": "engine"},
+            "objective.old_logprobs has no effect with objective.name=ccgspg",
         ),
         ({"entropy_target": 0.1, "entropy_coef": -0.1}, "entropy_target needs entropy_coef_reasoning >= 0"),
     ],

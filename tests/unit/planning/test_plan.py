@@ -285,3 +285,12 @@ def test_engines_on_gpus_of_their_own(tmp_path, capsys):
     elsewhere = [*options[:1], str(EXAMPLES / "qwen3_8b" / "math" / "dcpo.yaml"), options[2]]
     assert main(["plan", *elsewhere, "--gpus", "8", "--engine-gpus", "8"]) == 2
     assert "--engine-gpus is for rollout.engine=server, not auto" in capsys.readouterr().err
+
+
+def test_the_engines_log_probs_as_old_ones_are_a_pass_less(plan):
+    two, none = "training.updates_per_rollout=2", "objective.tis_level=none"
+    by_trainer, by_engine = (
+        plan(64, f"{TP}=8", f"{PP}=4", two, none, f"objective.old_logprobs={who}")[1] for who in ("trainer", "engine")
+    )
+    assert by_trainer["step_seconds"]["forward"] > by_engine["step_seconds"]["forward"] == 0
+    assert by_trainer["step_seconds"]["update"] == by_engine["step_seconds"]["update"]

@@ -105,5 +105,6 @@ def test_options_that_do_not_go_together(rollout, objective, what):
 
 def test_truncation_with_a_correction_is_allowed():
     values = {"run_dir": "r", "model": {"path": "m"}, "data": {"path": "d"}}
+    assert validate(values | {"rollout": {"top_p": 0.9}, "objective": {"old_logprobs": "engine"}}).rollout.top_p == 0.9
     made = validate(values | {"rollout": {"top_p": 0.9, "top_k": 50}, "objective": {"tis_level": "token"}})
     assert (made.rollout.top_p, made.rollout.top_k) == (0.9, 50)

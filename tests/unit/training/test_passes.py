@@ -1,0 +1,85 @@
+"""How many passes a training makes: with the gradient probe, and for old log-probs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_dcpo.config import ParallelConfig, RolloutConfig, TrainingConfig
+from megatron_dcpo.training import updater as updater_module
+from megatron_dcpo.training.updater import Updater
+from megatron_dcpo.types import Judgement, TrainingSample
+from tests.helpers.objective_cases import objective, samples_of
+
+MEASURED = SimpleNamespace(metrics=dict, swapped=lambda: MEASURED)
+
+
+class Counting(Updater):
+    """Counts responses that are passed forward and backward, and mini-batches that are passed forward; notes whether each
+    update compares engine and trainer."""
+
+    passed, scored = 0, 0
+    compared: list[bool]
+
+    def accumulate(self, samples: Any) -> list[dict[str, float]]:
+        self.passed += len(samples)
+        self.compared.append(self.measures_mismatch)
+        return [{"loss": 0.0}]
+
+    def with_old_logprobs(self, samples: Any) -> list[TrainingSample]:
+        self.scored += 1
+        return list(samples)
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process group: this rank is the only one."""
+    monkeypatch.setattr(updater_module, "all_gather_objects", lambda value: [value])
+    monkeypatch.setattr(updater_module, "max_over_ranks", lambda value: value)
+
+
+def trained(training: TrainingConfig, groups: int = 1, **options: Any) -> Counting:
+    """Return the updater after ``training.steps`` steps of ``groups`` groups of three."""
+    optimizer: Any = SimpleNamespace(learning_rate=0.0)
+    for name in ("zero_gradients", "gradient_norm", "step", "gather_parameters"):
+        setattr(optimizer, name, lambda: 0.0)
+    policy: Any = SimpleNamespace(topology=SimpleNamespace(reports=True, rank=0))
+
+    def probe(part: Any, whole: Any) -> Any:
+        part()
+        return whole(), MEASURED
+
+    parts = policy, optimizer, objective(**{"name": "dcpo", **options}), None, probe
+    updater = Counting(*parts, ParallelConfig(), RolloutConfig(), training)
+    updater.compared = []
+    pairs = (1, 0.9), (0, 0.4), (0, 0.1)  # all train reasoning and confidence
+    names = [f"p{number}" for number in range(groups)]
+    samples = samples_of([Judgement(name, R, c, "ok", boundary=3, length=5) for name in names for R, c in pairs])
+    for step in range(1, training.steps + 1):
+        updater.update(samples, step)
+    return updater
+
+
+def passes(training: TrainingConfig) -> float:
+    """Return the passes over all three responses of a step, mean over a run of ``training.steps``."""
+    return trained(training).passed / 3 / training.steps
+
+
+def test_the_probe_costs_at_most_three_per_cent() -> None:
+    assert 1.0 < passes(TrainingConfig()) <= 1.03
+
+
+@pytest.mark.parametrize(("interval", "expected"), [(0, 1.0), (2, 1.6), (1, 2.0)])
+def test_passes_of_other_intervals(interval: int, expected: float) -> None:
+    """Of five steps the first is probed and every second, each by a pass of its own."""
+    assert passes(TrainingConfig(steps=5, gradient_probe_interval=interval)) == pytest.approx(expected)
+
+
+def test_the_engines_log_probs_save_the_pass_for_old_ones() -> None:
+    """And engine and trainer are compared before the policy moves: the second update has no log-probs of that policy."""
+    two = TrainingConfig(steps=1, updates_per_rollout=2, gradient_probe_interval=0)
+    by_trainer, by_engine = trained(two, groups=2), trained(two, groups=2, old_logprobs="engine")
+    assert (by_trainer.scored, by_trainer.compared) == (2, [True, True])
+    assert (by_engine.scored, by_engine.compared) == (0, [True, False])
