@@ -13,7 +13,7 @@ from megatron_dcpo.training.updater import Updater
 from megatron_dcpo.types import Judgement, TrainingSample
 from tests.helpers.objective_cases import objective, samples_of
 
-MEASURED = SimpleNamespace(metrics=dict, swapped=lambda: MEASURED)
+MEASURED: Any = SimpleNamespace(metrics=dict, swapped=lambda: MEASURED)
 
 
 class Counting(Updater):
