@@ -1,17 +1,20 @@
 # make setup       .venv with everything, pinned           make quickstart [SEED=k]   GRPO, DCPO, recalibration
 # make test        the test suite                          make test-fast             its quick part, for every day
 # make test-full   the same with every case                make test-sandbox, fuzz    the whole of two suites
+# make test-python PYTHON=python3.12 CORE=0.19.2           the numbers on another Python and Megatron-core
 # make lint        ruff, mypy, shellcheck, the documentation's links
 PYTHON ?= python3
 SEED ?= 1
 OUT ?= runs/quickstart
 VENV := .venv
+# the release of Megatron-core; later ones need Python 3.12
+CORE ?= $(shell sed -n 's/^megatron-core==//p' constraints.txt)
 BIN := $(VENV)/bin
 
 # a file stays on one worker (its fixtures are made once); the long ones of distributed and system come first
 IN_ORDER := --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup setup-engine setup-sandbox quickstart quickstart-moe smollm2 policy test test-full test-fast test-sandbox test-changed test-engine test-browser test-peft test-grid test-resilience test-soak test-slurm \
+.PHONY: setup setup-engine setup-sandbox quickstart quickstart-moe smollm2 policy test test-full test-fast test-sandbox test-changed test-python spine test-engine test-browser test-peft test-grid test-resilience test-soak test-slurm \
 	test-multinode test-gpu gpu-check gpu-check-dry attacks code-data reference-solutions check-transformer-engine test-cuda-wheels lint fuzz pictures release clean
 
 setup: $(VENV)/.installed
@@ -20,7 +23,8 @@ setup: $(VENV)/.installed
 $(VENV)/.installed: setup.py constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet torch==2.13.0
-	$(BIN)/python -m pip install --quiet --editable ".[cpu,dev]" --constraint constraints.txt
+	sed 's/^megatron-core==.*/megatron-core==$(CORE)/' constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/python -m pip install --quiet --editable ".[cpu,dev]" --constraint $(VENV)/constraints.txt
 	touch $@
 	@echo 'dcpo is installed: . $(VENV)/bin/activate puts it on the PATH of this shell, or call $(BIN)/dcpo'
 
@@ -70,6 +74,15 @@ test-sandbox: setup
 test-changed: setup
 	$(BIN)/python tools/tested.py sandbox || $(MAKE) test-sandbox
 	$(BIN)/python tools/tested.py fuzz || $(MAKE) fuzz
+
+# the same on another Python and release of Megatron, in an environment of its own: what must not depend on them.
+# Once a week, and the result into docs/status.md (pip may take torch's CUDA build there: 5 GB).
+SPINE := tests/distributed tests/unit/runtime tests/unit/policy tests/unit/weights tests/unit/conversion tests/unit/checkpoints \
+	tests/unit/objectives tests/system/test_checkpoints.py
+test-python:
+	$(MAKE) VENV=.venv-$(notdir $(PYTHON))-$(CORE) spine
+spine: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(IN_ORDER) -m "not full" $(SPINE)
 
 # what needs neither ranks nor a training, without what takes seconds (marked slow)
 test-fast: setup

@@ -37,7 +37,7 @@ setup(
     },
     install_requires=[
         "torch>=2.6",
-        "megatron-core>=0.16,<0.17",
+        "megatron-core>=0.16,<0.20",
         "transformers>=5.5,<5.20",
         "safetensors>=0.5",
         "httpx2>=2.0,<3",  # what huggingface_hub uses
@@ -79,5 +79,8 @@ setup(
         ],
     },
     entry_points={"console_scripts": ["dcpo=megatron_dcpo.cli:main"]},
-    classifiers=["Programming Language :: Python :: 3.11", "License :: OSI Approved :: Apache Software License"],
+    classifiers=[
+        *(f"Programming Language :: Python :: {version}" for version in ("3.11", "3.12", "3.13")),
+        "License :: OSI Approved :: Apache Software License",
+    ],
 )

@@ -60,17 +60,20 @@ def restore(optimizer: Any, loaded: dict[str, Any]) -> None:
         optimizer.load_state_dict(loaded)
         return
     loaded = {name: value for name, value in loaded.items() if not name.startswith("param_state")}
-    saved = {_identity(group): group for group in loaded["optimizer"]["param_groups"]}
+    saved = loaded["optimizer"]["param_groups"]
     for part in optimizer_parts(optimizer):
         own = part.state_dict()["optimizer"]["param_groups"]
-        groups = [saved[_identity(group)] | {_EXPERTS: group[_EXPERTS]} for group in own]
+        keys = _identifying(*saved, *own)
+        found = {tuple(group[key] for key in keys): group for group in saved}
+        groups = [found[tuple(group[key] for key in keys)] | {_EXPERTS: group[_EXPERTS]} for group in own]
         part.load_state_dict(loaded | {"optimizer": loaded["optimizer"] | {"param_groups": groups}})
 
 
-def _identity(group: dict[str, Any]) -> tuple[Any, ...]:
-    """Return by what a group is found again, at other sizes as well: an expert's parameter is in a group like any
-    other's."""
-    return tuple(group[key] for key in param_group_identifier_keys if key != _EXPERTS)
+def _identifying(*groups: dict[str, Any]) -> list[str]:
+    """Return by which options a group is found again, at other sizes as well (an expert's parameter is in a group like any
+    other's), and by another release of Megatron, which has more of them."""
+    keys = [key for key in param_group_identifier_keys if key != _EXPERTS]
+    return [key for key in keys if all(key in group for group in groups)]
 
 
 def _own_shards(part: DistributedOptimizer, model: dict[str, Any]) -> Iterator[dict[str, list[ShardedTensor]]]:

@@ -68,7 +68,7 @@ class _LoadPlanner(strategy.MCoreLoadPlanner):
             self.state_dict[name] = loaded
 
 
-def _get_reader(checkpoint_dir: str | Path, cache_metadata: bool = False) -> _Reader:
+def _get_reader(checkpoint_dir: str | Path, *_: Any, **__: Any) -> _Reader:
     return _Reader(checkpoint_dir)
 
 
@@ -83,13 +83,14 @@ class SharedRead(strategy.TorchDistLoadShardedStrategy):
         self.replicas = replicas
 
     @torch.no_grad()
-    def load(self, sharded: Any, directory: Path) -> Any:
+    def load(self, sharded: Any, directory: Path, *more: Any) -> Any:  # from 0.17 on: async_strategy
         shares = determine_main_replica_uniform_distribution(sharded, self.replicas, ignore_groups=True)
         if shares is None:
-            return super().load(sharded, directory)
+            return super().load(sharded, directory, *more)
         parts = {_identity(part): part for part in nested_values(sharded)}
         reader, own = shares.main_rank_for_shard, dist.get_rank(self.replicas)
-        values = super().load({name: p for name, p in parts.items() if reader.get(name, own) == own}, directory)
+        own_parts = {name: part for name, part in parts.items() if reader.get(name, own) == own}
+        values = super().load(own_parts, directory, *more)
         for name, rank in reader.items():
             if len(shares.all_ranks_for_shard[name]) == 1:
                 continue

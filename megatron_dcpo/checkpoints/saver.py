@@ -37,7 +37,7 @@ from megatron_dcpo.conversion.megatron_checkpoint import BEST
 from megatron_dcpo.errors import UserError, one_line
 from megatron_dcpo.runtime.distributed import all_gather_objects, barrier, broadcast_object, max_over_ranks
 from megatron_dcpo.runtime.files import write_atomically
-from megatron_dcpo.runtime.megatron_private import use_queue_of_this_process
+from megatron_dcpo.runtime.megatron_private import plan_checkpoint, use_queue_of_this_process
 
 from megatron.core.dist_checkpointing import ShardedTensor  # isort: skip
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
@@ -48,7 +48,6 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     distribute_main_replicas_with_precomputed_distribution,
 )
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
 COMMON = "common.pt"
 _NOTHING_FREE = 1 << 20  # bytes
@@ -184,7 +183,7 @@ class Saver:
         if self.replicas is not None:
             shares = determine_main_replica_uniform_distribution(sharded, self.replicas)
             distribute_main_replicas_with_precomputed_distribution(sharded, self.replicas, shares)
-        writer, metadata = _SavePlanner("torch_dist", 1).async_save(sharded, temporary)
+        writer, metadata = plan_checkpoint(sharded, temporary)
         writer.write_buckets = _snapshot(writer.write_buckets, _storages(sharded) if self.background else set())
         return writer, metadata
 
@@ -247,13 +246,6 @@ def remove_leftovers(directory: Path) -> None:
     """Remove what a killed save left behind."""
     for path in directory.glob("iter_*.tmp"):
         shutil.rmtree(path, ignore_errors=True)
-
-
-class _SavePlanner(TorchDistSaveShardedStrategy):
-    """Megatron's plan of a save, without its way of carrying it out (processes, and collectives amid the writing)."""
-
-    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> Any:
-        return writer, save_state_dict_ret[1]
 
 
 def _storages(sharded: Any) -> set[int]:

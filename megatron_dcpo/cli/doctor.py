@@ -30,6 +30,9 @@ OPTIONAL = {
     "wandb": "Weights & Biases logging",
 }
 
+# Python -> releases of Megatron-core that passed make test-python there, the pinned one first (docs/status.md has the dates)
+TESTED = {(3, 11): ("0.16.1",), (3, 12): ("0.17.1", "0.18.2", "0.19.2"), (3, 13): ("0.19.2",)}
+
 EXTRAS = {"transformer-engine": "gpu", "vllm": "vllm", "datasets": "hub", "reasoning-gym": "gym", "wandb": "wandb"}
 
 
@@ -65,17 +68,23 @@ def examine() -> list[Finding]:
     from megatron_dcpo.runtime.device import backend, current_device
 
     pins = _constraints()
-    findings = [Finding("python", platform.python_version(), sys.version_info >= (3, 11))]
+    here = TESTED.get(sys.version_info[:2], ())
+    matrix = "; ".join(f"{a}.{b}: megatron-core {', '.join(of)}" for (a, b), of in TESTED.items())
+    advice = "" if here else f"tested are {matrix}"
+    findings = [Finding("python", platform.python_version(), sys.version_info >= (3, 11), advice)]
     for name in REQUIRED:
         version = _version(name)
         pin = pins.get(name)
         wrong = version is not None and pin is not None and version.split("+")[0] != pin
+        if name == "megatron-core" and version in here:
+            wrong = False
         advice = f"pip install {name}{'==' + pin if pin else ''}" if version is None or wrong else ""
         findings.append(Finding(name, version or "missing", version is not None and not wrong, advice))
     for name, what in OPTIONAL.items():
         version = _version(name)
         how = f"; {pip_install(EXTRAS[name])}" if name in EXTRAS else ""
         findings.append(Finding(name, version or "not installed", None, "" if version else what + how))
+    findings.append(Finding("tested with", matrix, None))
     findings.append(Finding("device", f"{current_device()} over {backend()}, {os.cpu_count()} CPU cores", True))
     return [*findings, _sandbox()]
 

@@ -38,6 +38,7 @@ from megatron_dcpo.rollout.routing import completed_experts, every_rank_returns_
 from megatron_dcpo.rollout.vllm_host import (
     VllmOptions,
     cache_bytes,
+    check_release,
     prepare_environment,
     preserve_process_state,
 )
@@ -299,6 +300,7 @@ class VllmEngine(Engine):
 
     def _start(self) -> Any:
         options = self.options
+        check_release()
         prepare_environment()
         self._unlink_shared_memory()
         arguments = {name: value for name, value in options.arguments.items() if name != "enforce_eager"}

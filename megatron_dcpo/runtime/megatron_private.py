@@ -11,6 +11,8 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from inspect import signature
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -31,6 +33,7 @@ __all__ = [
     "default_store",
     "get_layout",  # by which metadata name a tensor's layout
     "main_param_and_states",
+    "plan_checkpoint",
     "replace_checkpoint_reader",
     "set_allocator_settings",  # of the device, while the process runs
     "set_element",  # of a nested state by its path
@@ -62,6 +65,21 @@ def replace_checkpoint_reader(reader: Callable[..., Any], planner: type) -> None
 
     strategy._get_filesystem_reader = reader
     strategy.MCoreLoadPlanner = planner  # type: ignore[misc]
+
+
+def plan_checkpoint(sharded: Any, directory: Path) -> tuple[Any, Any]:
+    """Return Megatron's plan of a save: its writer with this rank's part, and on the first rank the metadata; not its way of
+    carrying it out (processes, and collectives amid the writing)."""
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+    class Planner(TorchDistSaveShardedStrategy):
+        def _get_save_and_finalize_callbacks(self, writer: Any, planned: Any, *_: Any) -> Any:
+            return writer, planned[1]
+
+    planner = Planner("torch_dist", 1, thread_count=2)  # the default up to 0.16
+    # from 0.17 on there are two; the default one is of nvidia-resiliency-ext
+    own = {"async_strategy": "mcore"} if "async_strategy" in signature(planner.async_save).parameters else {}
+    return planner.async_save(sharded, directory, **own)
 
 
 @contextmanager

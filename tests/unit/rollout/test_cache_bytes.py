@@ -1,11 +1,12 @@
-"""The cache of a vLLM engine that shares its host's memory, and how the lack of it is said."""
+"""The cache of a vLLM engine that shares its host's memory, and how the lack of it is said; which vLLM is taken."""
 
 from dataclasses import replace
 
 import pytest
 
 from megatron_dcpo.errors import UserError
-from megatron_dcpo.rollout.vllm_host import VllmOptions, cache_bytes
+from megatron_dcpo.rollout import vllm_host
+from megatron_dcpo.rollout.vllm_host import VllmOptions, cache_bytes, check_release
 from megatron_dcpo.weights.architecture import read_architecture
 from tests.helpers.paths import REPOSITORY
 
@@ -46,3 +47,12 @@ def test_the_cache_is_made_for_the_responses_of_a_step():
     assert cache_bytes(ARCH, many, 10**12, ranks=1) == cache_bytes(
         ARCH, replace(OPTIONS, max_num_seqs=64), 10**12, ranks=1
     )
+
+
+def test_another_release_of_vllm_is_refused(monkeypatch):
+    check_release()  # of what is installed, or not
+    monkeypatch.setattr(vllm_host, "version", lambda package: "0.33.1")
+    with pytest.raises(
+        UserError, match=r"vllm 0\.33\.1 is installed, supported is 0\.32; pip install 'vllm==0\.32\.\*'"
+    ):
+        check_release()

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from megatron_dcpo.runtime import megatron_on_cpu
 from megatron_dcpo.runtime.device import has_cuda
 from megatron_dcpo.runtime.megatron_on_cpu import FusedAdam, ensure
 
@@ -55,6 +56,16 @@ def test_cuda_names_stay_inside_megatron():
     assert schedules.torch.zeros([], device="cuda").device.type == "cpu"
     with pytest.raises((AssertionError, RuntimeError)):
         torch.zeros([], device="cuda")
+
+
+@pytest.mark.skipif(has_cuda(), reason="with CUDA the runtime changes nothing")
+def test_the_installed_release_has_all_that_is_replaced(monkeypatch):
+    ensure()
+    assert megatron_on_cpu._missing == []
+    monkeypatch.setattr(megatron_on_cpu, "_missing", [])
+    megatron_on_cpu._replace("tensor_parallel.nowhere", "gather", lambda there: there)
+    megatron_on_cpu._replace("tensor_parallel.mappings", "no_such_function", lambda there: there)
+    assert megatron_on_cpu._missing == ["tensor_parallel.nowhere.gather", "tensor_parallel.mappings.no_such_function"]
 
 
 IN_A_FRESH_PROCESS = """
