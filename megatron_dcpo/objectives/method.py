@@ -161,8 +161,9 @@ class Method:
         regularized = any(self.options.blocks("kl_coef") + self.options.blocks("entropy_coef"))
         if self.token_loss is not clipped_policy_loss or regularized or self.options.entropy_target:
             return True
-        weights = sample.weights if block is None else np.where(sample.block_ids == block, sample.weights, 0.0)
-        return sample.weights is not None and _has_gradient(sample, weights)
+        if (weights := sample.weights) is not None and block is not None:
+            weights = np.where(sample.block_ids == block, weights, 0.0)
+        return weights is not None and _has_gradient(sample, weights)
 
     def _mean_logprob(self, sample: TrainingSample) -> float:
         if not self.needs_old_logprobs:
