@@ -85,9 +85,9 @@ def test_a_missing_megatron_is_the_tested_one(image):
 
 
 def test_an_image_that_does_not_suit_is_named(image):
-    done, there = image(megatron_core="0.17.0", transformer_engine="2.14.0")
+    done, there = image(megatron_core="0.20.0", transformer_engine="2.14.0")
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
-    assert "the image has megatron-core 0.17.0, this release needs" in done.stderr
+    assert "the image has megatron-core 0.20.0, this release needs" in done.stderr
     assert "the image has transformer-engine 2.14.0" in done.stderr
     assert "megatron_dcpo" not in there
