@@ -51,40 +51,44 @@ def _samples(runs: Path, method: str, part: str) -> Path:
 def _passes(model: Any, tokenizer: Any, samples: Sequence[Sample]) -> dict[str, np.ndarray]:
     """Return the last layer's hidden state at the end of the prompt and of the reasoning, [N, H] each, and P(true) [N]: the
     probability of Yes against No after a second request."""
+    yes, no = (tokenizer.encode(word, add_special_tokens=False)[0] for word in ("Yes", "No"))
+
+    def ids(turns: list[dict[str, str]]) -> list[int]:
+        text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+    prompts, answered, asked = [], [], []
+    for s in samples:
+        # the confidence line is cut off: the probe reads the reasoning and the boxed answer
+        turn, said = {"role": "user", "content": s.problem}, s.response.partition("<conf>")[0].rstrip()
+        prompts.append(ids([turn]))
+        answered.append(prompts[-1] + tokenizer.encode(said, add_special_tokens=False))
+        again = [turn, {"role": "assistant", "content": said}, {"role": "user", "content": QUESTION}]
+        asked.append(ids(again))
+    ends = [(len(prompt) - 1, len(whole) - 1) for prompt, whole in zip(prompts, answered, strict=True)]
+    states = np.array(_states(model, answered, ends))
+    last = np.array(_states(model, asked, [(len(whole) - 1,) for whole in asked]))[:, 0]
+    head = model.lm_head.weight.detach().float().numpy()
+    p_true = 1 / (1 + np.exp(last @ (head[no] - head[yes])))
+    return {"prompt": states[:, 0], "response": states[:, 1], "p_true": p_true}
+
+
+def _states(model: Any, sequences: Sequence[list[int]], places: Sequence[tuple[int, ...]]) -> list[Any]:
+    """Return the last layer's hidden states of each sequence of token ids at its places, [places, H]."""
     import torch
 
-    yes, no = (tokenizer.encode(word, add_special_tokens=False)[0] for word in ("Yes", "No"))
-    states: dict[str, list[Any]] = {"prompt": [], "response": [], "p_true": []}
-    for start in range(0, len(samples), BATCH):
-        batch = samples[start : start + BATCH]
-        asked = [[{"role": "user", "content": s.problem}] for s in batch]
-        # the confidence line is cut off: the probe reads the reasoning and the boxed answer
-        said = [{"role": "assistant", "content": s.response.partition("<conf>")[0].rstrip()} for s in batch]
-        again = {"role": "user", "content": QUESTION}
-        prompts = [tokenizer.apply_chat_template(a, add_generation_prompt=True, tokenize=False) for a in asked]
-        texts = {
-            "prompt": prompts,
-            "response": [p + s["content"] for p, s in zip(prompts, said, strict=True)],
-            "p_true": [
-                tokenizer.apply_chat_template([*a, s, again], add_generation_prompt=True, tokenize=False)
-                for a, s in zip(asked, said, strict=True)
-            ],
-        }
-        for name, text in texts.items():
-            ids = [tokenizer.encode(t, add_special_tokens=False) for t in text]
-            width = max(map(len, ids))
-            tokens = torch.tensor(
-                [[0] * (width - len(i)) + i for i in ids]
-            )  # to the left: the last position is the last
-            mask = torch.tensor([[0] * (width - len(i)) + [1] * len(i) for i in ids])
-            places = (mask.cumsum(-1) - 1).clamp(min=0)
-            with torch.inference_mode():
-                last = model.model(tokens, attention_mask=mask, position_ids=places).last_hidden_state[:, -1]
-                if name == "p_true":
-                    logits = model.lm_head(last)
-                    last = torch.sigmoid(logits[:, yes] - logits[:, no])
-            states[name].append(last.float().numpy())
-    return {name: np.concatenate(values) for name, values in states.items()}
+    found: list[Any] = [None] * len(sequences)
+    by_length = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
+    for start in range(0, len(sequences), BATCH):
+        batch = by_length[start : start + BATCH]
+        width = max(len(sequences[i]) for i in batch)
+        tokens = torch.tensor([sequences[i] + [0] * (width - len(sequences[i])) for i in batch])
+        mask = torch.tensor([[1] * len(sequences[i]) + [0] * (width - len(sequences[i])) for i in batch])
+        with torch.inference_mode():
+            hidden = model.model(tokens, attention_mask=mask).last_hidden_state
+        for row, i in enumerate(batch):
+            found[i] = hidden[row, list(places[i])].float().numpy()
+    return found
 
 
 def _probe(hidden: np.ndarray, samples: Sequence[Sample]) -> Any:
