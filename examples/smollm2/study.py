@@ -27,7 +27,7 @@ from lab.fitted import Records, isotonic  # noqa: E402
 from lab.results import read_archive, write_archive  # noqa: E402
 from lab.testtables import bands, table  # noqa: E402
 from megatron_dcpo.calibration import auroc, binned_error, brier, ece, pce  # noqa: E402
-from megatron_dcpo.calibration.diagrams import comparison_grid, save  # noqa: E402
+from megatron_dcpo.calibration.diagrams import comparison_grid  # noqa: E402
 from megatron_dcpo.calibration.metrics import as_confidences, bin_rows, bootstrap_ci  # noqa: E402
 from megatron_dcpo.errors import UserError  # noqa: E402
 from megatron_dcpo.evaluation.posthoc import fit  # noqa: E402
@@ -97,7 +97,7 @@ def draw(runs: Mapping[str, Samples], path: Path) -> None:
             bins[title] = bin_rows(as_confidences(stated), right)
             notes[title] = f"accuracy {np.mean(right):.2f}\nECE {ece(as_confidences(stated), right):.3f}"
     if bins:
-        save(comparison_grid(bins, notes, columns=len(bins)), path)
+        comparison_grid(bins, notes, columns=len(bins)).savefig(path, dpi=150, facecolor="white")
 
 
 def confidences(of: Samples, part: str, controls: Mapping[str, Mapping[str, list[float]]]) -> dict[str, np.ndarray]:
