@@ -11,6 +11,7 @@ import copy
 import logging
 import threading
 from concurrent.futures import CancelledError, Executor, Future
+from types import SimpleNamespace
 from typing import Any
 
 from megatron_dcpo.judging.users import VerifierFailed
@@ -24,6 +25,17 @@ from megatron_dcpo.types import TrainingSample
 logger = logging.getLogger(__name__)
 
 _ON_ALL_RANKS = (EngineError, RolloutAbandoned, VerifierFailed)  # what a rollout raises on all ranks or none
+
+
+def ahead_of(sampler: Sampler, steps: int, timeout_minutes: int) -> Any:
+    """Return :class:`Ahead`, or without ``async_steps`` what samples a batch when it is taken."""
+    if sampler.rollout.async_steps:
+        return Ahead(sampler, steps, timeout_minutes)
+
+    def nothing(*_: Any) -> None:
+        return None
+
+    return SimpleNamespace(take=sampler.sample, start=nothing, wait=nothing, close=nothing)
 
 
 class Ahead:

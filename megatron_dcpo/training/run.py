@@ -31,7 +31,7 @@ from megatron_dcpo.runtime.device import capabilities
 from megatron_dcpo.runtime.distributed import Topology
 from megatron_dcpo.runtime.host_memory import ledger
 from megatron_dcpo.runtime.watchdog import Timers, Watchdog
-from megatron_dcpo.training.ahead import Ahead
+from megatron_dcpo.training.ahead import ahead_of
 from megatron_dcpo.training.checkpointer import Checkpointer
 from megatron_dcpo.training.loggers import check_loggers
 from megatron_dcpo.training.preflight import check_lengths, check_model, check_processes, check_vocabulary
@@ -59,7 +59,7 @@ class Run:
     engine: Engine
     timers: Timers
     sampler: Sampler
-    ahead: Ahead
+    ahead: Any
     updater: Updater
     weight_sync: WeightSync
     checkpointer: Checkpointer
@@ -106,7 +106,7 @@ def build(config: Config) -> Iterator[Run]:
     judge, draw = partial(judge, eos_ids=engine.eos_token_ids), build_draw(config, sources)
     parts = draw, engine, judge, JUDGES, method, weight_sync.recover, topology, timers, config.rollout
     sampler = Sampler(*parts, config.data.prompts_per_step, config.seed, config.judging.max_error_rate)
-    ahead = Ahead(sampler, config.training.steps, parallel.distributed_timeout_minutes)
+    ahead = ahead_of(sampler, config.training.steps, parallel.distributed_timeout_minutes)
     probe = None
     if isinstance(optimizer, PolicyOptimizer):
         probe = partial(probe_block_gradients, policy, optimizer.megatron)
