@@ -17,8 +17,6 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from megatron_dcpo.evaluation.samples import Sample, read_samples
 
 PARTS = ("test", "ood", "validation")

@@ -64,12 +64,17 @@ def pack(runs: Path, out: Path) -> int:
     return len(kept)
 
 
-def load(archive: Path, scratch: Path) -> dict[str, dict[str, list[Sample]]]:
-    """Return the samples by method and part. ``scratch``: a directory to unpack into."""
+def unpack(archive: Path) -> dict[str, bytes]:
+    """Return what :func:`pack` wrote: content by name."""
     if not archive.is_file():
         raise UserError(f"{archive}: no records; make them with: python examples/smollm2/study.py --runs runs/smollm2")
+    return read_archive(archive)
+
+
+def load(files: Mapping[str, bytes], scratch: Path) -> dict[str, dict[str, list[Sample]]]:
+    """Return the samples by method and part. ``scratch``: a directory to write a file to."""
     found: dict[str, dict[str, list[Sample]]] = {}
-    for name, content in read_archive(archive).items():
+    for name, content in files.items():
         method, _, file = name.partition("/")
         if file.count(".") == 1 and file != "metrics.jsonl":
             (scratch / "samples.jsonl").write_bytes(content)
@@ -77,10 +82,10 @@ def load(archive: Path, scratch: Path) -> dict[str, dict[str, list[Sample]]]:
     return found
 
 
-def controls_in(archive: Path) -> Controls:
+def controls_in(files: Mapping[str, bytes]) -> Controls:
     """Return what ``controls.py`` wrote, by method and part."""
     found: dict[str, dict[str, dict[str, list[float]]]] = {}
-    for name, content in read_archive(archive).items():
+    for name, content in files.items():
         if name.endswith(".controls.json"):
             method, _, file = name.partition("/")
             found.setdefault(method, {})[file.removesuffix(".controls.json")] = json.loads(content)
@@ -93,9 +98,9 @@ def draw(runs: Mapping[str, Samples], path: Path) -> None:
     for name, title in METHODS.items():
         if "test" in runs.get(name, {}):
             samples = runs[name]["test"]
-            stated, right = [s.confidence for s in samples], [s.correct for s in samples]
-            bins[title] = bin_rows(as_confidences(stated), right)
-            notes[title] = f"accuracy {np.mean(right):.2f}\nECE {ece(as_confidences(stated), right):.3f}"
+            stated, right = as_confidences([s.confidence for s in samples]), [s.correct for s in samples]
+            bins[title] = bin_rows(stated, right)
+            notes[title] = f"accuracy {np.mean(right):.2f}\nECE {ece(stated, right):.3f}"
     if bins:
         comparison_grid(bins, notes, columns=len(bins)).savefig(path, dpi=150, facecolor="white")
 
@@ -164,7 +169,8 @@ def shown(found: tuple[float, float, float]) -> str:
 
 def tables(archive: Path, out: Path, scratch: Path) -> str:
     """Write ``real_model_tables.md`` and ``real_model.png`` to ``out``; return the text."""
-    runs = load(archive, scratch)
+    files = unpack(archive)
+    runs, controls = load(files, scratch), controls_in(files)
     lines = [
         "# Tables of the real model",
         "",
@@ -175,9 +181,9 @@ def tables(archive: Path, out: Path, scratch: Path) -> str:
         of_part = {name: of for name, of in runs.items() if part in of}
         if not of_part:
             continue
-        rows = _confidences(of_part, part, controls_in(archive))
+        rows = _confidences(of_part, part, controls)
         lines += [f"## {title}", "", *_policies(of_part, part), *rows, *_by_task(of_part, part)]
-    lines += ["## Steps", "", *_steps(archive)]
+    lines += ["## Steps", "", *_steps(files)]
     draw(runs, out / "real_model.png")
     (out / "real_model_tables.md").write_text("\n".join(lines))
     return "\n".join(lines)
@@ -243,10 +249,10 @@ def _by_task(runs: Mapping[str, Samples], part: str) -> list[str]:
     return table("Accuracy / mean stated confidence by task:", kinds, rows)
 
 
-def _steps(archive: Path) -> list[str]:
+def _steps(files: Mapping[str, bytes]) -> list[str]:
     """Compare the first, middle and last five steps of each training."""
     rows = []
-    for name, content in sorted(read_archive(archive).items()):
+    for name, content in sorted(files.items()):
         method, _, file = name.partition("/")
         if file == "metrics.jsonl":
             steps = [row for row in map(json.loads, content.decode().splitlines()) if STEPS[0] in row]  # not step 0's

@@ -83,27 +83,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(stopped.exit_status)  # everything is saved; a judge may still be busy with the abandoned rollout
-    except ModuleNotFoundError as error:
-        if args.debug or (error.name or "megatron_dcpo").startswith("megatron_dcpo"):
-            raise
-        print(
-            f"dcpo {args.verb}: error: {error.name} is not installed; call dcpo of .venv (make setup)", file=sys.stderr
-        )
-        return EXIT_USER_ERROR
     except BrokenPipeError:  # the reader of stdout has enough: dcpo config | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (UserError, OSError) as error:
-        refused = isinstance(error, UserError) or error.errno in _DISK_REFUSES
-        if args.debug or not refused:
+    except (UserError, OSError, ModuleNotFoundError) as error:
+        refusal = _refusal(error)
+        if args.debug or refusal is None:
             raise
         if os.environ.get("RANK", "0") == "0" or _ranks_differ():
-            print(printable(f"dcpo {args.verb}: error: {error}"), file=sys.stderr)
-        _tell_launcher(str(error))
+            print(printable(f"dcpo {args.verb}: error: {refusal}"), file=sys.stderr)
+        _tell_launcher(refusal)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         print(f"dcpo {args.verb}: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def _refusal(error: UserError | OSError | ModuleNotFoundError) -> str | None:
+    """Return the line that says what the user can mend; None for an error of the program."""
+    if isinstance(error, ModuleNotFoundError):
+        ours = (error.name or "megatron_dcpo").startswith("megatron_dcpo")
+        return None if ours else f"{error.name} is not installed; call dcpo of .venv (make setup)"
+    return str(error) if isinstance(error, UserError) or error.errno in _DISK_REFUSES else None
 
 
 def as_options(words: Sequence[str]) -> list[str]:

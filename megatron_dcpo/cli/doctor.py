@@ -75,9 +75,8 @@ def examine() -> list[Finding]:
     for name in REQUIRED:
         version = _version(name)
         pin = pins.get(name)
-        wrong = version is not None and pin is not None and version.split("+")[0] != pin
-        if name == "megatron-core" and version in here:
-            wrong = False
+        tested = (pin, *here) if name == "megatron-core" else (pin,)
+        wrong = version is not None and pin is not None and version.split("+")[0] not in tested
         advice = f"pip install {name}{'==' + pin if pin else ''}" if version is None or wrong else ""
         findings.append(Finding(name, version or "missing", version is not None and not wrong, advice))
     for name, what in OPTIONAL.items():

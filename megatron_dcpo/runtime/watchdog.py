@@ -253,8 +253,7 @@ class Timers:
     ``memory["rollout/rss"]`` in GB.
 
     The watchdog is told which phase of ``step`` this rank is in; without one, in a thread beside the main one, only the
-    seconds are taken. ``clear`` after a step is recorded: its checkpoint comes
-    later, and is found in the next record.
+    seconds are taken. ``clear`` after a step is recorded: its checkpoint comes later, and is found in the next record.
     """
 
     def __init__(self, watch: Watchdog | None) -> None:

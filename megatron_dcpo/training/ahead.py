@@ -47,7 +47,7 @@ class Ahead:
 
     def __init__(self, sampler: Sampler, steps: int, timeout_minutes: int) -> None:
         self.sampler, self.steps = sampler, steps
-        self.group = distributed.group_beside(timeout_minutes) if sampler.rollout.async_steps else None
+        self.group = distributed.group_beside(timeout_minutes)
         self.working = sampler  # the copy of the batch on its way
         self.batch: Future[list[TrainingSample]] | None = None
         self.over = threading.Event()
@@ -72,7 +72,7 @@ class Ahead:
 
     def start(self, step: int) -> None:
         """Begin to sample the batch of ``step`` with the weights that the engine has."""
-        if not self.sampler.rollout.async_steps or step > self.steps:
+        if step > self.steps:
             return
         self.working, self.batch = copy.copy(self.sampler), Future()
         self.working.behind = self.sampler.rollout.async_steps

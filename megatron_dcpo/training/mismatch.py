@@ -33,10 +33,10 @@ def computed(samples: Sequence[TrainingSample], method: Method, megatron: Mappin
 
     The denominators in the weights count all of them, so loss and gradient are those of all. ``megatron``: its options.
     """
-    without = [i for i, sample in enumerate(samples) if not method.has_gradient(sample)]
-    left_out = set(without) - set(without[::SAMPLED])
     if any(megatron.get(option) for option in ROUTER_LOSSES):
         return list(samples)
+    without = [i for i, sample in enumerate(samples) if not method.has_gradient(sample)]
+    left_out = set(without) - set(without[::SAMPLED])
     return [sample for i, sample in enumerate(samples) if i not in left_out]
 
 

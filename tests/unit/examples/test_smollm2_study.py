@@ -52,7 +52,7 @@ def test_tables_come_from_the_archive_alone(runs, tmp_path):
     assert float(rows["before RL: stated, isotonic"][1].split()[0]) < 0.15
     assert float(rows["GRPO: stated"][1].split()[0]) < 0.15
     assert rows["GRPO, last 5 of 10"][1] == "0.700"
-    loaded = study.load(archive, tmp_path)
+    loaded = study.load(study.unpack(archive), tmp_path)
     right = np.array([float(s.correct) for s in loaded["grpo"]["test"]])
     found = study.resampled(study.records(loaded["grpo"]["test"], right), lambda c, y: float(y.mean()))
     assert found[1] < right.mean() < found[2]
@@ -69,6 +69,6 @@ def test_agreement_leaves_the_response_itself_out():
 
 def test_without_records_one_line(tmp_path):
     with pytest.raises(UserError, match="no records"):
-        study.load(tmp_path / "none.tar.xz", tmp_path)
+        study.unpack(tmp_path / "none.tar.xz")
     with pytest.raises(UserError, match=r"no METHOD/PART/samples\.jsonl"):
         study.pack(tmp_path, tmp_path / "out.tar.xz")
