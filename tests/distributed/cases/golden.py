@@ -79,15 +79,17 @@ def run(options: dict[str, Any]) -> Any:
     samples = samples_for_test(order)
     result: dict[str, Any] = {"losses": {}, "norms": {}, "left_out": {}}
     others = {name: method_options for name, (method_options, _) in OTHER_LOSSES.items()}
+    first = Updater(policy, optimizer, build_method(ObjectiveConfig()), None, None, parallel, RolloutConfig(), training)
+    with_old = first.with_old_logprobs(samples)
+    new = [sample.old_logprobs for sample in with_old]
+    result["new"] = {str(i): row.tolist() for row, i in zip(new, order, strict=True)}
+    golden = [
+        replaced(sample, old_logprobs=row - (NEW[i] - OLD[i]))
+        for sample, row, i in zip(with_old, new, order, strict=True)
+    ]
     for name, method_options in (GOLDEN_OPTIONS | others).items():
         method = build_method(ObjectiveConfig(**method_options))
         updater = Updater(policy, optimizer, method, None, None, parallel, RolloutConfig(), training)
-        with_old = updater.with_old_logprobs(samples)
-        new = [sample.old_logprobs for sample in with_old]
-        golden = [
-            replaced(sample, old_logprobs=row - (NEW[i] - OLD[i]))
-            for sample, row, i in zip(with_old, new, order, strict=True)
-        ]
         statistics: UpdateStatistics = {
             "sums": {}, "maxima": {}, "losses": [], "grad_norms": [], "block_gradients": {}, "coefficients": {},
             "learning_rate": 0.0, "skipped": 0, "computed": [],
@@ -95,7 +97,6 @@ def run(options: dict[str, Any]) -> Any:
         updater.update_once(method.score(golden), statistics, probe=False, step=1)
         result["losses"][name] = statistics["losses"][0]
         result["norms"][name] = statistics["grad_norms"][0]
-        result["new"] = {str(i): row.tolist() for row, i in zip(new, order, strict=True)}
         if name in LEFT_OUT:
             idle = samples_without_gradient(20)
             result["left_out"][name] = left_out(updater, idle[:3] + samples + idle[3:])
