@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from lab import testgrid, testtables, world2
@@ -31,6 +32,8 @@ def _parser() -> argparse.ArgumentParser:
     test.add_argument("--methods", default=",".join(testgrid.METHODS_OF_THE_TEST), help="default: %(default)s")
     tables = verbs.add_parser("test-tables", help="the tables of the test, from the published responses")
     tables.add_argument("--grid", type=Path, help="the --grid of a test whose cells to publish first")
+    for verb in (test, tables):
+        verb.add_argument("--final", action="store_true", help="the last test: every method in every draw")
     second = verbs.add_parser("world2", help="the second world: its tables from the published responses")
     second.add_argument("--train", action="store_true", help="first train, sample and publish; finished cells are kept")
     theory = verbs.add_parser("theory", help="the exact small cases and the drift of the second world's run")
@@ -49,14 +52,16 @@ def _parser() -> argparse.ArgumentParser:
 
 def _test(args: argparse.Namespace) -> None:
     chosen = testgrid.cells(args.policies.split(","), args.methods.split(","), range(1, args.seeds + 1))
-    testgrid.Lab(args.grid.resolve(), args.jobs).run(chosen)
+    lab = testgrid.Lab(args.grid.resolve(), args.jobs)
+    (replace(lab, draws=testgrid.FINAL, all_methods=True) if args.final else lab).run(chosen)
 
 
 def _tables(args: argparse.Namespace) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
+    test = "final" if args.final else "test"
     if args.grid:
-        logging.info("%d cells packed", testgrid.pack(args.grid, args.out / testtables.RECORDS))
-    found = testtables.tables(args.out / testtables.RECORDS, args.out)
+        logging.info("%d cells packed", testgrid.pack(args.grid, args.out / f"{test}_records.tar.xz"))
+    found = testtables.tables(args.out, test)
     print(f"best on the validation problems: {found['best']}")
 
 

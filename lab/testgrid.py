@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -103,7 +103,7 @@ class Draw:
     sampling: tuple[str, ...] = ("--temperature", "1", "--top-p", "1", "--top-k", "0")  # as it was trained
 
 
-# choosing: the validation problems, for every choice of a setting and for what is fitted. Others than GRPO: the test's
+# choosing: the validation problems, for every choice of a setting and for what is fitted. FINAL: problems no choice saw
 DRAWS: Mapping[str, Draw] = MappingProxyType(
     {
         "test": Draw("test", 8),
@@ -111,11 +111,12 @@ DRAWS: Mapping[str, Draw] = MappingProxyType(
         "decoding": Draw("test", 4, ("--temperature", "0.7", "--top-p", "0.8", "--top-k", "20")),
     }
 )
+FINAL = MappingProxyType({name: replace(d, file=d.file.replace("test", "final")) for name, d in DRAWS.items()})
 
 
 @dataclass(frozen=True)
 class Lab:
-    """Train and sample cells below ``out``, ``jobs`` at a time."""
+    """Train and sample cells below ``out``, ``jobs`` at a time; GRPO, or ``all_methods``, in every draw."""
 
     out: Path
     jobs: int = 2
@@ -126,6 +127,7 @@ class Lab:
     data: Path = EXAMPLES / "data"
     max_tokens: int = 32
     draws: Mapping[str, Draw] = field(default_factory=lambda: DRAWS)
+    all_methods: bool = False
 
     def directory(self, cell: Cell) -> Path:
         """Return where a cell's run and responses are."""
@@ -188,7 +190,7 @@ class Lab:
         run.mkdir(parents=True, exist_ok=True)
         if METHODS[cell.method].trained and not (run / "policy" / "model.safetensors").is_file():
             self._call(run, self.train_command(cell))
-        for name in self.draws if cell.method == "grpo" else ("test",):
+        for name in self.draws if cell.method == "grpo" or self.all_methods else ("test",):
             out = run / "responses" / name
             if not (out / "evaluation.json").is_file():
                 self._call(run, self.sample_command(cell, out, self.draws[name]))

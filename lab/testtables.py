@@ -1,5 +1,5 @@
-"""``test.json`` and ``test_tables.md``: the tables of the test, computed from ``test_records.tar.xz`` alone. Rows in
-``PUBLISHED`` were made by code that is no longer here (commit 80ba0e8)."""
+"""``test.json`` and ``test_tables.md``: the tables of the test, computed from ``test_records.tar.xz`` alone; ``final``: of
+the last test. Rows in ``PUBLISHED`` were made by code that is no longer here (commit 80ba0e8)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from megatron_dcpo.calibration import auroc, bin_rows, binned_error, brier, ece
 from megatron_dcpo.data.files import read_json_lines
 from megatron_dcpo.errors import UserError
 
-RECORDS = "test_records.tar.xz"
 POLICIES = MappingProxyType({"large": "qwen3_3", "qwen3": "qwen3_2", "llama": "llama"})  # as test.json names them
 METRICS = ("accuracy", "pass_at_8", "ece", "brier", "auroc", "skill", "ece_2x2", "auroc_2x2")
 PUBLISHED = MappingProxyType(
@@ -56,8 +55,8 @@ Runs = dict[tuple[str, int, int], dict[str, Run]]  # (family, pretraining, seed 
 Family = Mapping[int, Sequence[Mapping[str, Run]]]  # pretraining -> seeds of RL, in order; the first has every row
 
 
-def load(archive: Path, data: Path = EXAMPLES / "data") -> Runs:
-    """Return the responses of all cells to the problems of ``data``. Raises :class:`UserError` without an archive."""
+def load(archive: Path, data: Path = EXAMPLES / "data", test: str = "test") -> Runs:
+    """Return the responses of all cells to the problems ``test`` of ``data``. Raises :class:`UserError` without archive."""
     if not archive.is_file():
         raise UserError(f"{archive}: no records; make them with: python -m lab test, then test-tables --grid")
     kinds = {path.stem: np.array([r["type"] for _, r in read_json_lines(path)]) for path in data.glob("*.jsonl")}
@@ -65,12 +64,12 @@ def load(archive: Path, data: Path = EXAMPLES / "data") -> Runs:
     for path, content in sorted(read_archive(archive).items()):
         policy, method, seed, file = path.split("/")
         part = file.removesuffix(".csv")
-        if part in (*kinds, "decoding"):
+        if part in ("test", "heldout", "decoding"):
             family, _, pretraining = policy.partition(".")
             run = runs.setdefault((family, int(pretraining or 0), int(seed)), {}).setdefault(method, {})
             assert isinstance(run, dict)
             column = METHODS[method].confidence if method in METHODS else "confidence"
-            run[part] = _records(content, kinds["test" if part == "decoding" else part], column)
+            run[part] = _records(content, kinds["heldout" if part == "heldout" else test], column)
     return runs
 
 
@@ -167,24 +166,24 @@ def table(text: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> l
     return [*lines, *(f"| {' | '.join(row)} |" for row in rows), ""]
 
 
-def tables(archive: Path, out: Path) -> dict[str, Any]:
-    """Write ``test.json`` and ``test_tables.md``; return the former. ``best`` is the row with the least Brier score on the
-    validation problems of the first family of policies."""
+def tables(out: Path, test: str = "test") -> dict[str, Any]:
+    """Write ``test.json`` and ``test_tables.md`` of the records in ``out``; return the former. ``best`` is the row with the
+    least Brier score on the validation problems of the first family of policies. ``test``: or "final"."""
     found: dict[str, dict[int, list[Mapping[str, Run]]]] = {family: {} for family in POLICIES}
-    for (family, number, _), methods in sorted(load(archive).items()):
+    for (family, number, _), methods in sorted(load(out / f"{test}_records.tar.xz", test=test).items()):
         found[family].setdefault(number, []).append(with_fitted(methods))
     families = {family: of for family, of in found.items() if of}
     chosen = _validation(next(iter(families.values())))
     policies = {POLICIES[family]: {name: _columns(of, name) for name in _names(of)} for family, of in families.items()}
     result = {"best": min(chosen, key=lambda name: chosen[name], default=None), "policies": policies}
-    write_json(out / "test.json", result)
-    lines = ["# Tables of the test", "", "Made by `python -m lab test-tables` from `test_records.tar.xz` alone.", ""]
+    write_json(out / f"{test}.json", result)
+    lines = [f"# Tables: {test}", "", f"Made by `python -m lab test-tables` from `{test}_records.tar.xz` alone.", ""]
     for family, of in families.items():
         lines += [f"## {POLICIES[family]}", "", *_family(of, policies[POLICIES[family]])]
     ranked = [(TITLES[name], f"{value:.4f}") for name, value in sorted(chosen.items(), key=lambda i: i[1])]
     text = "Brier score on the validation problems (fitted rows: on the other half)."
     lines += ["## Choice of the best row", "", *table(text, ("Brier",), ranked)]
-    (out / "test_tables.md").write_text("\n".join(lines))
+    (out / f"{test}_tables.md").write_text("\n".join(lines))
     return result
 
 
@@ -262,7 +261,7 @@ def recalibrated(of: Family, names: Sequence[str]) -> list[str]:
             cells.append(f"{score:.4f} / {np.mean([np.mean([skill(r) for r in one]) for one in made]):+.3f}")
         rows.append((TITLES[name], *cells))
     text = "Brier / skill of each policy's own confidence and log-prob, fitted on half of the test problems and "
-    return table(text + "scored on the other half (GRPO alone has validation responses):", ("stated", *OWN), rows)
+    return table(text + "scored on the other half (most have no validation responses):", ("stated", *OWN), rows)
 
 
 def _differences(of: Family, start: str, names: Sequence[str], values: Sequence[str]) -> list[str]:
@@ -292,8 +291,7 @@ def ladder(of: Family) -> list[str]:
         for number, r in _runs_of(of, coupled, decoupled):
             cells = [shown(value, interval(difference(r[decoupled], r[coupled], value))) for value in VALUES]
             rows.append((f"{TITLES[decoupled]} - {TITLES[coupled]}", str(number), *cells))
-    text = "Decoupled minus coupled, everything else equal; ± for other problems alone:"
-    return table(text, ("pretraining", *VALUES), rows)
+    return table("Decoupled minus coupled, all else equal; ± for other problems alone:", ("pretraining", *VALUES), rows)
 
 
 def _decoding(of: Family) -> list[str]:
@@ -302,5 +300,4 @@ def _decoding(of: Family) -> list[str]:
         if runs := _runs_of(of, name, part="decoding"):
             found = _by_pretraining(runs, lambda r, n=name: [scores(r[n], "decoding")[key] for key in SHOWN])
             rows.append((TITLES[name], *(f"{x:.4f}" for x in np.mean([np.mean(seeds, axis=0) for seeds in found], 0))))
-    text = "The paper's decoding (T 0.7, top-p 0.8, top-k 20), mean over pretrainings; of GRPO's policy alone:"
-    return table(text, SHOWN, rows)
+    return table("The paper's decoding (T 0.7, top-p 0.8, top-k 20), mean over pretrainings:", SHOWN, rows)

@@ -1,12 +1,13 @@
-"""Make the lab's test problems: test.jsonl beside train.jsonl, once, from a fixed seed.
+"""Make the lab's test problems: test.jsonl and final.jsonl beside train.jsonl, once, from fixed seeds.
 
-    python examples/lab/make_splits.py            # writes data/test.jsonl beside this file
+    python examples/lab/make_splits.py            # writes both into data/ beside this file
 
 | file | problems | used for |
 |---|---|---|
 | `train.jsonl` | 3,158 | reinforcement learning |
 | `heldout.jsonl` | 1,200 | validation: every choice of a setting, and what is fitted afterwards |
 | `test.jsonl` | 1,200, as many of each type as in validation | the tables of the test |
+| `final.jsonl` | 601, half as many of each type | the last table, computed once, on pretrainings of its own |
 
 No problem, nor its mirror image b*a, is in two of the files. The supervised text of a policy made with
 `make_policy.py --splits` holds none of them.
@@ -25,19 +26,20 @@ sys.path.insert(0, str(HERE.parent / "quickstart"))
 
 from make_policy import problems_of, read_jsonl, without, write_jsonl  # noqa: E402
 
-SEED = 20261123
+SEED, SEED_OF_FINAL = 20261123, 20261125
 
 
 def make_splits(data: Path, out: Path) -> None:
-    """Write ``out``/test.jsonl, disjoint from the train.jsonl and heldout.jsonl of ``data``."""
-    rng = random.Random(SEED)
+    """Write ``out``/test.jsonl and final.jsonl, disjoint from each other and from train and heldout.jsonl of ``data``."""
     validation = read_jsonl(data / "heldout.jsonl")
     taken = validation + read_jsonl(data / "train.jsonl")
-    test = []
-    for kind, count in sorted(Counter(p[2] for p in validation).items()):
-        test += rng.sample(without(problems_of(kind), taken), count)
-    rng.shuffle(test)
-    write_jsonl(out / "test.jsonl", test, "test")
+    for name, seed, share in (("test", SEED, 1), ("final", SEED_OF_FINAL, 2)):
+        rng, chosen = random.Random(seed), []
+        for kind, count in sorted(Counter(p[2] for p in validation).items()):
+            chosen += rng.sample(without(problems_of(kind), taken), -(-count // share))
+        rng.shuffle(chosen)
+        write_jsonl(out / f"{name}.jsonl", chosen, name)
+        taken = taken + chosen
 
 
 if __name__ == "__main__":

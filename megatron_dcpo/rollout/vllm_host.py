@@ -69,7 +69,7 @@ _DECIDED = {
 }
 
 
-SUPPORTED = ("0.32",)  # releases of vLLM; what is imported of them: vllm_weights.py, vllm_engine.py, routing.py
+SUPPORTED = ("0.32", "0.33")  # releases of vLLM; what is imported of them: vllm_weights.py, vllm_engine.py, routing.py
 
 
 def check_release() -> None:

@@ -11,7 +11,7 @@ import runpy
 import numpy as np
 import pytest
 
-from lab.testtables import RECORDS, load
+from lab.testtables import load
 from tests.helpers.paths import REPOSITORY
 
 PUBLISHED = REPOSITORY / "docs" / "lab"
@@ -76,6 +76,8 @@ def test_findings_5_and_8_the_rows_are_shown() -> None:
 
 @pytest.mark.slow
 def test_finding_4_the_types_between_are_right_in_20_to_60_percent() -> None:
-    runs = [methods["grpo"]["test"] for key, methods in load(PUBLISHED / RECORDS).items() if key[0] == "large"]
+    runs = [
+        methods["grpo"]["test"] for key, methods in load(PUBLISHED / "test_records.tar.xz").items() if key[0] == "large"
+    ]
     shares = {kind: [r.correct[r.kind == kind].mean() for r in runs] for kind in np.unique(runs[0].kind)}
     assert [kind for kind, of in shares.items() if min(of) > 0.2 and max(of) < 0.6] == ["2x2"]

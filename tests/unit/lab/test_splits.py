@@ -14,6 +14,7 @@ POLICY = runpy.run_path(str(EXAMPLES.parent / "quickstart" / "make_policy.py"))
 # of the commit that made them, before anything was evaluated on them
 SHA256 = {
     "test": "d63137096e390513e249a408a7ecac08c631e573d2e71ebeb22575ec8e0674cc",
+    "final": "5b74ae1c8cb01bb86f98ed90b70872142eaa34107b8892f70865f2a9f50da6fe",
 }
 
 
@@ -27,7 +28,7 @@ def test_the_seed_makes_the_published_test_problems(tmp_path) -> None:
 def test_no_product_is_in_two_splits_or_in_the_supervised_text() -> None:
     products = {
         name: {tuple(sorted(p[:2])) for p in read_jsonl(EXAMPLES / "data" / f"{name}.jsonl")}
-        for name in ("train", "heldout", "test")
+        for name in ("train", "heldout", "test", "final")
     }
     heldout, text = POLICY["given_problems"](EXAMPLES / "data")
     assert {tuple(sorted(p[:2])) for p in heldout} == products["heldout"]
