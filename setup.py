@@ -62,7 +62,10 @@ setup(
     extras_require={
         # without a GPU: nothing beyond the base; the name is there so that `.[cpu,dev]` says what is meant
         "cpu": [],
-        "gpu": ["transformer-engine[pytorch]>=2.9,<2.12"],  # what Megatron-core 0.16 declares
+        "gpu": [  # below 2.12 as Megatron-core 0.16 declares, which is all that Python 3.11 has
+            "transformer-engine[pytorch]>=2.9,<2.12; python_version<'3.12'",
+            "transformer-engine[pytorch]>=2.9; python_version>='3.12'",
+        ],
         "vllm": ["vllm==0.32.*"],  # rollout/vllm_weights.py imports what other releases move
         "hub": ["datasets>=3.0"],
         "wandb": ["wandb>=0.17"],

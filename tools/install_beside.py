@@ -60,15 +60,21 @@ def missing(there: dict[str, metadata.Distribution], constraints: str, kept: str
 
 
 def unsuitable(there: dict[str, metadata.Distribution], setup: str) -> list[str]:
-    """Return what is there and out of the range of ``install_requires`` or of the extra ``gpu``."""
+    """Return what is there and out of the range of ``install_requires``, of the extra ``gpu``, or, of Transformer Engine,
+    of the image's own Megatron-core."""
     text = setup[setup.index("install_requires") : setup.index('"vllm"')]
+    asked = [("this release", line) for line in re.findall(r'"([A-Za-z][^"]*[<>=][^"]*)"', text)]
+    if megatron := there.get("megatron-core"):
+        asked += [(f"its Megatron-core {megatron.version}", line) for line in megatron.requires or []]
     problems = []
-    for requirement in map(Requirement, re.findall(r'"([A-Za-z][^"\s]*[<>=][^"\s]*)"', text)):
-        found = there.get(canonicalize_name(requirement.name))
-        if found is not None and not suits(requirement, found.version):
-            problems.append(
-                f"the image has {requirement.name} {found.version}, this release needs {requirement.specifier}"
-            )
+    for who, requirement in ((who, Requirement(line)) for who, line in asked):
+        name, found = canonicalize_name(requirement.name), there.get(canonicalize_name(requirement.name))
+        if who == "this release":
+            counts = requirement.marker is None or requirement.marker.evaluate()
+        else:
+            counts = name == "transformer-engine"
+        if found is not None and counts and not suits(requirement, found.version):
+            problems.append(f"the image has {requirement.name} {found.version}, {who} needs {requirement.specifier}")
     return problems
 
 

@@ -18,8 +18,9 @@ beside() {
     "$python" tools/install_beside.py "$@" ${SITE_PACKAGES:+--path "$SITE_PACKAGES"}
 }
 
+# an NVIDIA image constrains every pip by /etc/pip/constraint.txt, also to versions of packages that it does not have
 install() {
-    "${pip[@]}" --quiet --disable-pip-version-check install --no-deps --constraint "$kept" "$@"
+    PIP_CONSTRAINT='' "${pip[@]}" --quiet --disable-pip-version-check install --no-deps --constraint "$kept" "$@"
 }
 
 beside kept >"$kept"

@@ -22,6 +22,7 @@ IMAGE = {
     "megatron_core": "0.16.0",
     "einops": "0.8.1",
 }
+NEEDS = {"megatron_core": ["transformer-engine[pytorch]<2.12.0,>=2.9.0a0; extra == 'dev'"]}
 BESIDE = {"rich": ["markdown-it-py>=2.2.0", "pygments>=2.13"], "markdown-it-py": ["mdurl"]}  # what an added one needs
 
 
@@ -56,11 +57,14 @@ def image(tmp_path):
 
     def run(**changed):
         wheels = [
-            wheel(given, name, version, ["nvidia-nothing"]) for name, version in (IMAGE | changed).items() if version
+            wheel(given, name, version, NEEDS.get(name, ["nvidia-nothing"]))
+            for name, version in (IMAGE | changed).items()
+            if version
         ]
         subprocess.run([*pip, "install", "-q", "--no-deps", "--no-index", *wheels], check=True)
         env = os.environ | {"PYTHON": sys.executable, "PIP": " ".join(pip), "SITE_PACKAGES": str(site)}
-        env |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(index), "PYTHONPATH": ""}
+        (constraint := tmp_path / "constraint.txt").write_text("rich==1.0\nmdurl==9.9\n")  # as /etc/pip/constraint.txt
+        env |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(index), "PYTHONPATH": "", "PIP_CONSTRAINT": str(constraint)}
         command = [REPOSITORY / "tools" / "install_beside.sh", ours]
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
         there = dict(path.name.removesuffix(".dist-info").rsplit("-", 1) for path in site.glob("*.dist-info"))
@@ -89,5 +93,5 @@ def test_an_image_that_does_not_suit_is_named(image):
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "the image has megatron-core 0.20.0, this release needs" in done.stderr
-    assert "the image has transformer-engine 2.14.0" in done.stderr
+    assert "the image has transformer-engine 2.14.0, its Megatron-core 0.20.0 needs <2.12.0,>=2.9.0a0" in done.stderr
     assert "megatron_dcpo" not in there
