@@ -4,6 +4,7 @@
 #     tools/gpu_check.sh pack [ARCHIVE]              here: the repository as committed and what such a machine lacks
 #     tools/gpu_check.sh run ARCHIVE [DIRECTORY]     there: unpack, install, test; prints one summary
 #     tools/gpu_check.sh runs ARCHIVE [DIRECTORY]    there: unpack, install, the ten runs of tools/gpu_runs.py in 28 minutes
+#     tools/gpu_check.sh split FILE [DIRECTORY]      here: a large wheel in pieces, for a machine that takes no large files
 #     tools/gpu_check.sh dry [DIRECTORY]             here: the same ten, each command looked up instead of run
 #
 # The script travels in the archive: there, `tar -xOf ARCHIVE repository/tools/gpu_check.sh | bash -s run ARCHIVE`.
@@ -14,6 +15,10 @@
 # run   DIRECTORY (default: a temporary one, removed at the end) gets the repository, the packages, log and junit.xml.
 #       PYTHON (python3): the interpreter that has torch. What it has already is not replaced. PYTEST: more options.
 #       Ends with pytest's status: 0 also where every test was skipped, for the summary says so.
+# split FILE.00, FILE.01, ... of at most PIECE (60,000,000) bytes and FILE.sha256 go into DIRECTORY (build/pieces). There, `run`
+#       and `runs` join what lies in PIECES (pieces, beside the archive) and install it, sources compiled there.
+#       So Transformer Engine: transformer_engine and transformer_engine_cu13 (wheels), transformer_engine_torch (sources),
+#       2.11.0, by `pip download --no-deps --no-build-isolation` of a Python that has a CUDA build of torch.
 set -euo pipefail
 
 PACKAGES="annotated-types antlr4-python3-runtime contourpy cycler einops fonttools hypothesis iniconfig kiwisolver
@@ -50,6 +55,35 @@ pack() {
     [ "$size" -lt "$LARGEST" ] || fail "$archive has $size bytes, $LARGEST are allowed"
 }
 
+split() {
+    local file=${1:-} directory=${2:-build/pieces} name
+    [ -f "$file" ] || fail "no such file: '$file'"
+    name=$(basename "$file")
+    mkdir -p "$directory"
+    command split --bytes "${PIECE:-60000000}" --numeric-suffixes "$file" "$directory/$name."
+    (cd "$(dirname "$file")" && sha256sum "$name") >"$directory/$name.sha256"
+    echo "$directory: $(find "$directory" -name "$name.[0-9]*" | wc -l) pieces of $name"
+}
+
+# joins the pieces in $1 and installs what they make into $2
+install_pieces() {
+    local sum name root joined=()
+    for sum in "$1"/*.sha256; do
+        [ -f "$sum" ] || continue
+        name=$(basename "$sum" .sha256)
+        cat "$1/$name".[0-9]* >"$2/$name"
+        (cd "$2" && sha256sum --check --status "$sum") || fail "$name: a piece is missing or damaged in $1"
+        joined+=("$2/$name")
+    done
+    [ "${#joined[@]}" -gt 0 ] || return 0
+    root=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia
+    # by one command: pip does not merge two packages that share a directory into a target one after the other
+    CPATH="$root/cu13/include:$root/cudnn/include:$root/nccl/include:${CPATH:-}" NVTE_FRAMEWORK=pytorch \
+        "$python" -m pip install --quiet --no-index --no-deps --no-build-isolation --disable-pip-version-check \
+        --target "$2/site" "${joined[@]}" || fail "what was joined of $1 cannot be installed here: ${joined[*]##*/}"
+    rm "${joined[@]}"
+}
+
 # unpacks and installs: sets directory and python, and the environment of what follows
 prepare() {
     local archive=${1:-} missing
@@ -72,7 +106,9 @@ prepare() {
         "$python" -m pip install --quiet --no-index --no-deps --no-compile --disable-pip-version-check \
             --upgrade --target "$directory/site" --requirement "$directory/missing.txt"
     fi
-    export PYTHONPATH="$directory/repository:$directory/site" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+    export PYTHONPATH="$directory/repository:$directory/site"
+    install_pieces "$(realpath "${PIECES:-$(dirname "$archive")/pieces}")" "$directory"
+    export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
     export PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
     cd "$directory/repository"
 }
@@ -102,6 +138,6 @@ run() {
 }
 
 case ${1:-} in
-    pack | run | runs | dry) "$@" ;;
-    *) fail "usage: gpu_check.sh pack [ARCHIVE] | run ARCHIVE [DIRECTORY] | runs ARCHIVE [DIRECTORY] | dry [DIRECTORY]" ;;
+    pack | run | runs | dry | split) "$@" ;;
+    *) fail "usage: gpu_check.sh pack [ARCHIVE] | run ARCHIVE [DIRECTORY] | runs ARCHIVE [DIRECTORY] | split FILE [DIRECTORY] | dry [DIRECTORY]" ;;
 esac

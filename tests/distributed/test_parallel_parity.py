@@ -49,7 +49,9 @@ UNEVEN = {
 RESUMED = {"pp2_written": PP2 | {"pipeline_model_parallel_layout": "Et*4|tL"}, "dp2": {}}
 
 ONE_PROCESS = [("qwen3", False), ("qwen3", True), ("llama", False), ("qwen2", True)]
-SEVERAL = [("qwen3", True), ("llama", False)]
+QWEN3, LLAMA = ("qwen3", True), ("llama", False)  # which is untied, and whose rotary embeddings are scaled
+SEVERAL = [(layout, QWEN3) for layout in LAYOUTS]
+SEVERAL += [(layout, LLAMA) for layout in ("tp2", "pp2", "tp2_pp2", "tp2_sequence_parallel_packed")]
 MICRO_BATCHES = (1, 3, 12)
 
 
@@ -62,9 +64,10 @@ def runs(tiny_models, tmp_path_factory):
 
     wanted = {("one", *which): (1, model(*which) | {"probe": True}) for which in ONE_PROCESS}
     wanted |= {("micro", n): (1, model("qwen3", True) | {"micro_batch_size": n}) for n in MICRO_BATCHES}
-    for layout, (processes, parallel) in LAYOUTS.items():
+    for layout, which in SEVERAL:
+        processes, parallel = LAYOUTS[layout]
         options = {"parallel": parallel, "probe": True, "bucket_bytes": 20_000}
-        wanted |= {(layout, *which): (processes, model(*which) | options) for which in SEVERAL}
+        wanted[layout, *which] = processes, model(*which) | options
     for layout, (layers, processes, parallel) in UNEVEN.items():
         deep = {"model": str(tiny_models("qwen3", True, layers)), "probe": True}
         saves = {"save": "checkpoints"} if layout == "pp2_first" else {}
@@ -111,10 +114,9 @@ def test_one_process_equals_transformers(tiny_models, one_process, family, tied)
             np.testing.assert_allclose(ours[str(index)], theirs, atol=1e-4)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("family", "tied"), SEVERAL)
-def test_layout_equals_one_process(runs, one_process, layout, family, tied):
-    agrees(runs(layout, family, tied), one_process(family, tied), LAYOUTS[layout][1])
+@pytest.mark.parametrize(("layout", "which"), SEVERAL)
+def test_layout_equals_one_process(runs, one_process, layout, which):
+    agrees(runs(layout, *which), one_process(*which), LAYOUTS[layout][1])
 
 
 @pytest.mark.parametrize("layout", UNEVEN)

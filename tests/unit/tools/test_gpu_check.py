@@ -1,7 +1,9 @@
 """The summary of ``tools/gpu_check.sh``, what it installs, the comparison with the plan, and the marks of ``tests/gpu``."""
 
+import os
 import subprocess
 import sys
+import zipfile
 
 import pytest
 
@@ -120,3 +122,36 @@ def test_every_package_is_pinned():
     assert packed <= pinned
     assert not packed & {"torch", "transformers", "numpy", "tokenizers", "safetensors"}
     assert set(gpu_check.TOGETHER) <= packed
+
+
+def test_a_wheel_in_pieces_is_joined_checked_and_installed(tmp_path):
+    """Two wheels that share a directory, as Transformer Engine's do."""
+    for part in ("one", "two"):
+        path = tmp_path / f"shared_{part}-1.0-py3-none-any.whl"
+        info = f"shared_{part}-1.0.dist-info"
+        with zipfile.ZipFile(path, "w") as file:
+            file.writestr(f"shared/{part}.py", f"NAME = {part!r}\n" + "# more\n" * 100)
+            file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: shared_{part}\nVersion: 1.0\n")
+            file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            file.writestr(f"{info}/RECORD", "")
+        done = subprocess.run(
+            [SCRIPT, "split", path, tmp_path / "pieces"],
+            env=os.environ | {"PIECE": "500"},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "3 pieces of shared_" in done.stdout
+    functions = SCRIPT.read_text().rpartition("case ${1:-}")[0]
+    command = f'{functions}\npython={sys.executable}; install_pieces "{tmp_path / "pieces"}" "{tmp_path}"'
+
+    def install():
+        return subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+
+    done = install()
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in (tmp_path / "site" / "shared").glob("*.py")} == {"one.py", "two.py"}
+    next((tmp_path / "pieces").glob("shared_one*.01")).unlink()
+    done = install()
+    assert done.returncode == 2
+    assert "shared_one-1.0-py3-none-any.whl: a piece is missing or damaged" in done.stderr
