@@ -167,6 +167,8 @@ def _check_rollout(rollout: RolloutConfig, objective: ObjectiveConfig, source: s
             f"{ahead} does not go with rollout.engine={rollout.engine}, which samples in the trainer's own processes, with "
             "their devices or cores; take rollout.engine=server (dcpo launch N --engines M starts one)"
         )
+    if rollout.async_update != "batch" and not rollout.async_steps:
+        raise UserError(f"{source}: rollout.async_update={rollout.async_update} needs rollout.async_steps=1; set both")
     if rollout.async_steps and uncorrected:
         raise UserError(f"{ahead} trains on tokens of the policy before; correct for it with objective.tis_level=token")
     if rollout.filter_groups and find_method(objective.name).needs_old_logprobs:

@@ -168,6 +168,8 @@ class RolloutConfig:
     async_steps: Annotated[int, Field(ge=0, le=1)] = 0
     """Generate the next batch while this one trains, with weights that are that many updates older (0: one after the
     other); needs engine=server."""
+    async_update: Literal["batch", "immediate"] = "batch"
+    """When the server gets new weights, with async_steps: its batch is complete, or between two requests of it."""
 
     @property
     def most_versions_behind(self) -> int:

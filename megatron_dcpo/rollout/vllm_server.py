@@ -15,6 +15,7 @@ import logging
 import queue
 import shutil
 import socket
+import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -75,38 +76,38 @@ class ServerEngine(Engine):
         self.arch = read_architecture(model_dir)
         self.eos_token_ids = read_eos_token_ids(self.model_dir)
         self.weights_version = 0
+        # A stream has the turn while it has requests under way, an update while it lasts.
+        self.turn, self.may_send = threading.Lock(), threading.Event()
+        self.may_send.set()
         self.model = self._check()
 
     def stream(
         self, samples: Samples, sampling: SamplingConfig, step: int = 0, partial: PartialRollout | None = None
     ) -> Generator[list[Response], None, None]:
         """Yield responses as :class:`megatron_dcpo.rollout.engine.Engine` says. One request per sample, ``concurrency``
-        at a time. Not ``partial``: a request that is taken back gives no tokens, and taking back one rank's takes all
-        ranks'."""
+        at a time. Where new weights come meanwhile, in another thread, what is under way is answered, the rest is sent
+        behind them, and each response has the version that the server had from its request to its reply. Not ``partial``:
+        a request that is taken back gives no tokens, and taking back one rank's takes all ranks'."""
         if partial is not None:
             raise ValueError("rollout.max_staleness is not for rollout.engine=server")
         if sampling.raw_logprobs or sampling.top_logprobs:
             raise ValueError("this engine trains; to evaluate a server, use dcpo evaluate --endpoint")
-        self._check_version()
-        with ThreadPoolExecutor(max(1, min(self.concurrency, len(samples)))) as pool:
-            done: queue.SimpleQueue[Future[Response]] = queue.SimpleQueue()
-            for prompt, i in samples:
-                pool.submit(self._sample, prompt, i, sampling, step).add_done_callback(done.put)
-            left = len(samples)
-            try:
-                while left:
-                    responses = [done.get().result() for _ in range(max(1, done.qsize()))]
-                    left -= len(responses)
-                    if stop_requested():
-                        raise RolloutAbandoned
-                    self._check_version()  # a server that came back in between has other weights
-                    yield responses
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+        while samples:
+            self.may_send.wait()
+            with self.turn:
+                if self.may_send.is_set():  # else an update has failed, and is tried again first
+                    samples = yield from self._send(samples, sampling, step)
 
     def update_weights(self, buckets: Iterable[Sequence[WeightSlice]], version: int) -> None:
-        """Hand the weights to the server; every rank waits until it has them."""
+        """Hand the weights to the server when no rank has a request under way; every rank waits until it has them. Nothing
+        is sent before that has succeeded."""
+        self.may_send.clear()
+        with self.turn:
+            distributed.barrier()
+            self._replace_weights(buckets, version)
+        self.may_send.set()
+
+    def _replace_weights(self, buckets: Iterable[Sequence[WeightSlice]], version: int) -> None:
         failure = ""
         if distributed.topology().rank == 0:
             try:
@@ -152,7 +153,37 @@ class ServerEngine(Engine):
             time.sleep(1.0)
 
     # ---------------------------------------------------------------------------------------------------- parts
-    def _sample(self, prompt: Prompt, index: int, sampling: SamplingConfig, step: int) -> Response:
+    def _send(
+        self, samples: Samples, sampling: SamplingConfig, step: int
+    ) -> Generator[list[Response], None, list[tuple[Prompt, int]]]:
+        """Yield responses to ``samples`` until all have come, or those that were sent before new weights wait; return the
+        rest."""
+        self._check_version()
+        held_back: list[tuple[Prompt, int]] = []
+        with ThreadPoolExecutor(max(1, min(self.concurrency, len(samples)))) as pool:
+            done: queue.SimpleQueue[Future[Response | tuple[Prompt, int]]] = queue.SimpleQueue()
+            for prompt, i in samples:
+                pool.submit(self._sample, prompt, i, sampling, step).add_done_callback(done.put)
+            left = len(samples)
+            try:
+                while left:
+                    results = [done.get().result() for _ in range(max(1, done.qsize()))]
+                    left -= len(results)
+                    if stop_requested():
+                        raise RolloutAbandoned
+                    held_back += [result for result in results if isinstance(result, tuple)]
+                    if responses := [result for result in results if isinstance(result, Response)]:
+                        self._check_version()  # a server that came back in between has other weights
+                        yield responses
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        return held_back
+
+    def _sample(self, prompt: Prompt, index: int, sampling: SamplingConfig, step: int) -> Response | tuple[Prompt, int]:
+        """Return the response, or what was to be sampled where new weights wait."""
+        if not self.may_send.is_set():
+            return prompt, index
         body = {
             "model": self.model,
             "prompt": list(prompt.token_ids),

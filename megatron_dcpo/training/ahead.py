@@ -2,7 +2,8 @@
 
 The same calls as one after the other, in another order: ``Sampler.sample(step + 1)`` runs in a thread while the step
 trains, and has ended before the engine gets new weights. So one batch is on its way, all of it with the weights that the
-engine had when it began, one update behind those that train on it.
+engine had when it began, one update behind those that train on it. With ``rollout.async_update: immediate`` the engine gets
+the new weights between two requests of the batch, and what it samples from then on is of the policy that trains on it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from concurrent.futures import CancelledError, Executor, Future
 from types import SimpleNamespace
 from typing import Any
 
+from megatron_dcpo.errors import Stopped
 from megatron_dcpo.judging.users import VerifierFailed
 from megatron_dcpo.rollout import EngineError
 from megatron_dcpo.runtime import distributed
@@ -30,12 +32,12 @@ _ON_ALL_RANKS = (EngineError, RolloutAbandoned, VerifierFailed)  # what a rollou
 def ahead_of(sampler: Sampler, steps: int, timeout_minutes: int) -> Any:
     """Return :class:`Ahead`, or without ``async_steps`` what samples a batch when it is taken."""
     if sampler.rollout.async_steps:
-        return Ahead(sampler, steps, timeout_minutes)
+        return {"batch": Ahead, "immediate": Immediate}[sampler.rollout.async_update](sampler, steps, timeout_minutes)
 
     def nothing(*_: Any) -> None:
         return None
 
-    return SimpleNamespace(take=sampler.sample, start=nothing, wait=nothing, close=nothing)
+    return SimpleNamespace(take=sampler.sample, start=nothing, wait=nothing, complete=nothing, close=nothing)
 
 
 class Ahead:
@@ -44,6 +46,8 @@ class Ahead:
     The thread works on a copy of the ``sampler`` and communicates through a group of its own. The sampler becomes the
     copy when the batch is taken, so that a checkpoint never knows of what is on its way: a resumed run generates it anew.
     """
+
+    behind = range(1, 2)  # by how many updates the engine may be
 
     def __init__(self, sampler: Sampler, steps: int, timeout_minutes: int) -> None:
         self.sampler, self.steps = sampler, steps
@@ -75,7 +79,7 @@ class Ahead:
         if step > self.steps:
             return
         self.working, self.batch = copy.copy(self.sampler), Future()
-        self.working.behind = self.sampler.rollout.async_steps
+        self.working.behind = self.behind
         self.working.executor = _Judges(self.sampler.executor, self.over)
         self.working.timers, self.working.recover = Timers(None), _end_on_all_ranks
         thread = threading.Thread(target=self._sample, args=(self.working, self.batch, step), name="rollout")
@@ -83,6 +87,10 @@ class Ahead:
         thread.start()
 
     def wait(self) -> None:
+        """Wait until the engine may get new weights."""
+        self.complete()
+
+    def complete(self) -> None:
         """Wait for the batch on its way, where there is one: ``time/rollout``. The engine is idle then. Raises what ended it
         on this rank alone; the rest is for :meth:`take`. ``time/rollout_busy``: how long it took."""
         if self.batch is None:
@@ -90,13 +98,16 @@ class Ahead:
         with self.sampler.timers("rollout"):
             error = self.batch.exception()
         seconds = self.working.timers.seconds
+        self.working.timers.clear()  # once
         self.sampler.timers.add("rollout_busy", seconds.get("rollout", 0.0) + seconds.get("judge", 0.0))
         self.sampler.timers.add("judge_busy", seconds.get("judge_busy", 0.0))
         if error is not None and not isinstance(error, _ON_ALL_RANKS):
             raise error
 
-    def close(self) -> None:
-        """Give up what is on its way: the run ends."""
+    def close(self, *raised: Any) -> None:
+        """Give up what is on its way: the run ends, by what is ``raised``. A signal ends the batch as well: wait for it."""
+        if Stopped in raised and self.batch is not None:
+            self.batch.exception()
         self.over.set()
 
     def _sample(self, sampler: Sampler, batch: Future[list[TrainingSample]], step: int) -> None:
@@ -105,6 +116,20 @@ class Ahead:
             batch.set_result(sampler.sample(step))
         except BaseException as error:
             batch.set_exception(error)
+
+
+class Immediate(Ahead):
+    """Lets the engine have new weights within a batch, between two requests (``ServerEngine.update_weights``)."""
+
+    behind = range(2)
+
+    def take(self, step: int) -> list[TrainingSample]:
+        """Wait for the batch of ``step`` and return it."""
+        self.complete()
+        return super().take(step)
+
+    def wait(self) -> None:
+        """Do nothing: the engine says itself when it takes new weights."""
 
 
 class _Judges(Executor):

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -118,13 +118,15 @@ def build(config: Config) -> Iterator[Run]:
     )
     validator = None
     if held_out is not None:
-        validator = Validator(held_out, sampler, weight_sync, checkpointer, topology, timers, directory, config)
+        idle = ahead.complete
+        validator = Validator(held_out, sampler, idle, weight_sync, checkpointer, topology, timers, directory, config)
     recorder = Recorder(directory, config, policy, tokenizer.decode, topology, timers, saver)
     run = Run(
         *(config, directory, tokenizer, policy, optimizer, offload, engine, timers),
         *(sampler, ahead, updater, weight_sync, checkpointer, recorder, validator),
     )
-    with watch, closing(ahead):
+    with watch, ExitStack() as stack:
+        stack.push(ahead.close)
         yield run
 
 

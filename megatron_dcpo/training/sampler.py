@@ -88,7 +88,7 @@ class Sampler:
         self.method, self.recover, self.topology, self.timers = method, recover, topology, timers
         self.rollout, self.prompts_per_step, self.seed = rollout, prompts_per_step, seed
         self.max_error_rate = max_error_rate
-        self.extra_prompts = self.behind = 0
+        self.extra_prompts, self.behind = 0, range(1)
         self.carried: list[PromptGroup] = []
         self.metrics: dict[str, float] = {}
 
@@ -197,7 +197,7 @@ class Sampler:
         not get any older. Collective. Raises :class:`UserError` when a response was sampled by other weights than the
         policy's, or by too old ones, and what a judge raises that cannot work at all.
         """
-        config, version = self.rollout, step - 1 - self.behind
+        config, versions = self.rollout, [step - 1 - behind for behind in self.behind]
         size, engine, engines = engine_of_rank(self.engine, self.topology)
         mine = groups[engine::engines]
         by_id = {group.prompt.prompt_id: group.prompt for group in mine}
@@ -210,7 +210,7 @@ class Sampler:
             partial = PartialRollout(lambda: batch_is_complete(needs, quota, responses), _unfinished(mine))
 
         def judge(finished: Sequence[Response]) -> None:
-            _check_versions(finished, version, config.most_versions_behind - self.behind)
+            _check_versions(finished, versions, step - 1 - config.most_versions_behind)
             own = [r for r in finished if r.key in share and r.finish_reason != "abort"]
             if own:
                 pending.append(self.executor.submit(self._judge, own, by_id))
@@ -225,7 +225,7 @@ class Sampler:
             max_tokens=config.max_response_length,
             seed=self.seed,
         )
-        self.generate(samples, sampling, step, version, responses, judge, partial)
+        self.generate(samples, sampling, step, step - 1, responses, judge, partial)
 
     def generate(
         self,
@@ -360,13 +360,13 @@ def _unfinished(groups: Sequence[PromptGroup]) -> dict[ResponseKey, Response]:
     return {response.key: response for response, judgement in pairs if judgement is None}
 
 
-def _check_versions(responses: Sequence[Response], version: int, max_staleness: int) -> None:
+def _check_versions(responses: Sequence[Response], versions: Sequence[int], oldest: int) -> None:
     for response in responses:
-        sampled_by = response.weights_version if response.weights_version != version else response.oldest_version
-        if not version - max_staleness <= sampled_by <= version or response.weights_version != version:
+        sampled_by = response.oldest_version if response.weights_version in versions else response.weights_version
+        if not (response.weights_version in versions and oldest <= sampled_by <= response.weights_version):
             raise UserError(
                 f"response to {response.prompt_id} was sampled by weights version {sampled_by}, "
-                f"the policy is at {version}: the engine was not synchronized"
+                f"the policy is at {versions[0]}: the engine was not synchronized"
             )
 
 

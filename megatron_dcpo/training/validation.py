@@ -7,7 +7,7 @@ measured is in ``metrics.jsonl``, from where a resumed run has it; the best chec
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +30,8 @@ logger = logging.getLogger(__name__)
 
 
 class Validator:
-    """Measures the policy on ``held_out`` problems. All methods are collective.
+    """Measures the policy on ``held_out`` problems, when ``idle`` returns, which waits for the engine. All methods are
+    collective.
 
     ``measured``: ``evaluation/BENCHMARK/METRIC`` of the validations so far, by step; ``best_step``: of the checkpoint that
     ``training.keep_best`` keeps.
@@ -40,6 +41,7 @@ class Validator:
         self,
         held_out: HeldOut,
         sampler: Sampler,
+        idle: Callable[[], None],
         weight_sync: WeightSync,
         checkpointer: Checkpointer,
         topology: Topology,
@@ -48,7 +50,7 @@ class Validator:
         config: Config,
     ) -> None:
         self.held_out, self.sampler, self.engine = held_out, sampler, sampler.engine
-        self.weight_sync, self.checkpointer, self.topology = weight_sync, checkpointer, topology
+        self.idle, self.weight_sync, self.checkpointer, self.topology = idle, weight_sync, checkpointer, topology
         self.timers, self.directory, self.config = timers, directory, config
         self.measured: dict[int, dict[str, float]] = {}
         self.best_step: int | None = None
@@ -58,6 +60,7 @@ class Validator:
         not due, is known, or was cut short by a signal."""
         if not self._is_due(step) or step in self.measured:
             return {}
+        self.idle()
         with self.timers("evaluation"):
             responses = self._generate(step)
             if max_over_ranks(signals.stop_requested() or 0):

@@ -17,14 +17,19 @@ SCRIPT = QUICKSTART / "engine_server.py"
 
 class Engine(TransformersEngine):
     """``fails_with``: the weights version with which it fails once, a response handed over, and loses its weights;
-    ``pause``: seconds more between two of them."""
+    ``pause``: seconds more between two of them. ``sampled``: version and first weights of each response, in order."""
 
     fails_with, pause = "", 0.0
     server: Any
+    sampled: list[tuple[str, tuple[float, ...]]]
+
+    def first_weights(self) -> tuple[float, ...]:
+        return tuple(next(self.model.parameters()).detach()[0, :4].tolist())
 
     def stream(self, samples: Any, sampling: Any, step: int = 0, partial: Any = None) -> Iterator[Sequence[Response]]:  # type: ignore[override]
         for responses in super().stream(samples, sampling, step, partial):
             time.sleep(self.pause)
+            self.sampled += [(self.server.version, self.first_weights())] * len(responses)
             yield responses
             if self.server.version == self.fails_with:
                 self.server.version, self.fails_with = "0", ""
@@ -39,6 +44,7 @@ class Served:
     def __enter__(self) -> Served:
         self.engine = Engine.from_pretrained(QUICKSTART / "policy")
         assert isinstance(self.engine, Engine)
+        self.engine.sampled = []
         server = runpy.run_path(str(SCRIPT))["TransformersServer"]
         self.http = self.engine.server = server(self.engine, ("127.0.0.1", 0))
         for target in (self.http.serve_forever, self.http.work):

@@ -56,7 +56,7 @@ def test_early_stop_counts_validations_since_the_best() -> None:
     saved: list[int] = []
     rule = ["evaluation.interval=1", HELDOUT, "training.keep_best=accuracy", "training.early_stop=2"]
     checkpointer: Any = SimpleNamespace(save_now=saved.append, saver=SimpleNamespace(wait=lambda: None))
-    parts: Any = SimpleNamespace(engine=None), None, checkpointer, SimpleNamespace(rank=0), None
+    parts: Any = SimpleNamespace(engine=None), None, None, checkpointer, SimpleNamespace(rank=0), None
     held_out: Any = None
     validator = Validator(held_out, *parts, Path("unused"), load_config(QUICKSTART / "dcpo.yaml", rule))
     stopped = []

@@ -91,6 +91,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Server:
     monkeypatch.setattr(JsonClient, "call", lambda self, path, body=None, **_: made.call(path, body))
     monkeypatch.setattr(vllm_server, "_REFUSED_SECONDS", 0.1)
     monkeypatch.setattr(distributed, "topology", lambda: SimpleNamespace(rank=0))
+    monkeypatch.setattr(distributed, "barrier", lambda: None)
     monkeypatch.setattr(distributed, "broadcast_object", lambda value: value)
     return made
 

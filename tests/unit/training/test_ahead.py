@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from megatron_dcpo.errors import UserError
+from megatron_dcpo.errors import Stopped, UserError
 from megatron_dcpo.rollout import EngineError
 from megatron_dcpo.runtime import signals
 from megatron_dcpo.runtime.signals import RolloutAbandoned
-from megatron_dcpo.training.ahead import Ahead
+from megatron_dcpo.training.ahead import Ahead, Immediate
 from tests.helpers.samplers import Clockwork, number_of, numbered_sampler, one_rank
 
 STEPS, PROMPTS = 12, 8
@@ -35,7 +35,9 @@ def group() -> Iterator[None]:
         yield
 
 
-def ahead_of(trains: Any = lambda number: True, staleness: int = 0, **replaced: Any) -> Ahead:
+def ahead_of(
+    trains: Any = lambda number: True, staleness: int = 0, kind: type[Ahead] = Ahead, **replaced: Any
+) -> Ahead:
     """What hands over the batches of a sampler of 1,000 prompts. The rules that refuse a ``staleness`` beside a server are
     passed by: they are the client's, not the loop's."""
     sampler = numbered_sampler(trains, 1000, *SERVER, "rollout.async_steps=1", *replaced.pop("overrides", ()))
@@ -43,7 +45,7 @@ def ahead_of(trains: Any = lambda number: True, staleness: int = 0, **replaced: 
     sampler.rollout = dataclasses.replace(sampler.rollout, **more)
     for name, value in replaced.items():
         setattr(sampler, name, value)
-    return Ahead(sampler, STEPS, 1)
+    return kind(sampler, STEPS, 1)
 
 
 def run(ahead: Ahead, first: int = 1, last: int = STEPS) -> list[list[Any]]:
@@ -157,10 +159,71 @@ def test_a_run_that_ends_gives_up_what_is_on_its_way() -> None:
     assert handed_over.count(2) == 1
 
 
+class Updated(Clockwork):
+    """Gets the weights ``to`` when a response of step 2 has been handed over."""
+
+    def __init__(self, to: int) -> None:
+        super().__init__()
+        self.to, self.begun, self.has_them = to, threading.Event(), threading.Event()
+
+    def stream(self, samples: Any, sampling: Any, step: int, partial: Any = None) -> Iterator[Any]:
+        for responses in super().stream(samples, sampling, step, partial):
+            yield responses
+            if step == 2:
+                self.begun.set()
+                assert self.has_them.wait(20)
+                self.weights_version = self.to
+
+
+def test_new_weights_within_a_batch_are_of_the_policy_that_trains_on_it() -> None:
+    ahead = ahead_of(kind=Immediate, engine=Updated(to=1))
+    engine: Any = ahead.sampler.engine
+    ahead.take(1)
+    ahead.start(2)
+    assert engine.begun.wait(20)
+    ahead.wait()
+    assert ahead.batch is not None
+    assert not ahead.batch.done(), "new weights do not wait for the batch"
+    engine.has_them.set()
+    ahead.complete()
+    busy = ahead.sampler.timers.seconds["rollout_busy"]
+    ahead.complete()
+    assert ahead.sampler.timers.seconds["rollout_busy"] == busy > 0, "counted once"
+    behind = [1 - sample.response.weights_version for sample in ahead.take(2)]
+    assert set(behind) == {0, 1}
+    mean = sum(behind) / len(behind)
+    assert ahead.sampler.metrics == {"rollout/staleness_mean": mean, "rollout/staleness_max": 1}
+
+
+@pytest.mark.parametrize(("kind", "to"), [(Ahead, 1), (Immediate, 2), (Immediate, -1)])
+def test_other_weights_within_a_batch_are_refused(kind: type[Ahead], to: int) -> None:
+    ahead = ahead_of(kind=kind, engine=Updated(to))
+    engine: Any = ahead.sampler.engine
+    ahead.take(1)
+    ahead.start(2)
+    engine.has_them.set()
+    with pytest.raises(UserError, match=f"was sampled by weights version {to}, the policy is at"):
+        ahead.complete()
+
+
+def test_a_run_that_a_signal_ends_waits_for_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The threads of the other ranks end together with this one's."""
+    ahead = ahead_of(kind=Immediate, engine=Updated(to=1))
+    engine: Any = ahead.sampler.engine
+    ahead.take(1)
+    ahead.start(2)
+    assert engine.begun.wait(20)
+    monkeypatch.setattr(signals, "stop_requested", lambda: 15)
+    threading.Timer(0.1, engine.has_them.set).start()
+    ahead.close(Stopped, Stopped("by a signal", 75), None)
+    assert ahead.batch is not None
+    assert isinstance(ahead.batch.exception(timeout=0), RolloutAbandoned)
+
+
 def test_older_weights_than_allowed_are_refused() -> None:
     ahead = ahead_of()
     ahead.sampler.engine.weights_version = 0
     ahead.take(1)
-    ahead.sampler.behind = 1
+    ahead.sampler.behind = range(1, 2)
     with pytest.raises(UserError, match="was sampled by weights version 0"):
         ahead.sampler.sample(3)
