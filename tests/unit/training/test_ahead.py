@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
+from megatron_dcpo.config import load_config
 from megatron_dcpo.errors import Stopped, UserError
 from megatron_dcpo.rollout import EngineError
 from megatron_dcpo.runtime import signals
 from megatron_dcpo.runtime.signals import RolloutAbandoned
 from megatron_dcpo.training.ahead import Ahead, Immediate
+from tests.helpers.paths import QUICKSTART
 from tests.helpers.samplers import Clockwork, number_of, numbered_sampler, one_rank
 
 STEPS, PROMPTS = 12, 8
@@ -218,6 +220,11 @@ def test_a_run_that_a_signal_ends_waits_for_the_batch(monkeypatch: pytest.Monkey
     ahead.close(Stopped, Stopped("by a signal", 75), None)
     assert ahead.batch is not None
     assert isinstance(ahead.batch.exception(timeout=0), RolloutAbandoned)
+
+
+def test_new_weights_within_a_batch_need_generation_beside_training() -> None:
+    with pytest.raises(UserError, match=r"rollout\.async_update=immediate needs rollout\.async_steps=1"):
+        load_config(QUICKSTART / "dcpo.yaml", ["rollout.async_update=immediate"])
 
 
 def test_older_weights_than_allowed_are_refused() -> None:

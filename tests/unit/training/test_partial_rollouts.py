@@ -91,12 +91,13 @@ def test_with_none_the_batch_is_what_it_always_was() -> None:
 
 def test_too_old_or_too_new_responses_are_refused() -> None:
     response = Response("p", 0, np.arange(3), np.zeros(3, np.float32), "stop", 5, segments=((3, 2), (5, 1)))
-    _check_versions([response], 5, 2)
-    for version, bound in ((5, 1), (6, 3), (4, 2)):
+    _check_versions([response], [5], 3)
+    _check_versions([response], [6, 5], 3)
+    for version, oldest in ((5, 4), (6, 3), (4, 2)):
         with pytest.raises(UserError, match=f"the policy is at {version}: the engine was not synchronized"):
-            _check_versions([response], version, bound)
+            _check_versions([response], [version], oldest)
     with pytest.raises(UserError, match="weights version 3, the policy is at 5"):
-        _check_versions([response], 5, 1)
+        _check_versions([response], [5], 4)
 
 
 def test_groups_come_back_from_a_checkpoint_as_they_were() -> None:
