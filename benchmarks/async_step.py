@@ -37,8 +37,10 @@ def measurements() -> Iterator[Measurement]:
         yield absent("async step, 28M", "s", OTHER, "two cores are needed, one for each")
         return
     prompts = [[row.pop("prompts") for row in taken] for taken in rows.values()]
+    for row in (row for taken in rows.values() for row in taken):
+        row["tokens"] = sum(row.pop("lengths"))
     kept = {name: taken[WARM_UP:] for name, taken in rows.items()}
-    tokens = [sum(sum(row.pop("lengths")) for row in taken) for taken in kept.values()]
+    tokens = [sum(row["tokens"] for row in taken) for taken in kept.values()]
     same = prompts[0] == prompts[1] and abs(tokens[0] - tokens[1]) <= 0.02 * tokens[1]
     median = {
         name: {key: statistics.median(row[key] for row in taken) for key in taken[0]} for name, taken in kept.items()

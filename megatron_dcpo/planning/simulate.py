@@ -386,8 +386,8 @@ def scenario_lines(found: Sequence[Scenario], rates: Rates, environment: Environ
         f"Assumed: {drawn}, mean {mean:.0f} tokens; {costs.engines} engines of {costs.slots} sequences, responses dealt in "
         f"turn; {rates.peak_tflops:g} TFLOP/s at {rates.mfu:.0%} and {rates.hbm_gbps:g} GB/s per GPU; "
         f"{environment.judge_seconds:g} s per verdict, {costs.judges} at a time, while the rest is generated; checkpoints "
-        f"block for a copy at {environment.copy_gbps:g} GB/s; engines and trainers take turns on the same GPUs, but for a "
-        f"server and one step off (trainers + engines): the engines have {ALONE:.0%} of theirs and get all weights by NCCL; "
-        "partial rollouts carry what is unfinished, however old."
+        f"block for a copy at {environment.copy_gbps:g} GB/s; engines and trainers take turns on the same GPUs, except "
+        f"for a server's and one step off (trainers + engines, with {ALONE:.0%} of their memory): those get all weights "
+        "by NCCL; partial rollouts carry what is unfinished, however old."
     )
     return lines
