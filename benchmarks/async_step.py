@@ -16,6 +16,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -31,25 +32,13 @@ SERVER = f"{sys.executable} {policies.QUICKSTART / 'engine_server.py'}"
 
 
 def measurements() -> Iterator[Measurement]:
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < 2:
+    rows = {name: taken[PROMPTS] for name, taken in in_turns({name: [PROMPTS] for name in ALTERNATIVES}).items()}
+    if not rows:
         yield absent("async step, 28M", "s", OTHER, "two cores are needed, one for each")
         return
-    os.sched_setaffinity(0, cores[:2])  # the children inherit it, and take one each
-    with tempfile.TemporaryDirectory() as scratch:
-        model = policies.write_policy(Path(scratch) / "policy", "28M", stop=STOP)
-        yield from _measured(Path(scratch), model)
-    os.sched_setaffinity(0, cores)
-
-
-def _measured(scratch: Path, model: Path) -> Iterator[Measurement]:
-    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in ALTERNATIVES}
-    workers = {name: Stepper(sys.executable, __file__, name, str(scratch), str(model)) for name in rows}
-    with workers["beside"] as beside, workers["after"] as after:
-        for _ in range(WARM_UP + STEPS):
-            rows["beside"].append(beside.step())
-            rows["after"].append(after.step())
     prompts = [[row.pop("prompts") for row in taken] for taken in rows.values()]
+    for row in (row for taken in rows.values() for row in taken):
+        row["tokens"] = sum(row.pop("lengths"))
     kept = {name: taken[WARM_UP:] for name, taken in rows.items()}
     tokens = [sum(row["tokens"] for row in taken) for taken in kept.values()]
     same = prompts[0] == prompts[1] and abs(tokens[0] - tokens[1]) <= 0.02 * tokens[1]
@@ -74,8 +63,32 @@ def _measured(scratch: Path, model: Path) -> Iterator[Measurement]:
         yield Measurement(f"async step, 28M: the {who} waits", *share, "share of a step", OTHER, **facts)
 
 
-def _train(name: str, scratch: Path, model: Path) -> None:
-    """A training that takes a step when told to, and its server."""
+def in_turns(sizes: dict[str, list[int]]) -> dict[str, dict[int, list[dict[str, Any]]]]:
+    """The steps of each alternative by its prompts per step, which take turns; none where there is one core."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        return {}
+    os.sched_setaffinity(0, cores[:2])  # the children inherit it, and take one each
+    rows: dict[str, dict[int, list[dict[str, Any]]]] = {name: {n: [] for n in sizes[name]} for name in ALTERNATIVES}
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
+        model = policies.write_policy(Path(scratch) / "policy", "28M", stop=STOP)
+        workers = {
+            name: stack.enter_context(
+                Stepper(sys.executable, __file__, name, scratch, str(model), *map(str, sizes[name]))
+            )
+            for name in rows
+        }
+        for _ in range(WARM_UP + STEPS):
+            for name, worker in workers.items():
+                for size in sizes[name]:
+                    rows[name][size].append(worker.step())
+    os.sched_setaffinity(0, cores)
+    return rows
+
+
+def _train(name: str, scratch: Path, model: Path, *sizes: int) -> None:
+    """A training that takes a step when told to, and its server. ``sizes``: prompts of a step, in turns; of one size where
+    a step generates the next one's."""
     from megatron_dcpo.config import load_config
     from megatron_dcpo.rollout.serving import EngineServer, server_command
     from megatron_dcpo.training.loop import train_step
@@ -85,7 +98,7 @@ def _train(name: str, scratch: Path, model: Path) -> None:
         endpoint = f"http://127.0.0.1:{probe.getsockname()[1]}/v1"
     more = ["rollout.engine=server", f"rollout.endpoint={endpoint}", "objective.tis_level=token", "optimizer.lr=0"]
     more += [f"rollout.async_steps={ALTERNATIVES[name]}", "training.micro_batch_size=16", "logging.samples_interval=0"]
-    options = policies.overrides(model, scratch / name, PROMPTS, GROUP, TOKENS, *more)
+    options = policies.overrides(model, scratch / name, max(sizes), GROUP, TOKENS, *more)
     command = server_command(load_config(str(policies.QUICKSTART / "grpo.yaml"), options), 1, SERVER)
     trained: list[Any] = []
     with (
@@ -96,7 +109,7 @@ def _train(name: str, scratch: Path, model: Path) -> None:
         log = run.recorder.log
         run.recorder.log = lambda step, samples, *rest: (trained.append(samples), log(step, samples, *rest))
         for number, report in enumerate(steps(), 1):
-            run.timers.step = number
+            run.timers.step, run.sampler.prompts_per_step = number, sizes[(number - 1) % len(sizes)]
             train_step(run, number)
             row = json.loads(run.recorder.metrics_path.read_text().splitlines()[-1])
             samples, whole = trained.pop(), row["time/step"]
@@ -107,14 +120,14 @@ def _train(name: str, scratch: Path, model: Path) -> None:
                 train=row["time/train"],
                 trainer_waits=waits / whole,
                 engine_waits=max(0.0, 1 - busy / whole),
-                tokens=sum(len(sample.response_ids) for sample in samples),
+                lengths=[len(sample.response_ids) for sample in samples],
                 prompts=[sample.prompt.prompt_id for sample in samples],
             )
 
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        _train(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))
+        _train(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), *map(int, sys.argv[4:]))
     else:
         for measurement in measurements():
             print(measurement.line("python benchmarks/run.py async_step"))

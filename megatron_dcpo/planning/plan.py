@@ -329,9 +329,9 @@ def _engine(arch: Architecture, config: Config, machine: Machine) -> EngineMemor
 
 def _resharding(arch: Architecture, layout: Layout, config: Config, engine: EngineMemory, replicas: int) -> int:
     """Return the bytes that the rank receiving most gets in a weight synchronization: its engine's part less what it
-    holds of it."""
-    if engine.kind == "server":
-        return 0
+    holds of it, or from a server's broadcast all of the model."""
     itemsize = dtype_bytes(config.model.params_dtype)
+    if engine.kind == "server":
+        return number_of_parameters(arch) * itemsize if engine.weights else 0
     replicas = replicas * layout.tensor_model_parallel_size // layout.width
     return most_received(arch, layout, engine.tensor_model_parallel_size, replicas, itemsize)

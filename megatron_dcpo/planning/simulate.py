@@ -1,7 +1,8 @@
 """``dcpo plan --simulate``: a step event by event, from the planner's rates and a distribution of response lengths.
 
 Engines decode with continuous batching, judges take each response when it is finished, training waits for the last
-verdict, then weights are transferred and, every so often, a checkpoint is begun. Pure; random only through the seed.
+verdict, then weights are transferred and, every so often, a checkpoint is begun. Or, with ``rollout.async_steps``, the
+next batch is generated meanwhile, on other GPUs. Pure; random only through the seed.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from megatron_dcpo.planning.plan import GB, Machine, Plan, make_plan
 from megatron_dcpo.planning.traffic import Rates, sequence_flops
 from megatron_dcpo.weights.layout import UNEVEN_PIPELINE
 
+ALONE = 0.9  # of its GPU's memory, an engine that has it alone
 SPREAD = 0.7  # sigma of the default log-normal lengths
 STEPS = 6  # simulated; the first is left out: partial rollouts begin with nothing carried
 
@@ -59,7 +62,8 @@ class Environment:
 @dataclass
 class Step:
     """One step, seconds; ``rollout`` until the last response, ``judging`` what is left then. ``engine_busy`` is the sum
-    over engines, ``judge_busy`` over judges; ``slot_steps`` counts decoding positions, used and unused."""
+    over engines, ``judge_busy`` over judges; ``slot_steps`` counts decoding positions, used and unused. ``beside``: the
+    batch trains while the next one, whose ``rollout`` this is, is generated."""
 
     rollout: float = 0.0
     judging: float = 0.0
@@ -72,10 +76,22 @@ class Step:
     trained: int = 0
     carried: int = 0
     slot_steps: float = 0.0
+    beside: bool = False
 
     @property
     def seconds(self) -> float:
-        return self.rollout + self.judging + self.training + self.transfer + self.save
+        generation, training = self.rollout + self.judging, self.training + self.save
+        return (max(generation, training) if self.beside else generation + training) + self.transfer
+
+    @property
+    def engines_wait(self) -> float:
+        """Return how long the engines wait for the training."""
+        return max(0.0, self.training + self.save - self.rollout - self.judging) if self.beside else self.training
+
+    @property
+    def trainers_wait(self) -> float:
+        """Return how long the trainers wait for the rollout."""
+        return max(0.0, self.rollout + self.judging - self.training - self.save) if self.beside else self.rollout
 
 
 @dataclass
@@ -163,8 +179,13 @@ def simulate(costs: Costs, draw: Iterator[int], responses: int, steps: int, part
     return found
 
 
-def costs_of(plan: Plan, environment: Environment, rollout_gpus: int | None = None) -> Costs:
-    """Return the planner's rates as costs. ``rollout_gpus``: more of them for the rollout alone."""
+def one_step_off(steps: Sequence[Step]) -> list[Step]:
+    """Return ``steps`` as they are where each batch trains beside the generation of the next one; one less."""
+    return [replace(coming, training=now.training, trained=now.trained, beside=True) for now, coming in pairwise(steps)]
+
+
+def costs_of(plan: Plan, environment: Environment, times: int = 1) -> Costs:
+    """Return the planner's rates as costs. ``times``: as many GPUs for the rollout alone."""
     engine, rates, config, arch = plan.engine, plan.rates, plan.config, plan.arch
     size, gpus = engine.tensor_model_parallel_size, plan.machine.gpus
     hbm, per_second = rates.hbm_gbps * 1e9, size * rates.peak_tflops * 1e12 * rates.mfu
@@ -173,7 +194,7 @@ def costs_of(plan: Plan, environment: Environment, rollout_gpus: int | None = No
     training += seconds.expert_parallel + seconds.pipeline
     interval = config.training.save_interval
     return Costs(
-        engines=(rollout_gpus or gpus) // size,
+        engines=times * (plan.machine.engine_gpus or gpus) // size,
         slots=max(1, engine.concurrent),
         read=engine.weights / hbm,
         token=sequence_flops(arch, plan.layout, 1, prompt) / per_second,
@@ -236,26 +257,76 @@ class Scenario:
 def scenarios(
     config: Config, machine: Machine, rates: Rates, environment: Environment, lengths: Sequence[int] = ()
 ) -> list[Scenario]:
-    """Yield the run as configured; with partial rollouts; with twice the GPUs for the rollout; in the fastest other
-    layout that fits."""
+    """Return the run as configured; with partial rollouts; with twice the GPUs for the rollout; and of each kind the
+    fastest that fits: the same GPUs divided into trainers and engines, one step off; all of them for both, where a server
+    is configured; another layout. Raises :class:`UserError` without GPUs for a server."""
+    if config.rollout.engine == "server" and not machine.engine_gpus:
+        raise UserError(
+            "--simulate of rollout.engine=server needs --gpus N --engine-gpus M: those that train and generate"
+        )
     most = config.rollout.max_response_length
     mean = round(float(np.mean(np.minimum(lengths, most)))) if lengths else machine.response_tokens or -(-most // 3)
     machine = replace(machine, response_tokens=min(max(1, mean), most))
     responses = config.data.prompts_per_step * config.rollout.group_size
-    plan = make_plan(config, machine, rates)
 
-    def run(name: str, costs: Costs, partial: bool = False) -> Scenario:
+    def run(name: str, plan: Plan, times: int = 1, partial: bool = False) -> Scenario:
         draw = length_stream(lengths, machine.response_tokens, most, environment.seed)
-        return Scenario(name, costs, responses, tuple(simulate(costs, draw, responses, STEPS, partial)[1:]))
+        costs = costs_of(plan, environment, times)
+        steps = simulate(costs, draw, responses, STEPS, partial)
+        counted = one_step_off(steps) if plan.config.rollout.async_steps else steps[1:]
+        return Scenario(name, costs, responses, tuple(counted))
 
-    found = [run("as configured", costs_of(plan, environment))]
-    found.append(run("partial rollouts", costs_of(plan, environment), partial=True))
-    found.append(run("twice the GPUs for the rollout", costs_of(plan, environment, 2 * machine.gpus)))
-    others = [run(name, costs_of(other, environment)) for name, other in _other_layouts(config, machine, rates)]
-    return found + sorted(others, key=lambda scenario: scenario.mean("seconds"))[:1]
+    plan = make_plan(config, machine, rates)
+    found = [run("as configured", plan)]
+    if config.rollout.engine != "server":
+        found.append(run("partial rollouts", plan, partial=True))
+    found.append(run("twice the GPUs for the rollout", plan, times=2))
+    for others in (_splits(config, machine, rates), _colocated(plan), _other_layouts(config, machine)):
+        ran = [run(name, other) for name, other in _fitting(others, rates)]
+        found += sorted(ran, key=lambda scenario: scenario.mean("seconds"))[:1]
+    return found
 
 
-def _other_layouts(config: Config, machine: Machine, rates: Rates) -> Iterator[tuple[str, Plan]]:
+_Named = Iterator[tuple[str, Config, Machine]]
+
+
+def _fitting(others: _Named, rates: Rates) -> Iterator[tuple[str, Plan]]:
+    for name, config, machine in others:
+        try:
+            plan = make_plan(config, machine, rates)
+        except UserError:
+            continue
+        longest = config.data.max_prompt_length + config.rollout.max_response_length
+        engine = plan.engine  # of a server: the plan's verdict is on the trainers alone
+        holds_one = engine.kv_cache >= longest * engine.kv_per_token
+        if plan.fits and holds_one and engine.weights + engine.kv_cache <= machine.gpu_memory_gb * GB:
+            yield name, plan
+
+
+def _splits(config: Config, machine: Machine, rates: Rates) -> _Named:
+    """Yield every division of the GPUs, in whole nodes where there are several; the engines have theirs alone."""
+    gpus = machine.gpus + machine.engine_gpus
+    unit = rates.gpus_per_node if gpus > rates.gpus_per_node else 1
+    memory = max(ALONE, config.rollout.gpu_memory_utilization)
+    rollout = replace(config.rollout, engine="server", async_steps=1, gpu_memory_utilization=memory)
+    for trainers in range(unit, gpus, unit):
+        split = replace(machine, gpus=trainers, engine_gpus=gpus - trainers)
+        yield f"one step off, {trainers} + {gpus - trainers}", replace(config, rollout=rollout), split
+
+
+def _colocated(plan: Plan) -> _Named:
+    """Yield a server's GPUs and the trainers' as one, which take turns and leave an engine more or less memory."""
+    gpus, config = plan.machine.gpus + plan.machine.engine_gpus, plan.config
+    machine = replace(plan.machine, gpus=gpus, engine_gpus=0)
+    rollout = replace(config.rollout, engine="vllm", async_steps=0)
+    rollout = replace(rollout, tensor_model_parallel_size=plan.engine.tensor_model_parallel_size)
+    training = replace(config.training, offload_optimizer_during_rollout=True)
+    for memory in (0.9, 0.8, 0.7, 0.6, 0.5) if plan.machine.engine_gpus else ():
+        engines = replace(rollout, gpu_memory_utilization=memory)
+        yield f"colocated on {gpus} GPUs", replace(config, rollout=engines, training=training), machine
+
+
+def _other_layouts(config: Config, machine: Machine) -> _Named:
     parallel = config.parallel
     now = (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
     for tp in (1, 2, 4, 8):
@@ -266,25 +337,21 @@ def _other_layouts(config: Config, machine: Machine, rates: Rates) -> Iterator[t
                 dropped = (*UNEVEN_PIPELINE, "virtual_pipeline_model_parallel_size")
             sizes["megatron"] = {name: value for name, value in parallel.megatron.items() if name not in dropped}
             sizes["sequence_parallel"] = tp > 1
-            try:
-                other = replace(config, parallel=replace(parallel, **sizes))
-                plan = make_plan(other, machine, rates)
-            except UserError:
-                continue
-            if (tp, pp) != now and plan.fits:
-                yield f"TP {tp} x PP {pp}", plan
+            if (tp, pp) != now:
+                yield f"TP {tp} x PP {pp}", replace(config, parallel=replace(parallel, **sizes)), machine
 
 
 def waits(scenario: Scenario) -> dict[str, float]:
     """Return which resource waits for which, seconds of a step."""
     idle = scenario.mean("rollout") - scenario.mean("engine_busy") / scenario.costs.engines
+    beside = scenario.steps[0].beside
     return {
         "engines wait for the longest responses": idle,
-        "engines wait for the training": scenario.mean("training"),
-        "trainers wait for the rollout": scenario.mean("rollout"),
-        "all wait for the last verdicts": scenario.mean("judging"),
+        "engines wait for the training": scenario.mean("engines_wait"),
+        "trainers wait for the rollout": scenario.mean("trainers_wait"),
+        f"{'engines' if beside else 'all'} wait for the last verdicts": scenario.mean("judging"),
         "all wait for the weight transfer": scenario.mean("transfer"),
-        "all wait for checkpoints": scenario.mean("save"),
+        f"{'trainers' if beside else 'all'} wait for checkpoints": scenario.mean("save"),
     }
 
 
@@ -301,14 +368,17 @@ def scenario_facts(found: Sequence[Scenario]) -> list[dict[str, Any]]:
 
 
 def scenario_lines(found: Sequence[Scenario], rates: Rates, environment: Environment, lengths: str | None) -> list[str]:
-    """Return a table of the scenarios, what waits in the first, the assumptions."""
+    """Return a table of the scenarios, what waits in the first and one step off, the assumptions."""
     lines = [f"{'seconds of a step':32}" + "".join(f"{part:>10}" for part in ("total", *PARTS[1:]))
              + "   busy: engines, their slots, judges, trainers"]  # fmt: skip
     for one in found:
         numbers = "".join(f"{one.mean(part):10.2f}" for part in PARTS)
         lines.append(f"{one.name:32}{numbers}   " + " ".join(f"{share:6.0%}" for share in one.shares.values()))
-    ordered = sorted(waits(found[0]).items(), key=lambda item: -item[1])
-    lines.append("As configured: " + "; ".join(f"{what} {seconds:.2f} s" for what, seconds in ordered))
+    for one in (found[0], *(one for one in found if one.name.startswith("one step off"))):
+        ordered = sorted(waits(one).items(), key=lambda item: -item[1])
+        total = one.mean("seconds")
+        waiting = "; ".join(f"{what} {seconds:.2f} s ({seconds / total:.0%})" for what, seconds in ordered)
+        lines.append(f"{one.name[0].upper()}{one.name[1:]}: {waiting}")
     costs = found[0].costs
     drawn = f"lengths drawn from {lengths}" if lengths else f"log-normal lengths, sigma {SPREAD:g}"
     mean = found[0].mean("trained") / found[0].responses
@@ -316,7 +386,8 @@ def scenario_lines(found: Sequence[Scenario], rates: Rates, environment: Environ
         f"Assumed: {drawn}, mean {mean:.0f} tokens; {costs.engines} engines of {costs.slots} sequences, responses dealt in "
         f"turn; {rates.peak_tflops:g} TFLOP/s at {rates.mfu:.0%} and {rates.hbm_gbps:g} GB/s per GPU; "
         f"{environment.judge_seconds:g} s per verdict, {costs.judges} at a time, while the rest is generated; checkpoints "
-        f"block for a copy at {environment.copy_gbps:g} GB/s; engines and trainers take turns on the same GPUs; partial "
-        "rollouts carry what is unfinished, however old."
+        f"block for a copy at {environment.copy_gbps:g} GB/s; engines and trainers take turns on the same GPUs, except "
+        f"for a server's and one step off (trainers + engines, with {ALONE:.0%} of their memory): those get all weights "
+        "by NCCL; partial rollouts carry what is unfinished, however old."
     )
     return lines

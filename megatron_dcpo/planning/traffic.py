@@ -173,8 +173,9 @@ def step_seconds(
     at_once = min(concurrent, responses_per_engine)
     context = work.length - work.response_length / 2
     read = rounds * work.response_length * (engine_weights + at_once * context * engine_kv)
-    within = rates.nvlink_gbps * 1e9
-    across = within if gpus <= rates.gpus_per_node else rates.link_gbps * 1e9
+    within, link = rates.nvlink_gbps * 1e9, rates.link_gbps * 1e9
+    across = within if gpus <= rates.gpus_per_node else link
+    reshards = gpus + engine_gpus if engine_gpus else layout.width * pp
     return Seconds(
         rollout=read / (rates.hbm_gbps * 1e9)
         + forward_flops(arch, layout, work) / per_second * gpus / (engine_gpus or gpus),
@@ -185,5 +186,5 @@ def step_seconds(
         expert_parallel=traffic.expert_parallel / (within if layout.width <= rates.gpus_per_node else across),
         data_parallel=traffic.data_parallel / across,
         pipeline=traffic.pipeline / across,
-        resharding=resharding / (within if layout.width * pp <= rates.gpus_per_node else across),
+        resharding=resharding / (within if reshards <= rates.gpus_per_node else link),
     )

@@ -273,6 +273,8 @@ def test_engines_on_gpus_of_their_own(tmp_path, capsys):
     assert both["rollout_bytes"] == max(stage["resting"] for stage in both["stages"]) == alone["rollout_bytes"]
     rest = seconds["total"] - seconds["beside_training"]
     assert rest == pytest.approx(min(seconds["rollout"], seconds["total"] - seconds["rollout"] - seconds["resharding"]))
+    assert (alone["resharding_bytes"], both["resharding_bytes"]) == (0, both["parameters"] * 2), "a broadcast of all"
+    assert seconds["resharding"] == pytest.approx(both["resharding_bytes"] / 50e9), "to another node"
     half = run("--engine-gpus", "4")["step_seconds"]["rollout"]
     assert 1.5 * seconds["rollout"] < half < 2.5 * seconds["rollout"]
     large = run("--engine-gpus", "8", "rollout.gpu_memory_utilization=0.25")["engine"]
