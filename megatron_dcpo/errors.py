@@ -61,11 +61,17 @@ def pip_install(extra: str) -> str:
     """Return the line that installs the packages of an ``extra`` of setup.py, wherever this package came from."""
     from importlib.metadata import PackageNotFoundError, requires
 
+    from packaging.requirements import Requirement
+
     try:
-        listed = [text.partition(";") for text in requires("megatron-dcpo") or ()]
+        listed = [Requirement(text) for text in requires("megatron-dcpo") or ()]
     except PackageNotFoundError:  # run from a checkout that is not installed
         listed = []
-    packages = [f"'{name.strip()}'" for name, _, marker in listed if f'extra == "{extra}"' in marker.replace("'", '"')]
+    packages = []
+    for wanted in (one for one in listed if one.marker and one.marker.evaluate({"extra": extra})):
+        if not wanted.marker.evaluate({"extra": ""}):
+            wanted.marker = None
+            packages.append(f"'{wanted}'")
     isolation = "--no-build-isolation " * (extra == "gpu")  # it is built against the torch that is installed
     return f"pip install {isolation}" + (" ".join(packages) or f"'.[{extra}]'")
 

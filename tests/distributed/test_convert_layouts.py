@@ -66,7 +66,14 @@ def imported_model(tmp_path_factory, family, tied, dtype):
     return source, base / "megatron", {"float32": "fp32", "bfloat16": "bf16"}[dtype]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+FULL = ("tp4", "pp2_uneven", "ep2_pp2")  # with `make test-full`
+
+
+def marked(layouts):
+    return [pytest.param(layout, marks=[pytest.mark.full] * (layout in FULL)) for layout in layouts]
+
+
+@pytest.mark.parametrize("layout", marked(LAYOUTS))
 def test_stock_model_loads_and_saves(imported, tmp_path, layout):
     loads_and_saves(imported, tmp_path, layout)
 
@@ -77,7 +84,7 @@ def test_stock_model_of_transformer_engine_loads_and_saves(imported, tmp_path, l
     loads_and_saves(imported, tmp_path, layout, environment())
 
 
-@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
+@pytest.mark.parametrize("layout", marked(EXPERT_LAYOUTS))
 def test_stock_model_with_experts_loads_and_saves(imported_experts, tmp_path, layout):
     loads_and_saves(imported_experts, tmp_path, layout, layouts=EXPERT_LAYOUTS)
 

@@ -23,19 +23,26 @@ def command(*arguments: object, processes: int = 1) -> list[str]:
 
 
 def run(
-    *arguments: object, processes: int = 1, torchrun: bool = False, timeout: float = 300
+    *arguments: object,
+    processes: int = 1,
+    torchrun: bool = False,
+    timeout: float = 300,
+    cwd: Path = REPOSITORY,
+    **environment: str,
 ) -> subprocess.CompletedProcess[str]:
     """Run ``dcpo`` in forks of the warm process, several as ranks of one job; with ``torchrun`` under the launcher, whose
     exit status is its own."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
     if not torchrun:
         ranks = launch.ranks(processes) if processes > 1 else [{}]
-        return warm.run("megatron_dcpo", [*map(str, arguments)], [environment | rank for rank in ranks], timeout)
+        return warm.run(
+            "megatron_dcpo", [*map(str, arguments)], [environment | rank for rank in ranks], timeout, cwd=cwd
+        )
     return subprocess.run(
         command(*arguments, processes=processes),
         capture_output=True,
         text=True,
-        cwd=REPOSITORY,
+        cwd=cwd,
         env=environment,
         timeout=timeout,
     )

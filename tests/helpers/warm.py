@@ -35,20 +35,21 @@ def run(
     environments: Sequence[Mapping[str, str]],
     timeout: float,
     imports_in: Mapping[str, str] | None = None,
+    cwd: Path = REPOSITORY,
 ) -> subprocess.CompletedProcess[str]:
-    """``python -m MODULE ARGUMENTS`` in this checkout, a process with each of ``environments``, all at once; the output of
-    all, one after the other, and the first status that is not 0 (the others are then ended). Raises TimeoutExpired.
+    """``python -m MODULE ARGUMENTS`` of this checkout in ``cwd``, a process with each of ``environments``, at once; their
+    output, one after the other, and the first status that is not 0 (the others are then ended). Raises TimeoutExpired.
 
     ``imports_in``: variables on which it depends what is imported; such processes are forks of a server with them.
     """
     if has_cuda():
-        return _started(module, arguments, environments, timeout)
+        return _started(module, arguments, environments, timeout, cwd)
     server = _server(frozenset((imports_in or {}).items()))
     assert server.stdin is not None
     with tempfile.TemporaryDirectory() as scratch:
         outputs = [[str(Path(scratch, f"{name}{n}")) for name in ("out", "err")] for n in range(len(environments))]
         ranks = [{"environment": dict(own), "to": to} for own, to in zip(environments, outputs, strict=True)]
-        server.stdin.write(json.dumps({"module": module, "argv": [*arguments], "ranks": ranks}) + "\n")
+        server.stdin.write(json.dumps({"module": module, "argv": [*arguments], "ranks": ranks, "cwd": str(cwd)}) + "\n")
         server.stdin.flush()
         pids = _answer(server, 60)
         try:
@@ -67,7 +68,7 @@ def _completed(arguments: list[str], status: int, outputs: list[list[str]]) -> s
 
 
 def _started(
-    module: str, arguments: Sequence[str], environments: Sequence[Mapping[str, str]], timeout: float
+    module: str, arguments: Sequence[str], environments: Sequence[Mapping[str, str]], timeout: float, cwd: Path
 ) -> subprocess.CompletedProcess[str]:
     """What :func:`run` does, by processes that make their own imports."""
     command, first, deadline = [sys.executable, "-m", module, *arguments], 0, time.monotonic() + timeout
@@ -75,7 +76,7 @@ def _started(
         outputs = [[str(Path(scratch, f"{name}{n}")) for name in ("out", "err")] for n in range(len(environments))]
         streams = [[files.enter_context(open(path, "w")) for path in paths] for paths in outputs]
         running = [
-            subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=dict(own), cwd=REPOSITORY)
+            subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=dict(own), cwd=cwd)
             for own, (out, err) in zip(environments, streams, strict=True)
         ]
         try:
@@ -142,6 +143,9 @@ def _forked(request: dict[str, Any], rank: dict[str, Any]) -> int:
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), number)
     os.environ.clear()
     os.environ.update(rank["environment"])
+    os.chdir(request["cwd"])
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:1] = [request["cwd"], *filter(None, paths), str(REPOSITORY)]  # as -m has them
     sys.argv = [request["module"], *request["argv"]]
     runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
     sys.exit()

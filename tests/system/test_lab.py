@@ -25,6 +25,7 @@ def run(*arguments: str, launcher: tuple[str, ...] = ("-m",)) -> subprocess.Comp
     return subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, env=environment, timeout=500)
 
 
+@pytest.mark.full  # tests/unit/lab has its parts
 def test_a_cell_is_trained_once_and_published(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     small = ("data.prompts_per_step=8", "training.micro_batch_size=64")

@@ -2,14 +2,13 @@
 
 import json
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from megatron_dcpo.training.loggers import VERL_NAMES
 from tests.helpers.paths import QUICKSTART, REPOSITORY
-from tests.helpers.quickstart import SMALL, command, metrics
+from tests.helpers.quickstart import SMALL, metrics, run
 
 NOTE = """
 import json, os
@@ -74,8 +73,7 @@ def init(config, **options):
 def train(tmp_path, *overrides, **environment):
     words = ("train", "--config", QUICKSTART / "dcpo.yaml", f"run_dir={tmp_path / 'run'}", *SMALL, *overrides)
     paths = os.pathsep.join([str(tmp_path), str(REPOSITORY)])
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths} | environment
-    return subprocess.run(command(*words), capture_output=True, text=True, cwd=REPOSITORY, env=environment, timeout=300)
+    return run(*words, PYTHONPATH=paths, **environment)
 
 
 def trained(tmp_path, name, *overrides):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.paths import QUICKSTART, REPOSITORY
-from tests.helpers.quickstart import SMALL, command, metrics, without_clocks
+from tests.helpers.quickstart import SMALL, metrics, run, without_clocks
 
 METHOD = '''
 import numpy as np
@@ -46,9 +45,8 @@ def directory(tmp_path: Path) -> Path:
 def train(directory: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     """``dcpo train`` in ``directory``, which is no checkout."""
     paths = (f"model.path={QUICKSTART / 'policy'}", f"data.path={QUICKSTART / 'data' / 'train.jsonl'}")
-    arguments = command("train", "--config", QUICKSTART / "dcpo.yaml", *paths, *SMALL, "training.steps=2", *overrides)
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(arguments, cwd=directory, capture_output=True, text=True, timeout=300, env=environment)
+    arguments = ("train", "--config", QUICKSTART / "dcpo.yaml", *paths, *SMALL, "training.steps=2", *overrides)
+    return run(*arguments, cwd=directory, PYTHONPATH=str(REPOSITORY))
 
 
 def test_it_trains_and_its_option_counts(directory: Path) -> None:

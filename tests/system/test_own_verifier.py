@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.paths import QUICKSTART, REPOSITORY
-from tests.helpers.quickstart import SMALL, command, metrics, without_clocks
+from tests.helpers.quickstart import SMALL, metrics, run, without_clocks
 
 VERIFIER = '''
 import pathlib
@@ -40,10 +39,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 def dcpo(directory: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command(*arguments), cwd=directory, capture_output=True, text=True, timeout=300, env=environment
-    )
+    return run(*arguments, cwd=directory, PYTHONPATH=str(REPOSITORY))
 
 
 def train(directory: Path, *overrides: str) -> subprocess.CompletedProcess[str]:

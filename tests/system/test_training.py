@@ -85,7 +85,7 @@ def test_several_updates_per_rollout_clip_against_the_rollout_policy(tmp_path):
     "overrides",
     [
         ("objective.name=grpo",),
-        ("objective.preset=dcpo_proper",),
+        pytest.param(("objective.preset=dcpo_proper",), marks=pytest.mark.full),
         ("objective.preset=dcpo_proper", "training.updates_per_rollout=2"),
         ("objective.name=coupled",),
         ("objective.name=rlcr", "objective.variant=original"),
@@ -148,6 +148,7 @@ def test_a_second_training_in_the_same_run_directory_is_refused(three_steps):
     assert (run_dir / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.full
 def test_real_text(tmp_path, shared_data):
     """A tiny random Qwen3 with the real Qwen vocabulary trains two steps on DeepScaleR with the paper's prompt."""
     model = tmp_path / "model"

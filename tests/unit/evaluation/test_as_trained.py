@@ -1,5 +1,6 @@
 """An evaluation against a server sends the prompts of the training, token for token, for every shipped configuration."""
 
+import functools
 import json
 
 import pytest
@@ -10,6 +11,7 @@ from megatron_dcpo.config import load_config
 from megatron_dcpo.data import load_benchmark, load_prompts
 from megatron_dcpo.errors import UserError
 from megatron_dcpo.evaluation.run import EvaluationConfig, _server
+from megatron_dcpo.judging.token_bytes import token_bytes
 from megatron_dcpo.rollout import load_tokenizer
 from tests.helpers.paths import EXAMPLES, REPOSITORY
 from tests.helpers.tokenizers import save_qwen3
@@ -21,6 +23,7 @@ ROWS = {
 }
 
 
+token_bytes_once = functools.cache(token_bytes)  # as it does
 THINKING_OFF = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
@@ -56,6 +59,7 @@ def test_the_ids_are_those_of_the_training(path, tokenizer_of, tmp_path, monkeyp
     assert options["tokenizer"] == config.model.path
     options |= {"out": tmp_path, "endpoint": "http://localhost/v1", "model_name": "m", "tokenizer": str(directory)}
     monkeypatch.setattr(rollout, "load_tokenizer", {str(directory): tokenizer}.get)  # it takes seconds
+    monkeypatch.setattr("megatron_dcpo.evaluation.run.token_bytes", token_bytes_once)
     _, _, render, complete = _server(EvaluationConfig(**options))
     endpoint = complete.__self__
     assert endpoint.api == "completions"

@@ -166,11 +166,12 @@ def too_steep(case: Case) -> dict[str, float]:
     return {name: round(exponent, 2) for name, exponent in found.items() if exponent >= LARGEST_EXPONENT}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n == "report")) for n in CASES])
 def test_time_grows_with_the_length(name: str) -> None:
     assert not too_steep(CASES[name])
 
 
+@pytest.mark.full
 def test_the_measurement_finds_what_was_cubic(monkeypatch: pytest.MonkeyPatch) -> None:
     """The expression that read fences until version 0.1.0: 1,000 blanks took seconds, 2,000 a minute."""
     before = re.compile(rb"^([ \t]*)(`{3,}|~{3,})[ \t]*([^`\r\n]*?)[ \t]*\r?$")

@@ -51,8 +51,8 @@ def test_the_cache_is_made_for_the_responses_of_a_step():
 
 def test_another_release_of_vllm_is_refused(monkeypatch):
     check_release()  # of what is installed, or not
-    monkeypatch.setattr(vllm_host, "version", lambda package: "0.33.1")
+    monkeypatch.setattr(vllm_host, "version", lambda package: "0.34.1")
     with pytest.raises(
-        UserError, match=r"vllm 0\.33\.1 is installed, supported is 0\.32; pip install 'vllm==0\.32\.\*'"
+        UserError, match=r"vllm 0\.34\.1 is installed, supported is 0\.32 or 0\.33; pip install 'vllm==0\.33\.\*'"
     ):
         check_release()
