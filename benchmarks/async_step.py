@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import policies
 from measurement import Measurement, Stepper, absent, steps
 
-PROMPTS, GROUP, TOKENS, STOP = 2, 8, 512, 0.005
+PROMPTS, GROUP, TOKENS, STOP = 4, 7, 512, 0.005
 STEPS, WARM_UP = int(os.environ.get("ASYNC_STEPS", "8")), 2
 ALTERNATIVES = {"beside": 1, "after": 0}
 OTHER = "one after the other (rollout.async_steps: 0)"

@@ -4,7 +4,7 @@ training as in ``async_step``.
 For each layout two batch sizes calibrate the costs (a decoding step, a trained token, the rest), and the simulation says
 how long a step of a third batch size between them takes. The quickest third of the steps counts, on both sides: other
 work on the machine is not part of the model. *One step off* the two sizes are of steps one after the other, and what is
-predicted is a step beside the generation of the next one; medians, since the lengths differ from step to step.
+predicted are the steps beside the generation of the next one, with the lengths that their responses had; medians.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 from async_step import GROUP as BESIDE_GROUP
-from async_step import PROMPTS, TOKENS, WARM_UP, in_turns
+from async_step import PROMPTS, WARM_UP, in_turns
 from measurement import Measurement, absent, alone, torchrun
 
 LAYOUTS = {
@@ -130,10 +130,10 @@ def one_step_off() -> Iterator[Measurement]:
         mean = float(np.mean([length for row in steps for length in row["lengths"]]))
         runs[n] = Measured(*parts, mean, float(np.mean([max(row["lengths"]) for row in steps])), ragged=True)
     costs = calibrated(runs[small], runs[large], (small * BESIDE_GROUP, large * BESIDE_GROUP))
-    lengths = [length for steps in rows.values() for row in steps for length in row["lengths"]]
-    draw, responses = simulate.length_stream(lengths, 1, TOKENS, seed=0), PROMPTS * BESIDE_GROUP
-    steps_off = simulate.one_step_off(simulate.simulate(costs, draw, responses, 50))
-    measured = [row["wall"] for row in taken["beside"][PROMPTS][WARM_UP:]]
+    beside = taken["beside"][PROMPTS][WARM_UP:]
+    lengths = (length for row in beside for length in row["lengths"])
+    steps_off = simulate.one_step_off(simulate.simulate(costs, lengths, PROMPTS * BESIDE_GROUP, len(beside)))
+    measured = [row["wall"] for row in beside[:-1]]  # the last one generated a batch that nobody took
     raw = {"one after the other": {str(n): vars(run) for n, run in runs.items()}, "beside": measured}
     yield _apart(name, float(np.median([step.seconds for step in steps_off])), float(np.median(measured)), raw)
 

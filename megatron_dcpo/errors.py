@@ -68,9 +68,9 @@ def pip_install(extra: str) -> str:
     except PackageNotFoundError:  # run from a checkout that is not installed
         listed = []
     packages = []
-    for wanted in (one for one in listed if one.marker and one.marker.evaluate({"extra": extra})):
-        if not wanted.marker.evaluate({"extra": ""}):
-            wanted.marker = None
+    for wanted in listed:
+        marker, wanted.marker = wanted.marker, None
+        if marker and marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""}):
             packages.append(f"'{wanted}'")
     isolation = "--no-build-isolation " * (extra == "gpu")  # it is built against the torch that is installed
     return f"pip install {isolation}" + (" ".join(packages) or f"'.[{extra}]'")
