@@ -66,7 +66,7 @@ setup(
             "transformer-engine[pytorch]>=2.9,<2.12; python_version<'3.12'",
             "transformer-engine[pytorch]>=2.9; python_version>='3.12'",
         ],
-        "vllm": ["vllm==0.32.*"],  # rollout/vllm_weights.py imports what other releases move
+        "vllm": ["vllm>=0.32,<0.34"],  # rollout/vllm_weights.py imports what other releases move
         "hub": ["datasets>=3.0"],
         "wandb": ["wandb>=0.17"],
         "gym": ["reasoning-gym==0.1.25"],  # its problems and scores change between releases

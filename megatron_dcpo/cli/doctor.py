@@ -31,7 +31,7 @@ OPTIONAL = {
 }
 
 # Python -> releases of Megatron-core whose numbers were tested there (docs/status.md says which, and when)
-TESTED = {(3, 11): ("0.16.1",), (3, 12): ("0.19.2",), (3, 13): ("0.19.2",)}
+TESTED = {(3, 11): ("0.16.1",), (3, 12): ("0.17.1", "0.18.2", "0.19.2"), (3, 13): ("0.19.2",)}
 
 EXTRAS = {"transformer-engine": "gpu", "vllm": "vllm", "datasets": "hub", "reasoning-gym": "gym", "wandb": "wandb"}
 
