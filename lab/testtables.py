@@ -177,7 +177,7 @@ def tables(out: Path, test: str = "test") -> dict[str, Any]:
     policies = {POLICIES[family]: {name: _columns(of, name) for name in _names(of)} for family, of in families.items()}
     result = {"best": min(chosen, key=lambda name: chosen[name], default=None), "policies": policies}
     write_json(out / f"{test}.json", result)
-    lines = [f"# Tables: {test}", "", f"Made by `python -m lab test-tables` from `{test}_records.tar.xz` alone.", ""]
+    lines = [f"# Tables: {test}", "", f"By `python -m lab test-tables [--final]` from `{test}_records.tar.xz`.", ""]
     for family, of in families.items():
         lines += [f"## {POLICIES[family]}", "", *_family(of, policies[POLICIES[family]])]
     ranked = [(TITLES[name], f"{value:.4f}") for name, value in sorted(chosen.items(), key=lambda i: i[1])]
@@ -261,7 +261,7 @@ def recalibrated(of: Family, names: Sequence[str]) -> list[str]:
             cells.append(f"{score:.4f} / {np.mean([np.mean([skill(r) for r in one]) for one in made]):+.3f}")
         rows.append((TITLES[name], *cells))
     text = "Brier / skill of each policy's own confidence and log-prob, fitted on half of the test problems and "
-    return table(text + "scored on the other half (most have no validation responses):", ("stated", *OWN), rows)
+    return table(text + "scored on the other half:", ("stated", *OWN), rows)
 
 
 def _differences(of: Family, start: str, names: Sequence[str], values: Sequence[str]) -> list[str]:

@@ -60,7 +60,7 @@ split() {
     [ -f "$file" ] || fail "no such file: '$file'"
     name=$(basename "$file")
     mkdir -p "$directory"
-    command split --bytes "${PIECE:-60000000}" --numeric-suffixes "$file" "$directory/$name."
+    command split --bytes "${PIECE:-$LARGEST}" --numeric-suffixes "$file" "$directory/$name."
     (cd "$(dirname "$file")" && sha256sum "$name") >"$directory/$name.sha256"
     echo "$directory: $(find "$directory" -name "$name.[0-9]*" | wc -l) pieces of $name"
 }
@@ -106,9 +106,8 @@ prepare() {
         "$python" -m pip install --quiet --no-index --no-deps --no-compile --disable-pip-version-check \
             --upgrade --target "$directory/site" --requirement "$directory/missing.txt"
     fi
-    export PYTHONPATH="$directory/repository:$directory/site"
     install_pieces "$(realpath "${PIECES:-$(dirname "$archive")/pieces}")" "$directory"
-    export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+    export PYTHONPATH="$directory/repository:$directory/site" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
     export PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
     cd "$directory/repository"
 }

@@ -63,17 +63,15 @@ def unsuitable(there: dict[str, metadata.Distribution], setup: str) -> list[str]
     """Return what is there and out of the range of ``install_requires``, of the extra ``gpu``, or, of Transformer Engine,
     of the image's own Megatron-core."""
     text = setup[setup.index("install_requires") : setup.index('"vllm"')]
-    asked = [("this release", line) for line in re.findall(r'"([A-Za-z][^"]*[<>=][^"]*)"', text)]
+    ours = map(Requirement, re.findall(r'"([A-Za-z][^"]*[<>=][^"]*)"', text))
+    asked = [("this release", one) for one in ours if one.marker is None or one.marker.evaluate()]
     if megatron := there.get("megatron-core"):
-        asked += [(f"its Megatron-core {megatron.version}", line) for line in megatron.requires or []]
+        theirs = [one for one in map(Requirement, megatron.requires or []) if one.name == "transformer-engine"]
+        asked += [(f"its Megatron-core {megatron.version}", one) for one in theirs]
     problems = []
-    for who, requirement in ((who, Requirement(line)) for who, line in asked):
-        name, found = canonicalize_name(requirement.name), there.get(canonicalize_name(requirement.name))
-        if who == "this release":
-            counts = requirement.marker is None or requirement.marker.evaluate()
-        else:
-            counts = name == "transformer-engine"
-        if found is not None and counts and not suits(requirement, found.version):
+    for who, requirement in asked:
+        found = there.get(canonicalize_name(requirement.name))
+        if found is not None and not suits(requirement, found.version):
             problems.append(f"the image has {requirement.name} {found.version}, {who} needs {requirement.specifier}")
     return problems
 

@@ -318,8 +318,8 @@ def _colocated(plan: Plan) -> _Named:
     """Yield a server's GPUs and the trainers' as one, which take turns and leave an engine more or less memory."""
     gpus, config = plan.machine.gpus + plan.machine.engine_gpus, plan.config
     machine = replace(plan.machine, gpus=gpus, engine_gpus=0)
-    rollout = replace(config.rollout, engine="vllm", async_steps=0)
-    rollout = replace(rollout, tensor_model_parallel_size=plan.engine.tensor_model_parallel_size)
+    size = plan.engine.tensor_model_parallel_size
+    rollout = replace(config.rollout, engine="vllm", async_steps=0, tensor_model_parallel_size=size)
     training = replace(config.training, offload_optimizer_during_rollout=True)
     for memory in (0.9, 0.8, 0.7, 0.6, 0.5) if plan.machine.engine_gpus else ():
         engines = replace(rollout, gpu_memory_utilization=memory)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron_dcpo.conversion.convert import export_checkpoint, import_checkpoint
+from tests.helpers.cases import full_only
 from tests.helpers.checkpoints import load_model, save_model
 from tests.helpers.launch import torchrun
 from tests.helpers.transformer_engine import environment
@@ -69,11 +70,7 @@ def imported_model(tmp_path_factory, family, tied, dtype):
 FULL = ("tp4", "pp2_uneven", "ep2_pp2")  # with `make test-full`
 
 
-def marked(layouts):
-    return [pytest.param(layout, marks=[pytest.mark.full] * (layout in FULL)) for layout in layouts]
-
-
-@pytest.mark.parametrize("layout", marked(LAYOUTS))
+@pytest.mark.parametrize("layout", full_only(LAYOUTS, FULL))
 def test_stock_model_loads_and_saves(imported, tmp_path, layout):
     loads_and_saves(imported, tmp_path, layout)
 
@@ -84,7 +81,7 @@ def test_stock_model_of_transformer_engine_loads_and_saves(imported, tmp_path, l
     loads_and_saves(imported, tmp_path, layout, environment())
 
 
-@pytest.mark.parametrize("layout", marked(EXPERT_LAYOUTS))
+@pytest.mark.parametrize("layout", full_only(EXPERT_LAYOUTS, FULL))
 def test_stock_model_with_experts_loads_and_saves(imported_experts, tmp_path, layout):
     loads_and_saves(imported_experts, tmp_path, layout, layouts=EXPERT_LAYOUTS)
 

@@ -8,6 +8,7 @@ all are cancelled). So nothing below may change it: rows permuted, the group spl
 import numpy as np
 import pytest
 
+from tests.helpers.cases import full_only
 from tests.helpers.launch import torchrun_all
 from tests.helpers.objective_cases import (
     EXPECTED,
@@ -46,7 +47,7 @@ CASES = {
     "pp2_micro1": (2, {"pipeline_model_parallel_size": 2}, 1, [1, 0, 3, 2, 5, 4, 7, 6]),
 }
 FULL = ("cp2_micro4", "dp2_packed", "tp2_sequence_parallel")  # with `make test-full`; the grid has every pair of them
-LAYOUTS = [pytest.param(case, marks=[pytest.mark.full] * (case in FULL)) for case in CASES]
+LAYOUTS = full_only(CASES, FULL)
 RATIO_ONLY = [name for name in GOLDEN_OPTIONS if not name.startswith("ccgspg")]
 
 
@@ -97,7 +98,7 @@ def test_ccgspg_equals_its_float64_formula(runs, case):
         assert rank["losses"]["ccgspg beta=0.01"] == pytest.approx(float(losses.sum()), abs=1e-5)
 
 
-@pytest.mark.parametrize("case", LAYOUTS)
+@pytest.mark.parametrize("case", full_only([case for case in CASES if case != "one"], FULL))
 def test_gradient_norms_do_not_depend_on_the_layout(runs, case):
     expected = runs("one")[0]["norms"]
     for name, norm in runs(case)[0]["norms"].items():

@@ -10,6 +10,7 @@ from megatron_dcpo.policy.adapter import first_A
 from megatron_dcpo.weights.hf_checkpoint import HFReader
 from tests.distributed.cases.common import samples_for_test
 from tests.distributed.cases.policy_adapter import ALPHA, LR, RANK, STEPS
+from tests.helpers.cases import full_only
 from tests.helpers.launch import torchrun
 from tests.helpers.transformer_engine import environment
 
@@ -137,7 +138,7 @@ def test_recomputation_and_two_passes_of_the_output_layer_do_not_matter(one):
     close(one[1], one[0])
 
 
-@pytest.mark.parametrize("layout", [pytest.param(n, marks=[pytest.mark.full] * (n == "tp2_pp2")) for n in LAYOUTS])
+@pytest.mark.parametrize("layout", full_only(LAYOUTS, ("tp2_pp2",)))
 def test_layouts_train_the_same_adapter(one, layout, tiny_models, tmp_path):
     ranks, parallel, variants = LAYOUTS[layout]
     settings = [{"parallel": parallel | variant, "bucket_bytes": 1 << 18} for variant in variants]

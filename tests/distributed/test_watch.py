@@ -8,6 +8,7 @@ import subprocess
 import pytest
 
 from megatron_dcpo.errors import EXIT_PEER_LOST
+from tests.helpers.cases import full_only
 from tests.helpers.launch import without_launcher
 
 
@@ -23,7 +24,7 @@ def ranks(scenario, directory, count=3):
             process.communicate()
 
 
-@pytest.mark.parametrize("scenario", ["killed", pytest.param("frozen", marks=pytest.mark.full)])
+@pytest.mark.parametrize("scenario", full_only(("killed", "frozen"), ("frozen",)))
 def test_lost_rank_is_named_by_all_others(scenario, tmp_path):
     with ranks(scenario, tmp_path) as started:
         for rank in (0, 2):
@@ -65,7 +66,7 @@ def test_slow_phase_says_who_waits_where_and_goes_on(tmp_path):
     assert json.loads((tmp_path / "rank00001.json").read_text())["phase"] == "done"
 
 
-@pytest.mark.parametrize("scenario", ["signalled", pytest.param("late", marks=pytest.mark.full)])
+@pytest.mark.parametrize("scenario", full_only(("signalled", "late"), ("late",)))
 def test_signal_of_one_rank_reaches_all_and_early_ends_are_not_missed(scenario, tmp_path):
     with ranks(scenario, tmp_path) as started:
         outcomes = [process.communicate(timeout=180) for process in started]

@@ -37,6 +37,7 @@ from megatron_dcpo.judging.token_bytes import TokenBytes
 from megatron_dcpo.rollout.openai_client import _response
 from megatron_dcpo.runtime.text import encodable, parse_json, printable
 from megatron_dcpo.types import Prompt, Response
+from tests.helpers.cases import full_only
 from tests.helpers.hostile import HOSTILE
 from tests.helpers.judging import judge
 
@@ -166,7 +167,7 @@ def too_steep(case: Case) -> dict[str, float]:
     return {name: round(exponent, 2) for name, exponent in found.items() if exponent >= LARGEST_EXPONENT}
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n == "report")) for n in CASES])
+@pytest.mark.parametrize("name", full_only(CASES, ("report",)))
 def test_time_grows_with_the_length(name: str) -> None:
     assert not too_steep(CASES[name])
 
